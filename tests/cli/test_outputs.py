@@ -1,6 +1,7 @@
 """Tests where outputs go: files, links, folders of pictures, stdout and terminals, saved reports drawn again."""
 
 import json
+import logging
 import os
 import pty
 import stat
@@ -132,8 +133,10 @@ def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.2").mkdir()
+    logging.getLogger("matplotlib").setLevel(logging.NOTSET)
     Outputs(figure=str(tmp_path / "run.2")).check({})
     assert not is_file(tmp_path / "run.2"), "an existing folder is one"
+    assert logging.getLogger("matplotlib").level == logging.ERROR, "it would log the place of its cache"
 
 
 # Streams
@@ -185,6 +188,7 @@ def test_a_page_of_no_columns_shows_all_the_same():
         assert invoke(*words, COLUMNS="0").stdout == invoke(*words).stdout != "", words
 
 
+@pytest.mark.full
 def test_matplotlib_says_nothing_of_its_cache(tmp_path):
     words = f"{LINE} --analyzer symmetry -q --figure a.png"
     result = in_shell(f"attnlens {words}", tmp_path, afresh=True, MPLCONFIGDIR="/dev/null/none")

@@ -226,7 +226,8 @@ for words, files, environment in json.loads(Path("calls.json").read_text()):
     os.environ.update(environment)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = exit_code(words)
+        sys.argv = ["attnlens", *words]
+        code = exit_code()
     for name in files:
         Path(name).unlink()
     for name in environment:
@@ -252,13 +253,8 @@ def here(tmp_path_factory):
     (folder / "my.txt").write_text("The cat sat on the mat and looked at the dog. " * 40)
     shutil.copy(folder / "my.txt", folder / "pictures" / "overview.png")
     (folder / "old.png").touch()
-    links = {
-        "soft.txt": "my.txt",
-        "link": "m",
-        "weights": "m/model.safetensors",
-        "link-a.png": "a.png",
-        "link-old.png": "old.png",
-    }
+    links = {"soft.txt": "my.txt", "link": "m", "weights": "m/model.safetensors"}
+    links |= {"link-a.png": "a.png", "link-old.png": "old.png"}
     for name, target in links.items():
         (folder / name).symlink_to(target)
     report = synthetic_report(2, 2).to_json()

@@ -156,7 +156,7 @@ def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path):
 
 
 def test_top_p_is_recorded_and_has_a_reason_if_it_has_no_form():
-    small = {"layers": [0], "heads": [1], "windows": 4, "length": 32}
+    small = {"layers": [0], "heads": [1], "windows": 2, "length": 16}
     report = json.loads(inspect("demo", analyzers="selection", select="top-p:0.5", **small).to_json())
     assert report["settings"]["select"] == "top-p:0.5"
     measure = report["heads"][0]["measures"]["selection.efficiency"]

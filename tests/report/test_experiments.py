@@ -30,15 +30,9 @@ from views import check_layout, draw
 from attnlens.errors import UsageError
 from attnlens.records import Curve, Experiment
 from attnlens.report import export
+from attnlens.report.pictures import experiments as pictures
 from attnlens.report.pictures.charts import panel_figure
-from attnlens.report.pictures.experiments import (
-    deviation,
-    draw_trajectories,
-    experiment_overview,
-    experiment_panels,
-    groups,
-    scale_steps,
-)
+from attnlens.report.pictures.experiments import draw_trajectories, experiment_overview, experiment_panels
 from attnlens.report.pictures.style import house_style
 from attnlens.report.render import terminal
 from attnlens.report.render.terminal import console
@@ -69,7 +63,7 @@ def panel_axes(report: Report, number: int = 0) -> Axes:
         return panel_figure(report, experiment_panels(report)[number]).axes[0]
 
 
-def test_every_figure_stands_beside_the_published_with_its_verdict() -> None:
+def test_every_figure_stands_beside_the_published_with_its_verdict():
     report = experiment_report(converging(), golden(), failing(), command="reproduce")
     text = views.summary(report)
     ours = ["W", "to", "Frobenius", "0.991", "±", "0.0021", "0.992", "0.010", "pass"]
@@ -93,7 +87,7 @@ def test_every_figure_stands_beside_the_published_with_its_verdict() -> None:
     assert rows[9]["ours"] == ""
 
 
-def test_only_published_figures_are_judged() -> None:
+def test_only_published_figures_are_judged():
     other = [golden(name=f"other {n}", **NOTHING) for n in range(5)]
     for experiments, sentence in (
         ([converging(), selecting()], "2 of 2 experiments compared with published figures; all agree."),
@@ -111,7 +105,7 @@ def test_only_published_figures_are_judged() -> None:
     assert "pass" not in text
 
 
-def test_a_report_names_the_model_of_each_experiment() -> None:
+def test_a_report_names_the_model_of_each_experiment():
     others = [golden(name="one", model="demo"), golden(name="two", model="demo"), golden(name="three", model="anew")]
     report = experiment_report(converging(), *others, command="reproduce")
     line = "one, two: demo; three: anew; all others: one-layer attention (synthetic)"
@@ -130,7 +124,7 @@ def test_a_report_names_the_model_of_each_experiment() -> None:
     assert "all others" not in views.page(plain)
 
 
-def test_a_series_shows_the_main_measures_and_all_in_its_details() -> None:
+def test_a_series_shows_the_main_measures_and_all_in_its_details():
     report = series_report()
     text = views.summary(report)
     names = [line.split()[0] for line in text.splitlines() if "." in (line.split() or [""])[0][1:]]
@@ -155,7 +149,7 @@ def test_a_series_shows_the_main_measures_and_all_in_its_details() -> None:
     assert set(rows[0]) == {"layer", "head", "measure", "training step", "value", "se"}
 
 
-def test_a_measure_that_never_changes_is_left_out() -> None:
+def test_a_measure_that_never_changes_is_left_out():
     series = training()
     constant = curve(series.curves["loss"].steps, np.full(7, 16.0))
     more = series.model_copy(update={"curves": series.curves | {"weights.constant": constant, "mine: null": constant}})
@@ -164,7 +158,7 @@ def test_a_measure_that_never_changes_is_left_out() -> None:
     assert "weights.constant" not in changed_measures(more)
 
 
-def test_strangers_strings_are_text_and_nothing_else(tmp_path: Path) -> None:
+def test_strangers_strings_are_text_and_nothing_else(tmp_path: Path):
     report = hostile_experiments()
     page, marked = views.page(report), views.markdown(report)
     assert views.runs_its_own_script_alone(page)
@@ -185,7 +179,7 @@ def test_strangers_strings_are_text_and_nothing_else(tmp_path: Path) -> None:
         pytest.param(series_report(), marks=pytest.mark.full),
     ],
 )
-def test_a_report_comes_back_from_json_and_draws_the_same_pictures(report: Report, tmp_path: Path) -> None:
+def test_a_report_comes_back_from_json_and_draws_the_same_pictures(report: Report, tmp_path: Path):
     report.write_json(tmp_path / "report.json")
     again = read_report(tmp_path / "report.json")
     assert again.experiments[0].meets("W to Frobenius") == report.experiments[0].meets("W to Frobenius")
@@ -198,7 +192,7 @@ def test_a_report_comes_back_from_json_and_draws_the_same_pictures(report: Repor
     assert len(one) > 4
 
 
-def test_nothing_to_draw_is_refused() -> None:
+def test_nothing_to_draw_is_refused():
     with pytest.raises(UsageError, match="no curves"):
         views.save_pictures(experiment_report(golden(**NOTHING)), Path("nowhere"))
 
@@ -212,7 +206,7 @@ def test_nothing_to_draw_is_refused() -> None:
         pytest.param(series_report(12, 12), marks=pytest.mark.full),
     ],
 )
-def test_no_two_texts_of_a_page_overlap(report: Report) -> None:
+def test_no_two_texts_of_a_page_overlap(report: Report):
     with house_style():
         for figure in (experiment_overview(report), *(panel_figure(report, p) for p in experiment_panels(report)[:3])):
             check_layout(figure)
@@ -222,15 +216,15 @@ def test_no_two_texts_of_a_page_overlap(report: Report) -> None:
     ("ours", "bound", "expected"),
     [(1.05, "within", 0.5), (9.0, "within", 3), (-9.0, "at most", -3), (None, "within", -3), (0.9, "within", -1)],
 )
-def test_the_distance_to_the_published_is_counted_in_tolerances(ours, bound, expected) -> None:
+def test_the_distance_to_the_published_is_counted_in_tolerances(ours, bound, expected):
     made = golden(final={"x": ours}, published={"x": 1.0}, tolerance={"x": 0.1}, bounds={"x": bound}, reasons={})
-    assert deviation(made, "x") == pytest.approx(expected)
+    assert pictures.deviation(made, "x") == pytest.approx(expected)
 
 
-def test_an_exact_figure_is_at_0_or_at_the_edge_and_nothing_else_is_shaded() -> None:
+def test_an_exact_figure_is_at_0_or_at_the_edge_and_nothing_else_is_shaded():
     fields = {"published": {"x": 2.0}, "bounds": {}}
     for ours, expected in ((2.0, 0), (3.0, 3)):
-        assert deviation(golden(final={"x": ours}, tolerance=None, **fields), "x") == expected
+        assert pictures.deviation(golden(final={"x": ours}, tolerance=None, **fields), "x") == expected
     widths = []
     for tolerance in (None, {"x": 0.5}):
         (band,) = panel_axes(experiment_report(golden(final={"x": 2.0}, tolerance=tolerance, **fields))).collections
@@ -239,7 +233,7 @@ def test_an_exact_figure_is_at_0_or_at_the_edge_and_nothing_else_is_shaded() -> 
     assert widths[1] == pytest.approx(2)  # the control
 
 
-def test_every_published_figure_has_its_row_or_is_counted_as_left_out() -> None:
+def test_every_published_figure_has_its_row_or_is_counted_as_left_out():
     def many(count: int) -> Report:
         figures = {f"figure {number}": 1.0 for number in range(count)}
         tolerance = dict.fromkeys(figures, 1.0)
@@ -266,8 +260,8 @@ def test_every_published_figure_has_its_row_or_is_counted_as_left_out() -> None:
         (np.linspace(0.25, 4, 16).tolist(), None),
     ],
 )
-def test_steps_that_span_factors_are_drawn_by_factors_and_named_at_both_ends(steps, scale) -> None:
-    axes = draw(lambda axes: scale_steps(axes, steps, "step")).axes[0]
+def test_steps_that_span_factors_are_drawn_by_factors_and_named_at_both_ends(steps, scale):
+    axes = draw(lambda axes: pictures.scale_steps(axes, steps, "step")).axes[0]
     assert scale in (axes.get_xscale(), None)
     ticks = list(axes.get_xticks())
     assert (ticks[0], ticks[-1]) == (steps[0], steps[-1])
@@ -287,7 +281,7 @@ def test_steps_that_span_factors_are_drawn_by_factors_and_named_at_both_ends(ste
         ([-1.0, 0.001, 10.0, 100.0], False, "linear"),
     ],
 )
-def test_values_that_span_factors_are_drawn_by_factors(values, bounded, scale) -> None:
+def test_values_that_span_factors_are_drawn_by_factors(values, bounded, scale):
     report = experiment_report(of_curves({"correlation": values}, bounded=bounded))
     axes = panel_axes(report)
     assert axes.get_yscale() == scale
@@ -299,7 +293,7 @@ def test_values_that_span_factors_are_drawn_by_factors(values, bounded, scale) -
         assert "Not shown: values of 0" in experiment_panels(report)[0].caption
 
 
-def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning() -> None:
+def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning():
     series = training()
     for name, bands in (("weights.symmetry", 1), ("tokens.entropy", 0)):
         axes = draw(lambda axes, name=name: draw_trajectories(axes, experiment=series, name=name)).axes[0]
@@ -322,7 +316,7 @@ def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning() -> None:
     assert "null" not in with_nulls()  # the control
 
 
-def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart() -> None:
+def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart():
     for report, several in ((series_report(1, 1), False), (series_report(2, 1), True)):
         assert ("quartiles" in views.summary(report)) == several
         assert ("uartiles" in views.markdown(report)) == several
@@ -332,7 +326,7 @@ def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart() -> None:
         assert any("coloured" in panel.caption for panel in experiment_panels(report)) == several
 
 
-def test_heads_that_leave_the_frame_are_counted() -> None:
+def test_heads_that_leave_the_frame_are_counted():
     report = series_report(8, 16)
     assert not any("cut" in panel.note for panel in experiment_panels(report))  # the control
     (series,) = report.experiments
@@ -351,24 +345,24 @@ def test_heads_that_leave_the_frame_are_counted() -> None:
     assert f"{beyond} heads of 128 extend beyond the frame" in panel.caption
 
 
-def test_curves_of_one_quantity_or_picture_share_their_axes() -> None:
-    assert {name: list(curves) for name, curves in groups(of_head()).items()} == {
+def test_curves_of_one_quantity_or_picture_share_their_axes():
+    assert {name: list(curves) for name, curves in pictures.groups(of_head()).items()} == {
         "correlation": ["correlation: from zero", "correlation: from M"],
         "norm": ["norm: from zero"],
         "selection kept": ["selection kept"],
         "KL": ["KL to one-hot"],
     }
-    assert [len(curves) for curves in groups(converging()).values()] == [4]
+    assert [len(curves) for curves in pictures.groups(converging()).values()] == [4]
     report = experiment_report(of_head())
     labels = [panel_axes(report, number).get_ylabel() for number in range(4)]
     assert labels == ["correlation", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
     assert panel_axes(experiment_report(of_curves({"rank": [3.0, 3.0]}))).get_ylabel() == ""  # the control
     values = {"a_b": [2.0, 3.0], "norm: from M": [0.5, 0.7]}
     one = of_curves(values, quantity="rank")
-    assert groups(one) == {"": one.curves}
+    assert pictures.groups(one) == {"": one.curves}
     pictured = of_curves(values, quantity="rank", picture="ranks")
-    assert groups(pictured) == {"ranks": pictured.curves}
-    apart = {title: list(curves) for title, curves in groups(of_curves(values)).items()}
+    assert pictures.groups(pictured) == {"ranks": pictured.curves}
+    apart = {title: list(curves) for title, curves in pictures.groups(of_curves(values)).items()}
     assert apart == {"a b": ["a_b"], "norm: from M": ["norm: from M"]}, "of unknown quantities"
     for made, dashed in ((one, []), (of_curves(values, quantity="rank", published=True), ["--", "--"])):
         lines = panel_axes(experiment_report(made)).lines
@@ -376,7 +370,7 @@ def test_curves_of_one_quantity_or_picture_share_their_axes() -> None:
         assert [line.get_linestyle() for line in lines if line.get_linestyle() != "-"] == dashed
 
 
-def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_their_names() -> None:
+def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_their_names():
     names = {"W_mm_d4": 1.0, "vis1 ‖W‖_F": 2.0, "weights.decay_rate": 3.0}
     older = golden(final=names, settings={"accepted_d4": 0.25}, **NOTHING)
     assert [format_label(older, name) for name in names] == ["W mm d4", "vis1 ‖W‖_F", "weights.decay_rate"]
@@ -387,7 +381,7 @@ def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_thei
     assert "(accepted, d = 4: 0.25, 1.2 s)" in text
 
 
-def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]):
     report = experiment_report(converging(), failing())
     console().print(terminal.document(export.summary(report)))
     lines = capsys.readouterr().out.splitlines()
@@ -396,7 +390,7 @@ def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]
     assert re.search(" $", views.summary(report), re.MULTILINE)  # the control
 
 
-def test_curves_without_any_value_have_a_note_and_no_numbers_at_their_side() -> None:
+def test_curves_without_any_value_have_a_note_and_no_numbers_at_their_side():
     for median, notes in (([None, None], ["no value"]), ([None, 0.5], [])):
         axes = panel_axes(experiment_report(converging(curves={"x": Curve(steps=[1, 2], median=median)})))
         assert [text.get_text() for text in axes.texts if text.get_text() == "no value"] == notes

@@ -34,7 +34,7 @@ def strings(value):
         yield from strings(part)
 
 
-def test_strings_from_strangers_are_text_without_control_characters() -> None:
+def test_strings_from_strangers_are_text_without_control_characters():
     page = views.page(hostile())
     assert not STEERING.search(page)
     assert STEERING.search(HOSTILE)  # the control
@@ -55,7 +55,7 @@ def test_strings_from_strangers_are_text_without_control_characters() -> None:
     assert json.loads(text)["model"]["id"] == HOSTILE, "the control: nothing is lost"
 
 
-def test_the_page_shows_every_number_with_its_error_null_and_reason() -> None:
+def test_the_page_shows_every_number_with_its_error_null_and_reason():
     report = synthetic_report(3, 4)
     page = views.page(report)
     for head in report:
@@ -147,7 +147,7 @@ def over_cell(browser: Chrome, row: int, column: int) -> ActionChains:
 
 
 @chromium.needed
-def test_pointer_menu_and_keys_explore_the_map(shown: Chrome, report: Report) -> None:
+def test_pointer_menu_and_keys_explore_the_map(shown: Chrome, report: Report):
     over_cell(shown, 0, 0).perform()
     measure = report.heads[0].measures["weights.symmetry"]
     assert "null 0.0013 ± 0.0018" in text(shown, "tip")
@@ -172,7 +172,7 @@ def test_pointer_menu_and_keys_explore_the_map(shown: Chrome, report: Report) ->
 
 
 @chromium.needed
-def test_a_click_opens_the_head_with_its_shares_curves_and_numbers(shown: Chrome, report: Report) -> None:
+def test_a_click_opens_the_head_with_its_shares_curves_and_numbers(shown: Chrome, report: Report):
     over_cell(shown, 4, 1).click().perform()
     assert text(shown, "who") == "Layer 4 head 1"
     assert "head=4.1" in fragment(shown)
@@ -185,7 +185,7 @@ def test_a_click_opens_the_head_with_its_shares_curves_and_numbers(shown: Chrome
 
 
 @chromium.needed
-def test_a_column_sorts_the_table_and_a_filter_selects_heads(shown: Chrome, report: Report) -> None:
+def test_a_column_sorts_the_table_and_a_filter_selects_heads(shown: Chrome, report: Report):
     values = {f"{h.layer} · {h.head}": h.measures["tokens.entropy"].value or 0.0 for h in report}
     column = "#columns th[data-sort='tokens.entropy']"
     shown.find_element(By.CSS_SELECTOR, f"{column} button").click()
@@ -206,7 +206,7 @@ def test_a_column_sorts_the_table_and_a_filter_selects_heads(shown: Chrome, repo
 
 
 @chromium.needed
-def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown: Chrome, page: Path) -> None:
+def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown: Chrome, page: Path):
     chromium.opened(shown, page, "measure=tokens.entropy&head=3.4&sort=-tokens.entropy&filter=layer+3&theme=dark")
     assert Select(shown.find_element(By.ID, "measure")).first_selected_option.text == "entropy"
     assert text(shown, "who") == "Layer 3 head 4"
@@ -226,7 +226,7 @@ def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown: Ch
 
 
 @chromium.needed
-def test_hostile_names_are_text_and_tokens_show_what_they_attend_to(browser: Chrome, hostile_page: Path) -> None:
+def test_hostile_names_are_text_and_tokens_show_what_they_attend_to(browser: Chrome, hostile_page: Path):
     chromium.opened(browser, hostile_page)
     assert chromium.logged(browser) == []
     browser.execute_script("change({head: '0.0'})")
@@ -249,7 +249,7 @@ def test_hostile_names_are_text_and_tokens_show_what_they_attend_to(browser: Chr
 
 @chromium.needed
 @pytest.mark.full
-def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostile_page: Path) -> None:
+def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostile_page: Path):
     for width, theme in ((390, "light"), (1280, "light"), (390, "dark"), (1280, "dark")):
         chromium.sized(shown, width)
         scheme = [{"name": "prefers-color-scheme", "value": theme}]
@@ -267,7 +267,7 @@ def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostil
 
 @chromium.needed
 @pytest.mark.full
-def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Path) -> None:
+def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Path):
     chromium.opened(browser, page)
     browser.execute_script("""
         const script = document.createElement("script");
@@ -286,7 +286,7 @@ def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Pa
 @chromium.needed
 @pytest.mark.full
 @pytest.mark.parametrize(("layers", "heads", "most"), [(12, 12, 2 * MB), (80, 64, 8 * MB)])
-def test_a_page_is_small_and_draws_its_table_in_slices(browser, tmp_path, layers, heads, most) -> None:
+def test_a_page_is_small_and_draws_its_table_in_slices(browser, tmp_path, layers, heads, most):
     path = tmp_path / "page.html"
     path.write_text(views.page(synthetic_report(layers, heads, head_dim=128, missing=[(3, 4)])))
     assert path.stat().st_size < most

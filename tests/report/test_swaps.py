@@ -8,37 +8,19 @@ import math
 
 import numpy as np
 import pytest
+import swap_reports
 import views
 from hostile_reports import STEERING, hostile_swap
-from swap_reports import (
-    DIVERGED,
-    HEADLESS,
-    NOISE,
-    agreed,
-    controls,
-    healing,
-    planned,
-    several,
-    swap_report,
-    swapped,
-    with_swaps,
-)
+from swap_reports import agreed, controls, healing, planned, several, swap_report, swapped, with_swaps
 from views import check_layout, draw
 
 from attnlens.kernels import TIES
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Rise, Text, TextCosine
+from attnlens.report import export
+from attnlens.report.pictures import swaps as pictures
 from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.style import house_style
-from attnlens.report.pictures.swaps import (
-    GREY,
-    draw_healing,
-    draw_kernels,
-    draw_stages,
-    draw_sweep,
-    limit,
-    swap_overview,
-    swap_panels,
-)
+from attnlens.report.pictures.swaps import swap_overview, swap_panels
 from attnlens.report.report import Report
 from attnlens.report.sections import swaps as effects
 from attnlens.report.sections.plans import healing_lines, plan_lines
@@ -73,7 +55,7 @@ def controlled() -> Report:
     return swap_report(swapped(deltas=(0.4,), controls=controls(), agreement=agreed([1, 2, 3, 64])))
 
 
-def test_one_kernel_has_its_numbers_stage_by_stage(whole: Report) -> None:
+def test_one_kernel_has_its_numbers_stage_by_stage(whole: Report):
     assert row(whole, "original")[1:] == ["2.430", "11.4"]
     assert row(whole, "swapped")[1:6] == ["5.710", "3.280", "3.096", "to", "3.464"]
     assert row(whole, "healed")[1:3] == ["2.520", "0.090"]
@@ -96,7 +78,7 @@ def test_one_kernel_has_its_numbers_stage_by_stage(whole: Report) -> None:
     assert "– → – MiB" in effects.format_cost(swap)
 
 
-def test_perplexity_has_the_interval_of_its_rise(controlled: Report) -> None:
+def test_perplexity_has_the_interval_of_its_rise(controlled: Report):
     """Its ends are e^Δ − 1 at those of Δ."""
     rise, ends = math.expm1(0.4), [math.expm1(0.4 + sign * (0.0202 + 0.02)) for sign in (-1, 1)]
     interval = f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f} %"
@@ -105,7 +87,7 @@ def test_perplexity_has_the_interval_of_its_rise(controlled: Report) -> None:
     assert "+9.4 %" in effects.verdict(swapped(deltas=(0.09,)))
 
 
-def test_controls_are_rows_apart_and_named_if_they_cost_less(controlled: Report) -> None:
+def test_controls_are_rows_apart_and_named_if_they_cost_less(controlled: Report):
     rows = [line.split()[:3] for line in views.summary(controlled, 120).splitlines() if line.startswith("vs ")]
     assert rows[:3] == [["vs", "sink-window:4,64", "2.480"], ["vs", "hard", "7.930"], ["vs", "uniform", "6.330"]]
     assert "Lower loss than rbf:gamma=0.5, with disjoint intervals: sink-window:4,64." in flowing(controlled)
@@ -118,7 +100,7 @@ def test_controls_are_rows_apart_and_named_if_they_cost_less(controlled: Report)
     assert cells == ["3.430", "sink-window:4,64", "4.430", "sink-window:4,64", "hard", "uniform"]
 
 
-def test_agreement_is_censored_if_half_never_differ(controlled: Report) -> None:
+def test_agreement_is_censored_if_half_never_differ(controlled: Report):
     shown = "match the original for 2 of 64 tokens (median; quartiles 1 to 3); 1 of 4 never differ."
     assert shown in flowing(controlled)
     assert "match the original for ≥ 64 of 64 tokens" in flowing(
@@ -126,7 +108,7 @@ def test_agreement_is_censored_if_half_never_differ(controlled: Report) -> None:
     )
 
 
-def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole: Report, controlled: Report) -> None:
+def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole: Report, controlled: Report):
     rows = rows_of_csv(controlled)
     controlling = [("swapped", ""), ("", "sink-window:4,64"), ("", "hard"), ("", "uniform")]
     assert [(cells["stage"], cells["control"]) for cells in rows] == controlling
@@ -150,15 +132,15 @@ def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole: Report, controll
         (0.03, "rises"),
     ],
 )
-def test_the_verdict_gives_the_direction_of_the_loss(delta: float, words: str) -> None:
+def test_the_verdict_gives_the_direction_of_the_loss(delta: float, words: str):
     assert words in effects.verdict(swapped(deltas=(delta,)))
 
 
-def test_diverged_is_a_finding_and_no_number() -> None:
+def test_diverged_is_a_finding_and_no_number():
     shown = flowing(swap_report(swapped(deltas=(None,))))
     assert "The model diverges" in shown
     assert "swapped diverged" in shown
-    assert f"loss, perplexity, KL, top-1, hidden cosine, CKA: {DIVERGED}" in shown
+    assert f"loss, perplexity, KL, top-1, hidden cosine, CKA: {swap_reports.DIVERGED}" in shown
     assert "nan" not in shown.lower().replace("finance", "")
     assert "diverge" not in flowing(swap_report())  # the control
     reason = swapped().model_copy(update={"reasons": {"mask_error": "the lines diverged"}})
@@ -170,11 +152,11 @@ def test_diverged_is_a_finding_and_no_number() -> None:
     assert "9 diverged –" in shown
 
 
-def test_a_model_without_a_head_is_described_by_its_hidden_states() -> None:
+def test_a_model_without_a_head_is_described_by_its_hidden_states():
     report = swap_report(swapped(headless=True))
     assert f"the original's: {1 / 4.28:.3f}." in flowing(report)
     assert row(report, "swapped")[1:5] == ["0.234", "0.192", "to", "0.275"]
-    assert f"loss, perplexity, KL, top-1: {HEADLESS}" in flowing(report)
+    assert f"loss, perplexity, KL, top-1: {swap_reports.HEADLESS}" in flowing(report)
     assert "perplexity KL" not in flowing(report).split("No value")[0]
     texts = [
         TextCosine(name=f"{n}.txt", sequences=n, cosine=0.8 + n / 10, ci95=(0.7, 0.95) if n else None) for n in (0, 1)
@@ -185,7 +167,7 @@ def test_a_model_without_a_head_is_described_by_its_hidden_states() -> None:
         assert ("A single window has no interval." in shown) == headless
 
 
-def test_one_window_promises_no_interval() -> None:
+def test_one_window_promises_no_interval():
     settings = swap_report().settings
     lone = settings.model_copy(update={"windows": 1, "texts": [Text(name="a", sha256="b", windows=[3], available=9)]})
     for swap in (swapped(), swapped(headless=True)):
@@ -197,11 +179,11 @@ def test_one_window_promises_no_interval() -> None:
     assert "negative" not in flowing(swap_report())
 
 
-def test_a_model_that_reads_noise_is_described_without_a_loss() -> None:
+def test_a_model_that_reads_noise_is_described_without_a_loss():
     report = swap_report(swapped(noise=True, sweep="heads"))
     for fact in (
         "KL divergence of the predictions from the original's: 3.61 nats per token.",
-        f"loss, perplexity: {NOISE}",
+        f"loss, perplexity: {swap_reports.NOISE}",
         "Δ of the KL to the original in nats per token, a distance: never negative, and not tested",
     ):
         assert fact in flowing(report)
@@ -216,7 +198,7 @@ def test_a_model_that_reads_noise_is_described_without_a_loss() -> None:
     assert row(report, "cosine")[1] == "2.20"
 
 
-def test_several_kernels_are_rows_whatever_their_ties() -> None:
+def test_several_kernels_are_rows_whatever_their_ties():
     report = several()
     assert "Effects\n" in views.summary(report, 110)
     assert row(report, "rbf:gamma=0.5")[1:6] == ["5.71", "3.28", "3.10", "to", "3.46"]
@@ -233,7 +215,7 @@ def test_several_kernels_are_rows_whatever_their_ties() -> None:
     assert caution not in swap_panels(plain)[0].caption, "the control"
 
 
-def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole: Report) -> None:
+def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole: Report):
     sweep, text = whole.swaps[0].sweep, views.summary(whole, 110)
     assert f"{sum(unit.significant for unit in sweep)} of 32 heads have significant effects" in text
     table = text[text.index("layer  head") :].splitlines()[2:23]
@@ -247,7 +229,7 @@ def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole: Report) 
     assert "0 of 4 heads" not in shown
 
 
-def test_reports_survive_json_and_strangers_strings_are_text(whole: Report) -> None:
+def test_reports_survive_json_and_strangers_strings_are_text(whole: Report):
     for report in (whole, several(sweep="heads"), hostile_swap()):
         again = Report.model_validate_json(report.to_json())
         assert again.to_json() == report.to_json()
@@ -275,7 +257,7 @@ def test_reports_survive_json_and_strangers_strings_are_text(whole: Report) -> N
         (6_635_520.0, "Saving: 13,271,040 → 6,635,520 parameters for queries and keys (−50 %)"),
     ],
 )
-def test_only_what_falls_is_a_saving(after: float, line: str) -> None:
+def test_only_what_falls_is_a_saving(after: float, line: str):
     assert line in plan_lines(planned(parameters=Pair(before=13_271_040.0, after=after)).plan)
 
 
@@ -294,21 +276,21 @@ RISES = [
 
 
 @pytest.mark.parametrize(("name", "share", "ci95", "verdict"), RISES)
-def test_a_rise_is_within_the_budget_by_its_point_and_by_its_interval(name, share, ci95, verdict) -> None:
+def test_a_rise_is_within_the_budget_by_its_point_and_by_its_interval(name, share, ci95, verdict):
     plan = planned(**{name: Rise(share=share, ci95=ci95, sequences=32)}).plan
     assert next(line for line in plan_lines(plan) if line.lower().startswith(name)).endswith(f", {verdict}")
     if name == "promised":
         assert plan.within_budget is (verdict in ("within the budget", "within the budget, without an interval"))
 
 
-def test_a_promise_that_was_none_does_not_fail_on_the_text() -> None:
+def test_a_promise_that_was_none_does_not_fail_on_the_text():
     beyond = {"measured": Rise(share=0.0104, sequences=32)}
     unsure = planned(promised=Rise(share=0.008, ci95=(0.004, 0.012), sequences=32), **beyond).plan
     assert not any("the promise fails" in line for line in plan_lines(unsure))
     assert any("the promise fails" in line for line in plan_lines(planned(**beyond).plan)), "the control"
 
 
-def test_each_text_and_one_more_text_have_their_own_rise() -> None:
+def test_each_text_and_one_more_text_have_their_own_rise():
     more = {"by_text": {"b": 0.003, "a": 0.001}, "ci95_by_text": {"a": (-0.001, 0.0025)}, "over": "texts"}
     report = planned(promised=Rise(share=0.002, sequences=8, **more))
     assert "Text by text: +0.10 % [−0.10 % to +0.25 %] (a), +0.30 % (b)" in plan_lines(report.plan)
@@ -321,7 +303,7 @@ def test_each_text_and_one_more_text_have_their_own_rise() -> None:
     assert "New text" not in flowing(planned()), "the control: one text alone"
 
 
-def test_estimate_and_promise_are_explained_if_there_are_any() -> None:
+def test_estimate_and_promise_are_explained_if_there_are_any():
     bare = flowing(planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, not chosen"}))
     assert "Promised" not in bare
     assert "Estimated" not in bare
@@ -336,7 +318,7 @@ def test_estimate_and_promise_are_explained_if_there_are_any() -> None:
     assert "their difference" not in flowing(planned(measured=None))
 
 
-def test_a_healing_is_told_in_the_unit_that_was_requested() -> None:
+def test_a_healing_is_told_in_the_unit_that_was_requested():
     """5,120 tokens of 5,000 in 40 steps; ended by the user; a rate that was lowered is none of those tried."""
     tried = [HealingRate(rate=rate, validation=1.0) for rate in (1e-4, 3e-4)]
     one = {"tokens": 5120, "seconds": 2.4, "learning_rate": 1e-5, "rates": tried}
@@ -369,7 +351,7 @@ def test_a_healing_is_told_in_the_unit_that_was_requested() -> None:
     + [pytest.param(size, kind, marks=pytest.mark.full) for size in SHAPES[1:] for kind in
        ("heads", "layers", "several", "controls", "plan", "healed")],
 )  # fmt: skip
-def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str) -> None:
+def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str):
     if kind in ("plan", "healed"):
         rise, done = (Rise(share=0.0042, sequences=32), healing()) if kind == "healed" else (None, None)
         report = planned(*size, healed=rise)
@@ -388,7 +370,7 @@ def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str) -> Non
 
 
 @pytest.mark.parametrize("parts", [None, MIXED])
-def test_pages_of_any_kind_can_be_drawn(parts) -> None:
+def test_pages_of_any_kind_can_be_drawn(parts):
     for swap in (swapped(6, deltas=(None,), parts=parts), swapped(6, headless=True, parts=parts, sweep="layers")):
         with house_style():
             swap_overview(swap_report(swap)).draw_without_rendering()
@@ -404,7 +386,7 @@ def test_pages_of_any_kind_can_be_drawn(parts) -> None:
         ({"promised": None, "healed": Rise(share=-0.004, sequences=2)}, ": measured +0.87 %, healed −0.40 %"),
     ],
 )
-def test_the_map_of_ranks_explains_its_colours_and_costs(changes: dict[str, object], note: str) -> None:
+def test_the_map_of_ranks_explains_its_colours_and_costs(changes: dict[str, object], note: str):
     panel = next(panel for panel in swap_panels(planned(**changes)) if panel.stem == "ranks")
     assert (panel.title, panel.note) == ("rank by head, mean 28.0 of 64", f"loss ≤ +1 %{note}")
     assert draw(panel.draw).axes[0].child_axes[0].get_ylabel() == "rank r of head_dim"
@@ -412,7 +394,7 @@ def test_the_map_of_ranks_explains_its_colours_and_costs(changes: dict[str, obje
 
 @pytest.mark.parametrize("kernel", ["rank", "polynomial:degree=2,offset=0.125+symmetric+sink-window:sink=4,window=128"])
 @pytest.mark.parametrize("reached", [270, 200])
-def test_the_head_of_a_page_cuts_the_formula_and_nothing_else(kernel: str, reached: int) -> None:
+def test_the_head_of_a_page_cuts_the_formula_and_nothing_else(kernel: str, reached: int):
     formula = "s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½"
     report = swap_report(swapped(kernel=kernel, formula=formula, fitted=["key_map"]))
     report = report.model_copy(update={"coverage": Coverage(sites=30, heads=270, analysed=reached)})
@@ -427,19 +409,19 @@ def test_the_head_of_a_page_cuts_the_formula_and_nothing_else(kernel: str, reach
     assert head.get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_controls_are_drawn_in_grey_at_their_losses(controlled: Report) -> None:
-    axes = draw(draw_kernels, [controlled.swap]).axes[0]
-    grey = sorted(line.get_xdata()[0] for line in axes.lines if line.get_color() == GREY)
+def test_controls_are_drawn_in_grey_at_their_losses(controlled: Report):
+    axes = draw(pictures.draw_kernels, [controlled.swap]).axes[0]
+    grey = sorted(line.get_xdata()[0] for line in axes.lines if line.get_color() == pictures.GREY)
     assert grey == pytest.approx([0.05, 3.9, 5.5])
-    labels = [label.get_text() for label in draw(draw_stages, controlled.swap).axes[0].get_yticklabels()]
+    labels = [label.get_text() for label in draw(pictures.draw_stages, controlled.swap).axes[0].get_yticklabels()]
     names = [label.split("\n")[0] for label in labels]
     assert names == ["original", "swapped", "sink-window:4,64", "hard", "uniform"]
     assert "+49.2 % (43.3 to 55.3 %)" in labels[1]
 
 
-def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps() -> None:
+def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps():
     swap = swapped(deltas=(1.12, 0.09), healed=True)
-    above, below = draw(draw_healing, swap, swap.healing).axes
+    above, below = draw(pictures.draw_healing, swap, swap.healing).axes
     assert (above.get_ylabel(), below.get_ylabel()) == ("perplexity", "KL, nats")
     assert below.get_xlabel() == "optimiser step, √ scale"
     assert list(below.get_xticks()) == list(above.get_xticks()) == [0, 50, 200, 500, 1000]
@@ -448,11 +430,11 @@ def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps(
     assert above.lines[1].get_ydata()[0] == np.exp(swap.loss.before)
     headless = swapped(headless=True, healed=True)
     curve = [step.model_copy(update={"loss": None}) for step in healing().curve]
-    (axes,) = draw(draw_healing, headless, healing().model_copy(update={"curve": curve})).axes
+    (axes,) = draw(pictures.draw_healing, headless, healing().model_copy(update={"curve": curve})).axes
     assert axes.get_ylabel() == "1 − cosine"
 
 
-def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them() -> None:
+def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them():
     """The control: a report of before they were counted has steps (above)."""
     curve = [
         step.model_copy(update={"tokens": 1024 * step.step, "stage": "transfer" if step.step < 500 else "whole"})
@@ -463,7 +445,7 @@ def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them() -> None:
     update = {"tokens": 1024 * 1000, "seconds": 100.0, "batch": 8, "amount": "1,024,000 tokens", "stages": stages}
     counted = healing().model_copy(update=update | {"curve": curve})
     swap = swapped(deltas=(1.12, 0.09), healed=True).model_copy(update={"healing": counted})
-    _above, below = draw(draw_healing, swap, counted).axes
+    _above, below = draw(pictures.draw_healing, swap, counted).axes
     assert below.get_xlabel() == "tokens trained on, √ scale"
     assert below.get_xlim()[1] == pytest.approx(1.03 * 1024 * 1000)
     assert below.xaxis.get_major_formatter()(1024 * 1000) == "1.02 M"
@@ -476,34 +458,34 @@ def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them() -> None:
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 40, 140, 200, 5000, 12345])
-def test_named_steps_are_few_and_stand_apart(last: int) -> None:
+def test_named_steps_are_few_and_stand_apart(last: int):
     curve = [step.model_copy(update={"step": min(step.step, last)}) for step in healing().curve]
-    axes = draw(draw_healing, swapped(healed=True), healing(last).model_copy(update={"curve": curve})).axes[0]
+    axes = draw(pictures.draw_healing, swapped(healed=True), healing(last).model_copy(update={"curve": curve})).axes[0]
     steps = axes.get_xticks()
     assert (steps[0], steps[-1]) == (0, min(last, 1000))
     assert np.diff(np.sqrt(steps)).min() >= 0.17 * np.sqrt(steps[-1])
     assert len(steps) >= min(4, last + 1)
 
 
-def test_stages_stand_at_their_losses() -> None:
+def test_stages_stand_at_their_losses():
     for lossless in (swapped(headless=True), swapped(noise=True)):
-        whiskers = [line for line in draw(draw_stages, lossless).axes[0].lines if len(line.get_xdata()) == 2]
+        whiskers = [line for line in draw(pictures.draw_stages, lossless).axes[0].lines if len(line.get_xdata()) == 2]
         low, high = sorted(whiskers[-1].get_xdata())
         assert low < (effect(lossless, lossless)[0] or 0.0) < high
-        (bar,) = [line for line in draw(draw_kernels, [lossless]).axes[0].lines if line.get_linewidth() == 1.4]
+        (bar,) = [line for line in draw(pictures.draw_kernels, [lossless]).axes[0].lines if line.get_linewidth() == 1.4]
         assert sorted(bar.get_xdata()) == pytest.approx([low, high])
-    axes = draw(draw_stages, swapped(deltas=(3.28, 1.12))).axes[0]
+    axes = draw(pictures.draw_stages, swapped(deltas=(3.28, 1.12))).axes[0]
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"]
     assert dots == [(2.43, 0), (pytest.approx(5.71), 1), (pytest.approx(3.55), 2)]
-    texts = [text.get_text() for text in draw(draw_stages, swapped(deltas=(3.28, None))).axes[0].texts]
+    texts = [text.get_text() for text in draw(pictures.draw_stages, swapped(deltas=(3.28, None))).axes[0].texts]
     assert "diverged" in texts
 
 
-def test_the_map_of_heads_is_centred_and_marks_what_is_not_significant() -> None:
+def test_the_map_of_heads_is_centred_and_marks_what_is_not_significant():
     swap = swapped(3, 4, sweep="heads")
     lost = Effect(layer=2, head=3, part="decoder", delta=None)
     sweep = [lost, *(e for e in swap.sweep if (e.layer, e.head) != (2, 3))]
-    axes = draw(draw_sweep, swap.model_copy(update={"sweep": sweep})).axes[0]
+    axes = draw(pictures.draw_sweep, swap.model_copy(update={"sweep": sweep})).axes[0]
     image = axes.images[0]
     assert image.norm.vmin == -image.norm.vmax
     assert np.ma.getdata(image.get_array())[sweep[1].layer, sweep[1].head] == sweep[1].delta
@@ -512,33 +494,34 @@ def test_the_map_of_heads_is_centred_and_marks_what_is_not_significant() -> None
     assert dots == {(e.layer, e.head) for e in sweep if e.delta is not None and not e.significant}
 
 
-def test_one_giant_head_does_not_bleach_the_others_and_has_its_number() -> None:
+def test_one_giant_head_does_not_bleach_the_others_and_has_its_number():
     values = np.full((4, 8), 0.1)
-    assert limit(values) == (0.1, "neither")
+    assert pictures.limit(values) == (0.1, "neither")
     values[1, 1] = 50.0
-    assert limit(values) == (0.1, "max")
+    assert pictures.limit(values) == (0.1, "max")
     sweep = [
         Effect(layer=n // 40, head=n % 40, part="decoder", delta=0.041 if n else 0.143, p_value=0.5) for n in range(80)
     ]
     swap = swapped(2, 40, sweep="heads").model_copy(update={"sweep": sweep})
-    assert [text.get_text() for text in draw(draw_sweep, swap).axes[0].texts] == ["0.14"]
+    assert [text.get_text() for text in draw(pictures.draw_sweep, swap).axes[0].texts] == ["0.14"]
     (panel,) = [panel for panel in swap_panels(swap_report(swap)) if panel.stem == "sweep"]
     assert "Numbers: effects beyond the colour scale." in panel.caption
     level = swap.model_copy(update={"sweep": sweep[1:]})
-    assert not list(draw(draw_sweep, level).axes[0].texts)
+    assert not list(draw(pictures.draw_sweep, level).axes[0].texts)
 
 
-def test_effects_of_different_size_are_drawn_on_a_logarithmic_axis() -> None:
+def test_effects_of_different_size_are_drawn_on_a_logarithmic_axis():
     for deltas, scale in (((2.0, 3.0), "linear"), ((0.01, 30.0), "symlog")):
         swaps = [swapped(kernel=name, deltas=(delta,)) for name, delta in zip(("rbf", "cosine"), deltas, strict=True)]
-        assert draw(draw_kernels, swaps).axes[0].get_xscale() == scale
+        assert draw(pictures.draw_kernels, swaps).axes[0].get_xscale() == scale
 
 
-def test_a_folder_gets_the_pictures_of_its_report(whole: Report, tmp_path) -> None:
+def test_a_folder_gets_the_pictures_of_its_report(whole: Report, tmp_path):
     assert [path.name for path in views.save_pictures(swap_report(), tmp_path / "a")] == ["overview.png", "sites.png"]
-    assert [panel.stem for panel in swap_panels(whole)] == ["sites", "healing", "sweep"]
-    stems = {panel.stem for panel in swap_panels(several(2, 2, sweep="heads"))}
-    assert {"kernels", "sweep-linear_symmetric", "sweep-rbf_gamma_0.5"} <= stems
-    assert len(stems) == 2 + 8
+    names = [path.name for path in export.drawings(whole, tmp_path)]
+    assert names == ["overview.png", "sites.png", "healing.png", "sweep.png"]
+    names = [path.name for path in export.drawings(several(2, 2, sweep="heads"), tmp_path)]
+    assert {"kernels.png", "sweep-linear_symmetric.png", "sweep-rbf_gamma_0.5.png"} <= set(names)
+    assert len(names) == 3 + 8
     first, second = (views.save_pictures(whole, tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
     assert first == second

@@ -53,7 +53,7 @@ def report() -> Report:
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int) -> None:
+def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int):
     report = synthetic_report(12, 12, missing=[(3, 1), (5, 2)])
     text = views.summary(report, width)
     assert max(map(len, text.splitlines())) <= width
@@ -64,7 +64,7 @@ def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int) -> None
         assert shown == [f"{median:.3f}" for median in medians(report, name)]
 
 
-def test_a_wider_page_shows_more_measures_and_a_narrow_one_counts_what_it_hides(report: Report) -> None:
+def test_a_wider_page_shows_more_measures_and_a_narrow_one_counts_what_it_hides(report: Report):
     columns = [len(rows_of(views.summary(report, width))["0"]) for width in (60, 80, 120, 200)]
     assert columns == sorted(set(columns))
     text = views.summary(report, 80)
@@ -76,7 +76,7 @@ def test_a_wider_page_shows_more_measures_and_a_narrow_one_counts_what_it_hides(
     assert tall["6"][0] == f"{medians(synthetic_report(80, 3), 'weights.symmetry')[6]:.3f}"
 
 
-def test_the_null_stands_under_the_medians_and_the_error_beside_them(report: Report) -> None:
+def test_the_null_stands_under_the_medians_and_the_error_beside_them(report: Report):
     text = views.summary(report, 80)
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
@@ -93,7 +93,7 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them(report: Rep
     assert explained not in views.page(synthetic_report(2, 2, source="tokens"))
 
 
-def test_the_summary_names_model_settings_coverage_extremes_and_reasons(report: Report) -> None:
+def test_the_summary_names_model_settings_coverage_extremes_and_reasons(report: Report):
     text = views.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)]), 200)
     facts = ("bert-base-uncased", "BertForMaskedLM", "110 M parameters", "revision 86b5e0934494", "32 × 128 tokens")
     assert [fact for fact in facts if fact not in text.splitlines()[0]] == []
@@ -113,7 +113,7 @@ def test_the_summary_names_model_settings_coverage_extremes_and_reasons(report: 
     assert f"2 heads, because {CROSS}" in " ".join(text.split())
 
 
-def test_what_one_row_shows_is_not_repeated() -> None:
+def test_what_one_row_shows_is_not_repeated():
     layer, head, two = (views.summary(synthetic_report(*size), 150) for size in ((1, 3), (1, 1), (2, 3)))
     assert [bool(re.search(r"^ +all ", text, re.MULTILINE)) for text in (layer, head, two)] == [False, False, True]
     assert all(re.search(r"^ +null ", text, re.MULTILINE) for text in (layer, head))
@@ -122,7 +122,7 @@ def test_what_one_row_shows_is_not_repeated() -> None:
     assert "± is the standard error (" in head or "± is the standard error;" in head
 
 
-def test_colour_carries_no_meaning_of_its_own(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_carries_no_meaning_of_its_own(report: Report, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     coloured = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
@@ -132,7 +132,7 @@ def test_colour_carries_no_meaning_of_its_own(report: Report, monkeypatch: pytes
     assert re.sub(r"\x1b\[[0-9;]*m", "", text) == views.summary(report)
 
 
-def test_a_pipe_is_a_hundred_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_a_hundred_columns_wide(monkeypatch: pytest.MonkeyPatch):
     for term, columns, expected in (
         ("dumb", None, 100),
         ("xterm", None, 100),
@@ -149,7 +149,7 @@ def test_a_pipe_is_a_hundred_columns_wide(monkeypatch: pytest.MonkeyPatch) -> No
                 assert terminal.console(stderr=stream == "stderr").width == expected, (term, columns, stream)
 
 
-def test_all_heads_shows_every_head_and_measure_within_the_page() -> None:
+def test_all_heads_shows_every_head_and_measure_within_the_page():
     report = synthetic_report(3, 5, missing=[(1, 1)])
     text = views.all_heads(report, 120)
     assert max(map(len, text.splitlines())) <= 120
@@ -165,7 +165,7 @@ def test_all_heads_shows_every_head_and_measure_within_the_page() -> None:
     assert "1 head, because the weights are not finite" in views.summary(report, 120), "once, above the tables"
 
 
-def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(report: Report) -> None:
+def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(report: Report):
     text = views.markdown(report)
     line = next(line for line in text.splitlines() if line.startswith("| 1 |"))
     assert line.split(" | ")[1] == f"{medians(report, 'weights.symmetry')[1]:.3f}"
@@ -186,7 +186,7 @@ def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(rep
     assert "[red]b[/red]" in text  # rich's own markup is not obeyed either
 
 
-def test_csv_is_the_dataframe_and_has_no_formula() -> None:
+def test_csv_is_the_dataframe_and_has_no_formula():
     pandas = pytest.importorskip("pandas")
     report = synthetic_report(3, 4, missing=[(1, 1)])
     ours, theirs = pandas.read_csv(io.StringIO(views.csv(report))), report.to_dataframe()
@@ -221,7 +221,7 @@ class Checked:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_doctor_gives_its_verdict_in_words(width: int) -> None:
+def test_doctor_gives_its_verdict_in_words(width: int):
     rows = [
         Checked("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees"),
         Checked("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs"),
@@ -236,7 +236,7 @@ def test_doctor_gives_its_verdict_in_words(width: int) -> None:
     assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
 
 
-def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sections, "_BUILDERS", {key: [*entries] for key, entries in sections._BUILDERS.items()})
 
     @sections.section(45, "inspection")
@@ -250,7 +250,7 @@ def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.Monk
     assert "3 layers" not in views.summary(series_report(3, 4))  # the control: another kind
 
 
-def test_lists_of_measures_and_analyzers_give_range_and_meaning() -> None:
+def test_lists_of_measures_and_analyzers_give_range_and_meaning():
     infos = (
         MeasureInfo("weights.symmetry", "how symmetric", "tr(CC)/tr(GG)", low=-1, high=1),
         MeasureInfo("weights.singular_values", "singular values", "σ(M)", low=0, curve=True),
@@ -266,7 +266,7 @@ def test_lists_of_measures_and_analyzers_give_range_and_meaning() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_list_of_kernels_shows_their_spelling_and_properties(width: int) -> None:
+def test_the_list_of_kernels_shows_their_spelling_and_properties(width: int):
     listing = views.printed(views.alone(*lists.kernel_list(kernels().values(), TIES.values(), FILTERS.values())), width)
     assert max(map(len, listing.splitlines())) <= width
     assert "…" not in re.sub(r"[:,]\w+=…", "", listing)
@@ -284,7 +284,7 @@ def test_the_list_of_kernels_shows_their_spelling_and_properties(width: int) -> 
     assert "[red]b[/red]" in " ".join(listing.split())
 
 
-def test_details_list_what_is_needed_to_repeat_the_run() -> None:
+def test_details_list_what_is_needed_to_repeat_the_run():
     report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
     text = views.details(report, 120)
     for fact in ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB"):
