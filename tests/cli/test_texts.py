@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import statistics
+from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,8 @@ def test_windows_are_described_and_written_one_by_one(pieces, tmp_path):
     report = json.loads((tmp_path / "r.json").read_text())
     assert [len(text["windows"]) for text in report["settings"]["texts"]] == [3, 3, 3]
     assert "windows" not in report
+    digest = sha256((tmp_path / "w.csv").read_bytes()).hexdigest()
+    assert report["windows_file"] == {"name": "w.csv", "sha256": digest}
     rows = list(csv.DictReader((tmp_path / "w.csv").open()))
     assert len(rows) == 9 * 8
     head = report["heads"][5]["measures"]["tokens.entropy"]

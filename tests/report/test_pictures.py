@@ -390,12 +390,12 @@ def test_files_have_the_documented_names_and_hostile_names_stay_in_the_folder(tm
     assert [path.stem for path in written] == ["overview", "weights.symmetry", "weights.singular_values"]
     assert {*written} == {*(tmp_path / "new" / "folder").iterdir()}
     assert dict(matplotlib.rcParams) == before
-    names = ("../../evil", "overview", ".._.._evil")
+    names = ("../../evil", "overview", ".._.._evil", ".._.._EVIL")
     evil = with_heads(planted(np.eye(2)), lambda head: {"measures": dict.fromkeys(names, *head.measures.values())})
     evil = evil.model_copy(update={"model": evil.model.model_copy(update={"id": "模型"})})
     written = views.save_pictures(evil, tmp_path / "pictures")
     assert {path.parent for path in written} == {tmp_path / "pictures"}
-    assert len({path.name.lower() for path in written}) == 4
+    assert len({path.name.lower() for path in written}) == 5
     assert {path.name for path in tmp_path.iterdir()} == {"pictures", "new", "one.png"}
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)], "letters that the font lacks"
 
