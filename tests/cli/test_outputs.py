@@ -125,6 +125,10 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="No space"):
         deliver(Outputs(figure=str(tmp_path / "p"), quiet=True), swap_report())
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(OutputError, match="No space"):
+        deliver(Outputs(figure=str(tmp_path / "mine"), quiet=True), swap_report())
+    assert names(tmp_path) == {"mine"}, "an existing folder stays"
 
 
 def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
