@@ -1,250 +1,188 @@
-"""Tests the program through its real entry point: exit code, stdout, stderr, files."""
+"""Tests the program as a whole: exit code, stdout, stderr and files of its commands, on good and on damaged models."""
 
+import copy
+import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import families
 import forkserver
 import pytest
+import torch
 import views
-from program import DEMO, SMALL, attnlens, refused, without_torch
+from hostile import edited
+from program import DEMO, SMALL, attnlens, environment_with, invoke, python, refused
+from reports import bytes_of, synthetic_report
 from safetensors.torch import load_file, save_file
 
 import attnlens as library
-from attnlens.errors import UsageError
+from attnlens.cli import analyses, leave, show
+from attnlens.cli.commands.models import failure
+from attnlens.errors import ModelError, OutputError, UsageError, is_memory
 from attnlens.records import json_schema
-from attnlens.report.report import read_report
+from attnlens.report.report import Report, read_report
+
+FILES = ("--json", "r.json", "--figure", "r.png", "--html", "r.html", "--markdown", "r.md", "--csv", "r.csv")
+WEIGHTS = ("--source", "weights", "--no-progress")
+HUGE = 10**5000
 
 
-def copied(tmp_path, *, without=()):
-    """A copy of the demo model that a test may damage."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in DEMO.iterdir():
-        if file.is_file() and file.name not in without:
-            shutil.copy(file, folder)
-    return folder
-
-
-def rewritten(folder, alter):
-    weights = load_file(folder / "model.safetensors")
-    alter(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def test_inspect_alone_reads_the_demo_and_says_so(tmp_path):
-    result = attnlens(
-        "inspect", "--json", "report.json", "--figure", "page.png", "--csv", "heads.csv", *SMALL, cwd=tmp_path
-    )
+def test_inspect_alone_reads_the_demo_and_writes_every_output(tmp_path):
+    """A real process, whose pipes get no colours."""
+    result = attnlens("inspect", *FILES, *SMALL, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr
     assert "COMPLETE: 32 of 32 heads" in result.stdout
-    assert "\x1b[" not in result.stdout, "no colours into a pipe"
-    report = read_report(tmp_path / "report.json")
-    assert len(report.heads) == 32
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "heads.csv").read_text().splitlines()) == 33
-
-
-def test_html_and_markdown_are_written(tmp_path):
-    result = attnlens("inspect", "demo", "--html", "page.html", "--markdown", "page.md", *SMALL, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    page = (tmp_path / "page.html").read_text()
+    assert "\x1b[" not in result.stdout
+    assert len(read_report(tmp_path / "r.json").heads) == 32
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 33
+    page = (tmp_path / "r.html").read_text()
     assert "data:image/svg+xml;base64," in page
     assert views.runs_its_own_script_alone(page)
-    assert "COMPLETE" in (tmp_path / "page.md").read_text()
+    assert "COMPLETE" in (tmp_path / "r.md").read_text()
 
 
-def test_json_to_stdout_is_parseable():
-    result = attnlens("inspect", "demo", "--json", "-", *SMALL)
-    assert result.returncode == 0
-    assert json.loads(result.stdout)["schema_version"] == "2"
-    assert "COMPLETE" in result.stderr
+def test_json_goes_to_stdout_and_repeats_byte_by_byte():
+    words = ("inspect", "demo", "--json", "-", "--layers", "1-2", "--heads", "0,5", *SMALL)
+    one, other = invoke(*words), invoke(*words)
+    report = json.loads(one.stdout)
+    assert (one.returncode, report["schema_version"]) == (0, "2")
+    assert "COMPLETE" in one.stderr
+    assert [(head["layer"], head["head"]) for head in report["heads"]] == [(1, 0), (1, 5), (2, 0), (2, 5)]
+    assert not [name for name in report["heads"][0]["measures"] if name.startswith("selection")], "only where named"
+    assert bytes_of(Report.model_validate_json(one.stdout)) == bytes_of(Report.model_validate_json(other.stdout))
 
 
-def test_reports_of_the_same_inputs_are_the_same_bytes(tmp_path):
-    for name in ("a.json", "b.json"):
-        assert attnlens("inspect", "demo", "--json", tmp_path / name, "-q", *SMALL).returncode == 0
-
-    def without_clock(name):
-        report = json.loads((tmp_path / name).read_text())
-        for field in ("timings", "environment", "peak_memory_bytes"):
-            del report[field]
-        return json.dumps(report)
-
-    assert without_clock("a.json") == without_clock("b.json")
+def test_quiet_shows_nothing_and_the_table_every_head():
+    quiet = invoke("inspect", "demo", "-q", "--seed", 2**63 - 1, "--layers", "0", *SMALL)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    table = invoke("inspect", "demo", "--table", *WEIGHTS)
+    assert table.returncode == 0
+    assert len(table.stdout.splitlines()) > 32
 
 
-def test_quiet_shows_nothing():
-    result = attnlens("inspect", "demo", "-q", *SMALL)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_the_table_shows_every_head():
-    result = attnlens("inspect", "demo", "--table", "--source", "weights", "--no-progress")
-    assert result.returncode == 0
-    assert len(result.stdout.splitlines()) > 32
-
-
-def test_layers_and_heads_are_chosen():
-    result = attnlens("inspect", "demo", "--layers", "1-2", "--heads", "0,5", "--json", "-", *SMALL)
-    found = [(head["layer"], head["head"]) for head in json.loads(result.stdout)["heads"]]
-    assert found == [(1, 0), (1, 5), (2, 0), (2, 5)]
-
-
-def test_one_analyzer_only():
-    result = attnlens(
-        "inspect", "demo", "--analyzer", "spectrum", "--source", "weights", "--json", "-", "--no-progress"
-    )
+def test_one_analyzer_is_chosen():
+    result = invoke("inspect", "demo", "--analyzer", "spectrum", *WEIGHTS, "--json", "-")
     names = set(json.loads(result.stdout)["heads"][0]["measures"])
     assert "weights.effective_rank" in names
     assert "weights.symmetry" not in names
 
 
-def test_text_from_a_file_and_from_stdin_read_the_same(tmp_path):
+def test_text_from_a_file_and_from_stdin_is_the_same(tmp_path):
     text = (DEMO / "text.txt").read_text()[:4000]
     (tmp_path / "text.txt").write_text(text)
-    reports = [
-        attnlens("inspect", "demo", "--text", tmp_path / "text.txt", "--json", "-", *SMALL).stdout,
-        attnlens("inspect", "demo", "--text", "-", "--json", "-", *SMALL, stdin=text).stdout,
-    ]
-    file, stdin = (json.loads(report) for report in reports)
+    words = ("inspect", "demo", "--json", "-", *SMALL)
+    results = [invoke(*words, "--text", tmp_path / "text.txt"), attnlens(*words, "--text", "-", stdin=text)]
+    file, stdin = (json.loads(result.stdout) for result in results)
     assert stdin["settings"]["text"]["name"] == "stdin"
     assert file["settings"]["text"]["sha256"] == stdin["settings"]["text"]["sha256"]
     assert file["heads"] == stdin["heads"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["explain", "rbf"], ["inspect", "--help"]])
-def test_small_commands_load_no_torch(words):
-    program = (
-        "import sys\n"
-        f"sys.argv = ['attnlens', *{words!r}]\n"
-        "from attnlens.cli import main\n"
-        "try:\n    main()\n"
-        "finally:\n    print('LOADED', [m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "LOADED []" in result.stdout, result.stdout + result.stderr
-
-
-def test_importing_attnlens_loads_no_torch():
-    program = "import attnlens, sys; print('torch' in sys.modules, attnlens.__version__)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.startswith("False ")
-
-
-def test_list_names_every_measure_and_the_schema():
-    shown = attnlens("list", COLUMNS="200").stdout
-    for name in ("symmetry", "spectrum", "weights.symmetry", "tokens.share_skew", "weights.effective_rank"):
-        assert name in shown
-    assert attnlens("list", "schema").stdout == json_schema()
+def test_list_names_measures_schema_and_model_types():
+    shown = invoke("list", COLUMNS="200").stdout
+    names = ("symmetry", "spectrum", "weights.symmetry", "tokens.share_skew", "weights.effective_rank")
+    assert [name for name in names if name not in shown] == []
+    assert "--analyzer selection" in invoke("list", "analyzers").stdout
+    kernels = invoke("list", "kernels").stdout
+    assert "rbf" in kernels
+    assert "tokens.entropy" not in kernels
+    assert invoke("list", "schema").stdout == json_schema()
     assert (DEMO.parents[1] / "schema.json").read_text() == json_schema(), "the shipped schema is out of date"
-
-
-def test_the_page_of_model_types_is_what_the_program_prints():
     page = (DEMO.parents[2] / "docs" / "architectures.md").read_text()
-    assert page.endswith(attnlens("list", "architectures", "--markdown").stdout)
+    assert page.endswith(invoke("list", "architectures", "--markdown").stdout)
 
 
-def test_doctor_proves_the_demo():
-    result = attnlens("doctor", "demo", "--no-progress")
+def test_doctor_proves_the_demo_and_takes_the_common_options():
+    result = invoke("doctor", "demo", "--layers", "3", "--windows", "2", "--length", "16", "--no-progress")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "transformer.h.3.attn" in result.stdout
-
-
-def test_doctor_takes_the_common_options():
     words = ("--layers", "1,3", "--heads", "0-2", "--windows", "3", "--length", "16", "--no-pack", "--json", "-", "-q")
-    report = json.loads(attnlens("doctor", "demo", *words).stdout)
-    assert [(check["site"], check["heads"]) for check in report["doctor"]] == [
-        ("transformer.h.1.attn", 3),
-        ("transformer.h.3.attn", 3),
-    ]
+    report = json.loads(invoke("doctor", "demo", *words).stdout)
+    checks = [(check["site"], check["heads"]) for check in report["doctor"]]
+    assert checks == [("transformer.h.1.attn", 3), ("transformer.h.3.attn", 3)]
     settings = report["settings"]
     assert (settings["windows"], settings["pack"], settings["dtype"]) == (3, False, "float64")
 
 
-def test_doctor_says_what_failed_and_what_to_do():
-    result = attnlens("doctor", "demo", "--dtype", "bfloat16", "--no-progress", "-q")  # too coarse to prove anything
-    refused(result, "4 of 4 sites failed, worst error", "transformer.h.0.attn", "attnlens doctor")
+def test_the_program_swaps_the_demo_and_writes_every_output(tmp_path):
+    result = invoke("swap-kernel", "--kernel", "rbf", *SMALL, *FILES, "-v", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "using demo" in result.stderr
+    assert [part for part in ("32 of 32 heads", "nats per token", "Sites") if part not in result.stdout] == []
+    assert read_report(tmp_path / "r.json").swap is not None
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "rbf" in (tmp_path / "r.html").read_text()
 
 
-# Bad input: exit 2, one line what, one line what to do, nothing written
+# Damaged models
 
 
-def test_unknown_hub_id_offline_is_refused_without_waiting(tmp_path):
-    start = time.monotonic()
-    result = attnlens("inspect", "no-such-org/no-such-model", "--offline", HF_HOME=str(tmp_path))
-    refused(result, "no-such-org/no-such-model")
-    waited = time.monotonic() - start
-    start = time.monotonic()
-    attnlens("inspect", "demo", "--layers", "99")
-    assert waited < time.monotonic() - start + 3, "no retries: at most three seconds more than an error after loading"
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the demo model that a test may damage."""
+    return Path(shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoints")))
 
 
-def test_mistyped_folder():
-    refused(attnlens("inspect", "./no/such/folder"), "no such folder")
+def rewrite(folder, alter):
+    weights = load_file(folder / "model.safetensors")
+    alter(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_folder_without_config(tmp_path):
-    refused(attnlens("inspect", copied(tmp_path, without=("config.json",))), "config.json")
-
-
-def test_truncated_safetensors(tmp_path):
-    folder = copied(tmp_path)
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(100_000)
-    refused(attnlens("inspect", folder), "model.safetensors")
-
-
-def test_missing_weight(tmp_path):
-    folder = rewritten(copied(tmp_path), lambda weights: weights.pop("transformer.h.1.attn.c_attn.weight"))
-    refused(attnlens("inspect", folder, "--json", tmp_path / "r.json"), "h.1.attn.c_attn.weight")
-    assert not (tmp_path / "r.json").exists()
-
-
-def test_pickle_only_checkpoint(tmp_path):
-    import torch
-
-    folder = copied(tmp_path, without=("model.safetensors",))
-    torch.save(load_file(DEMO / "model.safetensors"), folder / "pytorch_model.bin")
-    refused(attnlens("inspect", folder), "pickle", "--allow-pickle")
-    allowed = attnlens("inspect", folder, "--allow-pickle", "--source", "weights", "--no-progress")
-    assert allowed.returncode == 0, allowed.stderr
-
-
-def test_remote_code_wanted(tmp_path):
-    folder = copied(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "made-up", "auto_map": {"AutoConfig": "x.C", "AutoModel": "x.M"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    refused(attnlens("inspect", folder), "--trust-remote-code")
-
-
-def poison(*, heads, layers=range(4)):
+def poison(heads, layers=range(4)):
     """NaN in the query weights of these heads (16 columns each) of these layers."""
 
     def alter(weights):
-        for layer in layers:
-            for head in heads:
-                weights[f"transformer.h.{layer}.attn.c_attn.weight"][:, 16 * head : 16 * head + 16] = float("nan")
+        for layer, head in itertools.product(layers, heads):
+            weights[f"transformer.h.{layer}.attn.c_attn.weight"][:, 16 * head : 16 * head + 16] = float("nan")
 
     return alter
 
 
-def test_nan_in_every_head(tmp_path):
-    folder = rewritten(copied(tmp_path), poison(heads=range(8)))
-    refused(attnlens("inspect", folder, "--json", tmp_path / "r.json"), "c_attn.weight")
+def remove_weight(folder):
+    rewrite(folder, lambda weights: weights.pop("transformer.h.1.attn.c_attn.weight"))
+
+
+def want_remote_code(folder):
+    edited(folder / "config.json", model_type="made-up", auto_map={"AutoConfig": "x.C", "AutoModel": "x.M"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 100_000), ("model.safetensors",)),
+        (remove_weight, ("h.1.attn.c_attn.weight",)),
+        (want_remote_code, ("--trust-remote-code",)),
+        (lambda folder: rewrite(folder, poison(range(8))), ("c_attn.weight",)),
+    ],
+)
+def test_a_damaged_model_is_refused_and_nothing_is_written(model, tmp_path, damage, parts):
+    damage(model)
+    refused(invoke("inspect", model, "--json", tmp_path / "r.json"), *parts)
     assert not (tmp_path / "r.json").exists()
 
 
-def test_nan_in_some_heads_is_partial(tmp_path):
-    folder = rewritten(copied(tmp_path), poison(heads=[2, 5], layers=[3]))
-    result = attnlens("inspect", folder, "--json", tmp_path / "r.json", *SMALL)
+def test_pickled_weights_need_a_permission(model):
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    refused(invoke("inspect", model), "pickle", "--allow-pickle")
+    allowed = invoke("inspect", model, "--allow-pickle", *WEIGHTS)
+    assert allowed.returncode == 0, allowed.stderr
+
+
+def test_nan_in_some_heads_is_partial(model, tmp_path):
+    rewrite(model, poison([2, 5], layers=[3]))
+    result = invoke("inspect", model, "--json", tmp_path / "r.json", *SMALL)
     assert result.returncode == 0, result.stderr
     assert "PARTIAL: 30 of 32 heads" in result.stdout
     report = read_report(tmp_path / "r.json")
@@ -253,169 +191,282 @@ def test_nan_in_some_heads_is_partial(tmp_path):
     assert "c_attn.weight" in skip.reason
     broken = next(head for head in report.heads if (head.layer, head.head) == (3, 2))
     assert all("c_attn.weight" in measure.reason for measure in broken.measures.values())
-    assert attnlens("inspect", folder, "--strict", "-q", *SMALL).returncode == 3
+    assert invoke("inspect", model, "--strict", "-q", *SMALL).returncode == 3
 
 
-def test_no_tokenizer(tmp_path):
-    folder = copied(tmp_path, without=("tokenizer.json", "tokenizer_config.json"))
-    refused(attnlens("inspect", folder, "--source", "tokens"), "tokenizer")
-    result = attnlens("inspect", folder, "--json", tmp_path / "r.json", "--no-progress")
+def test_without_a_tokenizer_only_the_weights_are_read(model, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    refused(invoke("inspect", model, "--source", "tokens"), "tokenizer")
+    result = invoke("inspect", model, "--json", tmp_path / "r.json", "--no-progress")
     assert result.returncode == 0, result.stderr
     assert "PARTIAL" in result.stdout
     measures = read_report(tmp_path / "r.json").heads[0].measures
     assert "weights.symmetry" in measures
-    assert not any(name.startswith("tokens.") and found.value is not None for name, found in measures.items())
-
-
-@pytest.mark.parametrize(("content", "word"), [(b"a", "token"), (b"", "empty"), (b"\0\1\2\3" * 100, "binary")])
-def test_text_that_is_no_text(tmp_path, content, word):
-    (tmp_path / "text").write_bytes(content)
-    refused(attnlens("inspect", "demo", "--text", tmp_path / "text"), word)
-
-
-def test_missing_text(tmp_path):
-    refused(attnlens("inspect", "demo", "--text", tmp_path / "none.txt"), "none.txt")
-
-
-@pytest.mark.parametrize("option", ["--json", "--figure", "--csv", "--html", "--markdown"])
-def test_unwritable_output_is_found_before_the_work(tmp_path, option):
-    folder = tmp_path / "none"
-    refused(without_torch("inspect", "demo", option, folder / "out.png"), f"the folder {folder} does not exist")
-
-
-def test_a_folder_in_the_place_of_a_file(tmp_path):
-    refused(attnlens("inspect", "demo", "--json", tmp_path), "is a folder")
-
-
-def test_unknown_analyzer():
-    refused(attnlens("inspect", "demo", "--analyzer", "symetry"), "symetry", "Did you mean 'symmetry'")
-
-
-def test_layer_that_does_not_exist():
-    refused(attnlens("inspect", "demo", "--layers", "99"), "no layer 99", "0 to 3")
-
-
-@pytest.mark.parametrize("words", ["0-99999999999", "9" * 5000, "1,2-10000"])
-def test_numbers_beyond_all_models_are_refused_before_they_are_counted(words):
-    refused(without_torch("inspect", "demo", "--heads", words), "9999")
-
-
-@pytest.mark.parametrize("seed", ["-1", str(2**63), "x", "1.5"])
-def test_a_seed_that_is_none(seed):
-    refused(without_torch("inspect", "demo", "--seed", seed), "--seed", "Run: attnlens inspect --help")
-
-
-def test_the_largest_seed_is_one():
-    words = ("--source", "both", "--layers", "0", "--heads", "0", "-q", *SMALL)
-    assert attnlens("inspect", "demo", "--seed", 2**63 - 1, *words).returncode == 0
-
-
-def test_without_torch_there_is_no_work():
-    """The control of all that is refused before it."""
-    assert without_torch("inspect", "demo", "-q").returncode == 70
-
-
-ONLY_PYTHON = ("inspect --select argmax", "swap-kernel --no-controls", "heal --eta 1", "inspect --revision main")
-
-
-REMOVED = ("inspect --models a", "inspect --dry-run", "inspect --tokens 3", "check r.json --sarif x", "merge w")
-
-
-@pytest.mark.parametrize("words", [*REMOVED, *ONLY_PYTHON, "inspect --windows first", "inspect --device-map auto"])
-def test_a_removed_name_or_an_option_of_python_is_refused_with_what_to_do_instead(words):
-    result = without_torch(*words.split())
-    refused(result)
-    assert "--help" not in result.stderr
-
-
-def test_words_that_no_command_knows():
-    refused(
-        without_torch("inspect", "--hedas", "2"), "No such option: --hedas", "--heads", "Run: attnlens inspect --help"
-    )
-    refused(without_torch("inspekt"), "No such command 'inspekt'", "Run: attnlens --help")
-    refused(without_torch("inspect", "demo", "--length"), "--length", "Run: attnlens inspect --help")
-    refused(without_torch("inspect", "demo", "more"), "more", "Run: attnlens inspect --help")
-    refused(without_torch("inspect", ""), "empty")
-    refused(without_torch("inspect", "demo", "--text", ""), "--text does not name a file")
-    alone = without_torch()
-    assert (alone.returncode, alone.stderr) == (2, "")
-    assert "Usage: attnlens" in alone.stdout
-
-
-def test_debug_shows_a_traceback_above():
-    result = attnlens("inspect", "demo", "--layers", "99", "--debug")
-    assert result.returncode == 2
-    assert "Traceback" in result.stderr
-    assert "Error: There is no layer 99" in result.stderr
-
-
-def test_range_that_runs_backwards():
-    refused(attnlens("inspect", "demo", "--heads", "7-3"), "7-3", "3-7")
+    assert not any(name.startswith("tokens.") and measure.value is not None for name, measure in measures.items())
 
 
 @pytest.mark.parametrize("name", ["mamba", "yoso"])
-def test_model_without_reachable_attention(tmp_path, name):
+def test_a_model_without_reachable_attention_is_refused(tmp_path, name):
     families.build(name).save_pretrained(tmp_path / name)
     result = attnlens("inspect", tmp_path / name, "--source", "weights")
     refused(result, "attention")
     assert result.stderr.startswith("Error: "), "transformers says nothing of its own"
 
 
-def test_cuda_where_there_is_none():
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    refused(attnlens("inspect", "demo", "--device", "cuda"), "cuda")
-
-
-# Bad input that nobody named
-
-
-def test_window_beyond_the_models_positions():
-    refused(attnlens("inspect", "demo", "--length", "4096"), "256")
-
-
-def test_unknown_source_dtype_and_device():
-    refused(attnlens("inspect", "demo", "--source", "weight"), "Did you mean 'weights'")
-    refused(attnlens("inspect", "demo", "--dtype", "float23"), "float23")
-    refused(attnlens("inspect", "demo", "--device", "tpu"), "tpu")
+CONFIGS = [  # what config.json says, and what the refusal says of it
+    ({"architectures": ["GPT2ForSequenceClassification"]}, "can't run"),
+    ({"sub_configs": "\x1b]0;x\x07"}, "sub_configs"),
+    ({"rope_parameters": {"partial_rotary_factor": 3e7}}, "at most 16"),
+    ({"n_positions": 1}, "1 × 24 according to config.json"),
+    ({"vocab_size": 501}, "according to config.json (vocab_size = 501)"),
+    ({"n_head": 0}, "n_head = 0, which must be at least 1"),
+    ({"n_head": -2}, "n_head = -2"),
+    *(({name: value}, f"{name} = {value}") for name, value in (("n_layer", 0), ("n_layer", -1), ("n_embd", 0))),
+    *(({name: value}, f"{name} = {value}") for name, value in (("n_embd", -4), ("vocab_size", 0))),
+    ({"model_type": ["gpt2"], "auto_map": {"a": "b"}}, "which must be a string"),
+    ({"architectures": [3]}, "which must be a list of strings"),
+]
 
 
-def test_revision_of_a_folder(tmp_path):
-    with pytest.raises(UsageError, match="revision"):
-        library.inspect(copied(tmp_path), revision="main")
+def test_a_config_that_makes_no_sense_is_refused(folder):
+    config = (folder / "config.json").read_text()
+    for change, part in CONFIGS:
+        (folder / "config.json").write_text(json.dumps(json.loads(config) | change))
+        result = invoke("inspect", folder, "--windows", "2", "--length", "8", "-q")
+        refused(result, part)
+        assert "\x1b" not in result.stderr, change
 
 
-def test_a_file_that_is_no_model(tmp_path):
-    (tmp_path / "notes.txt").write_text("hello")
-    refused(attnlens("inspect", tmp_path / "notes.txt"), "notes.txt")
+# Exit codes and interruptions
 
 
-def test_a_picture_of_an_unknown_kind(tmp_path):
-    refused(attnlens("inspect", "demo", "--figure", tmp_path / "x.tiff", *SMALL), ".png")
+class PanicException(BaseException):  # as pyo3 calls it
+    """What a Rust library raises: no Exception."""
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.5, 2.0])
-def test_interruption_leaves_nothing_half_written(tmp_path, wait):
+FAILURES = [
+    (MemoryError(), 2, "Not enough memory"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), 2, "memory"),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "memory"),
+    (OSError(12, "Cannot allocate memory"), 2, "memory"),
+    (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 2, "memory"),
+    (PanicException("called `Option::unwrap()`"), 2, "library crashed"),
+    (KeyboardInterrupt(), 130, "Interrupted."),
+    (ModelError("What.", "Do."), 2, "Error: What.\nDo."),
+    (RuntimeError("unforeseen"), 70, "--debug"),
+]
+JOBS = {"inspect": "run_inspect", "swap-kernel": "swap_work", "doctor": "doctor", "converge": "converge_synthetic"}
+JOBS["reproduce"] = "reproduce"
+
+
+def test_whatever_ends_a_command_has_its_exit_code(monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    for job in JOBS.values():
+        monkeypatch.setattr(analyses, job, fail)
+    verbs = itertools.cycle(JOBS)
+    pairs = [(verb, *case) for case in FAILURES for verb in (next(verbs), next(verbs))]
+    assert len({verb for verb, *_ in pairs}) == len(JOBS)
+    for verb, error, code, part in pairs:
+        result = invoke(verb, "--no-progress")
+        assert result.returncode == code, (verb, error)
+        assert part in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not any(map(is_memory, (ValueError("out of memory"), RuntimeError("x"), OSError(2, "No such file"))))
+
+
+def test_an_interruption_that_a_library_turned_into_its_own_error_is_still_one(monkeypatch, capsys):
+    monkeypatch.setattr(show, "_struck", [])
+    assert show.report_failure(ValueError("a control: a bug, and no interruption")) == 70
+    with pytest.raises(KeyboardInterrupt):
+        show.interrupt(signal.SIGINT, None)
+    assert show.report_failure(ValueError("SchemaError: KeyboardInterrupt")) == show.INTERRUPTED
+    assert capsys.readouterr().err.endswith("Interrupted.\n")
+
+
+STARTING = """
+import os, sys; sys.argv = ['attnlens', 'inspect', '--source', 'weights', '-q']
+import attnlens.cli
+assert 'typer' not in sys.modules and 'rich' not in sys.modules
+os.write(1, b'ready')
+attnlens.cli.main()
+"""
+
+
+def struck(command, wait, ready, stream):
+    """The exit code and stderr of a process interrupted so many seconds after it said that it is ready."""
+    # a test run in the background inherits ignored interruptions, and would hand them on
+    handler = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment_with()}
+    with subprocess.Popen(command, **pipes, preexec_fn=handler) as process:
+        shown = b""
+        while ready not in shown:
+            shown += os.read(getattr(process, stream).fileno(), 1000)
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=120)
+    return process.returncode, stderr
+
+
+@pytest.mark.parametrize(
+    "wait", [0.0, 0.15, *(pytest.param(wait, marks=pytest.mark.full) for wait in (0.03, 0.08, 0.3, 0.6))]
+)
+def test_an_interruption_ends_with_130_from_the_first_line_on(wait):
+    """`ready` is printed before the first import of ours; a wait of 0 strikes within them."""
+    code, stderr = struck([sys.executable, "-c", STARTING], wait, b"ready", "stdout")
+    assert code in ((130, -signal.SIGINT) if wait == 0 else (130,)), stderr
+    assert b"Traceback" not in stderr or wait == 0
+
+
+@pytest.mark.parametrize("wait", [0.5, *(pytest.param(wait, marks=pytest.mark.full) for wait in (0.0, 2.0))])
+def test_an_interruption_leaves_nothing_half_written(tmp_path, wait):
     text = tmp_path / "long.txt"
     text.write_text((DEMO / "text.txt").read_text() * 50)
     words = ["inspect", "--json", str(tmp_path / "r.json"), "--windows", "100000", "--text", str(text)]
-    process = subprocess.Popen(
-        [str(forkserver.commands() / "attnlens"), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a test run in the background inherits ignored interruptions, and would hand them on
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert "using demo" in process.stderr.readline(), "the command has begun"
-    time.sleep(wait)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
+    code, stderr = struck([str(forkserver.commands() / "attnlens"), *words], wait, b"using demo", "stderr")
+    assert code == 130, stderr
+    assert b"Traceback" not in stderr
     left = [path.name for path in tmp_path.iterdir() if path.name != "long.txt"]
     assert left in ([], ["r.json"])
     if left:
         assert "interrupted" in read_report(tmp_path / "r.json").coverage.sentence
+
+
+@pytest.mark.parametrize(
+    ("handler", "inside"),
+    [(show.interrupt, leave), (signal.default_int_handler, leave), (signal.SIG_IGN, signal.SIG_IGN)],
+)
+def test_imports_are_left_at_once_whoever_handles_interruptions(handler, inside):
+    """The program's own handler too: an import that is run by C++ ends it with SIGABRT where an exception is raised."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with show.interruptible_at_once():
+            assert signal.getsignal(signal.SIGINT) is inside
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_main_lets_an_ignored_interruption_be():
+    program = (
+        "import signal, attnlens.cli.entry as e, attnlens.cli as c; e.run = lambda: print([signal.getsignal(2)]); "
+    )
+    shown = [
+        python("-c", f"{program}signal.signal(2, {kind}); c.main()").stdout
+        for kind in (1, "signal.default_int_handler")
+    ]
+    assert "SIG_IGN" in shown[0]
+    assert "leave" in shown[1]
+
+
+# Environments
+
+
+def test_a_hostile_environment_changes_nothing(tmp_path):
+    hostile = {"MPLBACKEND": "module://no.such.backend", "PYTHONWARNINGS": "error", "COLUMNS": "99999999"}
+    words = ["inspect", "--source", "weights", "--layers", "0", "--figure", "x.png", "-q"]
+    run = subprocess.run(
+        [sys.executable, "-m", "attnlens", *words],
+        env=environment_with(**hostile), cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_width_of_the_page_stops_help():
+    widths = {}
+    for columns in ("99999999", "0", "-5", "²", "x", "", "00", "60"):
+        result = invoke("inspect", "--help", COLUMNS=columns, LINES=columns)
+        assert (result.returncode, len(result.stdout) < 1_000_000) == (0, True), columns
+        widths[columns] = max(map(len, result.stdout.splitlines()))
+    assert widths["0"] == widths["x"] == widths["00"] > widths["60"], "the control: a width that makes sense"
+
+
+def test_messages_quote_and_clean_what_a_stranger_wrote():
+    report = synthetic_report(1, 1)
+    assert "\x1b" not in repr(report.model_copy(update={"command": "\x1b[2J"}))
+    named = report.model.model_copy(update={"id": "$(touch PWNED)"})
+    assert "'$(touch PWNED)'" in failure(report.model_copy(update={"model": named})).remedy
+
+
+# Calls of the library
+
+
+class Odd:
+    """A path that is none."""
+
+    def __fspath__(self):
+        return 7
+
+
+CALLS = [
+    *(lambda options=options: library.inspect(**options) for options in (
+        {"evil": 1}, {"device": None}, {"device": HUGE}, {"dtype": "x" * 10**6}, {"dtype": HUGE}, {"revision": HUGE},
+        {"length": HUGE}, {"windows": -HUGE}, {"text": "a\0b"}, {"text": ""}, {"text": HUGE}, {"text": [Odd()]},
+        {"text": itertools.repeat("a")}, {"layers": itertools.count()}, {"layers": [HUGE]}, {"progress": 5},
+        {"analyzers": itertools.repeat("symmetry")}, {"source": "weights", "text": str(DEMO / "text.txt")},
+    )),
+    *(lambda model=model: library.inspect(model) for model in (None, "", " ", "a\0b", Odd())),
+    *(lambda save=save: library.load_swapped(save) for save in ("a\0b", None, Odd())),
+    lambda: library.load(),
+    lambda: library.load(Odd()),
+    lambda: library.load("demo", "main"),
+    lambda: library.load("demo", divice="cpu"),
+    lambda: library.load("demo", trust_remote_code=None),
+    lambda: library.load("demo", allow_pickle="no"),
+    lambda: library.doctor(evil=1),
+    lambda: library.reproduce(quik=True),
+    lambda: library.reproduce(seed=HUGE),
+    lambda: library.swap_kernel(heads=itertools.count()),
+    lambda: library.swap_kernel("demo", itertools.repeat("rbf")),
+    lambda: library.swap_kernel(save="a\0b"),
+    lambda: library.converge_head(head="9" * 6000 + ".1"),
+    lambda: library.converge_head(head=itertools.count()),
+    lambda: library.converge_synthetic(lr=HUGE),
+    lambda: library.converge_synthetic(trials=HUGE),
+    lambda: library.find_ranks("demo", ranks="a\0b"),
+    lambda: library.inspect(str(DEMO), revision="main"),
+    lambda: synthetic_report().write_json("s3://bucket/r.json"),
+    lambda: synthetic_report().save("s3://bucket/r.json"),
+    *(lambda path=path: synthetic_report(1, 1).write_json(path) for path in (3, None, b"x")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_wrong_arguments_from_python_are_usage_errors(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError):
+        CALLS[number]()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_not_written_under_a_name_that_no_file_can_have():
+    with pytest.raises(OutputError):
+        synthetic_report(1, 1).write_json("a\0b")
+
+
+@pytest.mark.parametrize("number", [10**4000, 2**63])
+def test_counts_beyond_64_bits_are_not_a_report(number):
+    data = json.loads(synthetic_report(1, 1).to_json()) | {"peak_memory_bytes": number}
+    with pytest.raises(ValueError, match="counts must be below"):
+        Report.model_validate_json(json.dumps(data))
+
+
+def test_threads_with_one_model_or_one_each_queue(demo):
+    options = {"windows": 2, "length": 16, "layers": [0], "analyzers": ["symmetry", "spectrum"]}
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(library.inspect, model, **options) for model in (demo, demo, "demo", "demo")]
+        heads = {json.dumps(json.loads(run.result().to_json())["heads"]) for run in runs}
+    assert len(heads) == 1
+
+
+def test_a_call_in_inference_mode_or_on_a_model_without_weights(demo):
+    few = {"windows": 2, "length": 8, "layers": [0]}
+    with torch.inference_mode():
+        assert library.inspect(demo, **few).coverage.complete
+    bare = replace(demo, model=copy.deepcopy(demo.model).to("meta"))
+    for call in (library.inspect, library.swap_kernel, library.doctor):
+        with pytest.raises(ModelError, match="meta device"):
+            call(bare, **few)

@@ -1,5 +1,7 @@
-"""Tests that every output lands where it was asked for, and what can't land there is found before the work."""
+"""Tests where outputs go: files, links, folders of pictures, stdout and terminals, saved reports drawn again."""
 
+import json
+import logging
 import os
 import pty
 import stat
@@ -9,14 +11,15 @@ from pathlib import Path
 import forkserver
 import pytest
 import typer
-from program import attnlens, environment_with, in_shell, refused, without_torch
+import views
+from program import attnlens, environment_with, in_shell, invoke, python, refused
 from reports import synthetic_report
 from swap_reports import swap_report
 
 from attnlens.cli import outputs, show
 from attnlens.cli.outputs import Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
-from attnlens.records import Site
+from attnlens.records import Site, SiteCheck, Summary
 from attnlens.report import pictures
 from attnlens.report.render.html import is_file
 from attnlens.report.report import read_report
@@ -25,62 +28,18 @@ from attnlens.runs.inspect.pipeline import report_stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
-OPTIONS = ("--json", "--csv", "--figure", "--html", "--markdown")
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_empty_path_is_refused_before_the_work(tmp_path, option):
-    refused(without_torch("inspect", "demo", option, "", cwd=tmp_path), f"{option} does not name a file")
+def names(folder):
+    return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("other", ["a.png", "./a.png", "link.png"])
-def test_two_outputs_in_one_file_are_refused_before_the_work(tmp_path, other):
-    (tmp_path / "link.png").symlink_to("a.png")
-    for there in (False, True):
-        if there:
-            (tmp_path / "a.png").touch()
-        result = without_torch("inspect", "demo", "--json", "a.png", "--figure", other, cwd=tmp_path)
-        refused(result, "--json and --figure name the same file")
-
-
-def test_a_file_in_the_place_of_pictures_is_refused_before_the_work(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    refused(without_torch("inspect", "demo", "--figure", "notes.txt", cwd=tmp_path), "notes.txt", ".png")
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("option", ["--save", "--json", "--figure"])
-def test_a_name_that_no_file_can_have_is_told(tmp_path, option):
-    refused(attnlens("swap-kernel", "demo", option, "n" * 300, cwd=tmp_path), "File name too long")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_current_folder_that_was_removed_is_told():
-    words = "swap-kernel demo --save x --windows 2 -q"
-    refused(
-        in_shell(f"mkdir gone; cd gone; rmdir ../gone; attnlens {words}", afresh=True),
-        "current folder",
-        "Change to another folder",
-    )
-
-
-def test_matplotlib_says_nothing_of_its_cache(tmp_path):
-    words = "inspect demo --source weights --layers 0 --heads 0 --analyzer symmetry -q --figure a.png"
-    result = in_shell(f"attnlens {words}", tmp_path, afresh=True, MPLCONFIGDIR="/dev/null/none")
-    assert (result.returncode, result.stdout) == (0, "")
-    assert result.stderr == "Wrote a.png\n" * ("Wrote" in result.stderr)
-
-
-def test_a_python_without_docstrings_is_told():
-    refused(in_shell("attnlens list", afresh=True, PYTHONOPTIMIZE="2"), "-OO")
-
-
-def test_links_devices_and_modes_are_kept(tmp_path):
+def test_links_devices_and_modes_stay_as_they_are(tmp_path):
     (tmp_path / "real.json").write_text("old")
     (tmp_path / "real.json").chmod(0o640)
     (tmp_path / "link.json").symlink_to("real.json")
     words = ("--json", "link.json", "--csv", os.devnull, "--markdown", os.devnull, "-q")
-    result = attnlens(*ONE, *words, cwd=tmp_path)
+    result = invoke(*ONE, *words, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "link.json").is_symlink()
     assert len(read_report(tmp_path / "real.json").heads) == 1
@@ -88,58 +47,63 @@ def test_links_devices_and_modes_are_kept(tmp_path):
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
 
 
-def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
-    piped = in_shell(f"attnlens {LINE} -q --csv /dev/stdout | cat")
-    assert piped.stdout.startswith("site,layer,head"), piped.stderr
-    assert in_shell(f"attnlens {LINE} --csv /dev/stdout > {tmp_path}/both").returncode == 0
-    both = (tmp_path / "both").read_text()
-    assert both.startswith("site,layer,head")
-    assert "COMPLETE: 1 of 1 heads" in both
-    substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
-    assert substituted.stdout == piped.stdout
+def test_pictures_are_counted_and_those_of_other_runs_mentioned(tmp_path, capsys):
+    folder, page = tmp_path / "all", tmp_path / "one.html"
+    deliver(Outputs(figure=str(folder), html=str(page), quiet=False), swap_report())
+    shown = capsys.readouterr().err
+    assert f"Wrote {len(names(folder))} pictures to {folder}, {page}" in shown
+    assert len(names(folder)) > 1
+    assert "older" not in shown
+    (folder / "another.png").touch()
+    deliver(Outputs(figure=str(folder)), swap_report())
+    assert "contains 1 older picture that this run did not write." in capsys.readouterr().err
+    deliver(Outputs(figure=str(tmp_path / "one.png")), swap_report())
+    assert f"Wrote {tmp_path}/one.png\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["figure", "html"])
-def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
+def test_a_picture_that_cannot_be_drawn_costs_itself_alone(tmp_path, option):
     report = synthetic_report(2, 2, source="weights")
     empty = report.model_copy(update={"heads": []})
-    files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / "pictures")}
+    target = "pictures.svg" if option == "figure" else "pictures"
+    files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / target)}
     with pytest.raises(AttnlensError, match="no measures"):
         deliver(Outputs(**files, quiet=True), empty)
-    assert {"a.json", "a.csv"} == {path.name for path in tmp_path.iterdir()}
+    assert names(tmp_path) == {"a.json", "a.csv"}
     deliver(Outputs(**files, quiet=True), report)
-    assert {"a.json", "a.csv", "pictures"} == {path.name for path in tmp_path.iterdir()}
+    assert names(tmp_path) == {"a.json", "a.csv", target}
 
 
 def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
     honest = pictures.panel_figure
 
-    def breaking(report, panel):
+    def fail(report, panel):
         if panel.stem == "weights.symmetry":
             raise ZeroDivisionError
         return honest(report, panel)
 
-    monkeypatch.setattr(pictures, "panel_figure", breaking)
+    monkeypatch.setattr(pictures, "panel_figure", fail)
+    heads = [
+        head.model_copy(update={"measures": dict([*head.measures.items()][:2]), "curves": {}})
+        for head in synthetic_report(2, 2, source="weights")
+    ]
+    report = synthetic_report(2, 2, source="weights").model_copy(update={"heads": heads})
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
-        deliver(
-            Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")
-        )
-    drawn = {path.name for path in (tmp_path / "p").iterdir()}
-    assert "overview.png" in drawn
-    assert "weights.symmetry.png" not in drawn
-    assert f"Wrote {tmp_path}/a.json, {len(drawn)} pictures to {tmp_path}/p" in capsys.readouterr().err
+        deliver(Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), report)
+    assert names(tmp_path / "p") == {"overview.png", "weights.definiteness.png"}
+    assert f"Wrote {tmp_path}/a.json, 2 pictures to {tmp_path}/p" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["figure", "html"])
 def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_path, monkeypatch, capsys, option):
-    def interrupted(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pictures.maps, "overview_figure", interrupted)
+    monkeypatch.setattr(pictures.maps, "overview_figure", interrupt)
     files = {"json": str(tmp_path / "a.json"), "markdown": str(tmp_path / "a.md"), option: str(tmp_path / "x.png")}
     with pytest.raises(KeyboardInterrupt):
         deliver(Outputs(**files), synthetic_report(2, 2))
-    assert {"a.json", "a.md"} == {path.name for path in tmp_path.iterdir()}
+    assert names(tmp_path) == {"a.json", "a.md"}
     shown = capsys.readouterr()
     assert "COMPLETE" in shown.out, "the tables too come before the pictures"
     assert "a.md" in shown.err
@@ -154,69 +118,86 @@ def test_after_an_interruption_the_code_is_130_whatever_else_fails(tmp_path, cap
 
 
 def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
-    def full(path, _content):
+    def fail(path, _content):
         raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")
 
-    monkeypatch.setattr(outputs, "write_atomically", full)
+    monkeypatch.setattr(outputs, "write_atomically", fail)
     with pytest.raises(OutputError, match="No space"):
-        deliver(Outputs(figure=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2, source="weights"))
+        deliver(Outputs(figure=str(tmp_path / "p"), quiet=True), swap_report())
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(OutputError, match="No space"):
+        deliver(Outputs(figure=str(tmp_path / "mine"), quiet=True), swap_report())
+    assert names(tmp_path) == {"mine"}, "an existing folder stays"
 
 
-def test_pictures_are_counted(tmp_path):
-    result = attnlens(*ONE, "--figure", "all", "--html", "one.html", cwd=tmp_path)
-    pictures = len(list((tmp_path / "all").iterdir()))
-    assert pictures > 1
-    assert f"Wrote {pictures} pictures to all, one.html" in result.stderr
-    assert "Wrote one.png" in attnlens(*ONE, "--figure", "one.png", cwd=tmp_path).stderr
-
-
-def test_pictures_of_another_run_are_told(tmp_path, capsys):
-    folder = tmp_path / "all"
-    deliver(Outputs(figure=str(folder)), swap_report())
-    assert "older" not in capsys.readouterr().err
-    (folder / "another.png").touch()
-    deliver(Outputs(figure=str(folder)), swap_report())
-    assert "contains 1 older picture that this run did not write." in capsys.readouterr().err
-
-
-def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
+def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
     with pytest.raises(OutputError, match=r"\.xyz is not supported") as refusal:
         Outputs(figure=str(tmp_path / "one.xyz")).check({})
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.2").mkdir()
+    logging.getLogger("matplotlib").setLevel(logging.NOTSET)
     Outputs(figure=str(tmp_path / "run.2")).check({})
-    assert not is_file(tmp_path / "run.2"), "a folder that is there is one"
+    assert not is_file(tmp_path / "run.2"), "an existing folder is one"
+    assert logging.getLogger("matplotlib").level == logging.ERROR, "it would log the place of its cache"
 
 
-@pytest.mark.parametrize("words", ["list", "list schema", "--help", "--version", LINE, f"{LINE} --json -"])
-def test_a_full_stdout_is_told(words):
-    refused(in_shell(f"attnlens {words} > /dev/full"), "stdout", "No space left")
+# Streams
 
 
-@pytest.mark.parametrize("words", ["list", "list schema", "--help", LINE])
-def test_a_closed_stdout_is_told(words):
-    refused(in_shell(f"attnlens {words} >&-"), "stdout is closed")
+def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
+    piped = in_shell(f"attnlens {LINE} -q --csv /dev/stdout | cat")
+    assert piped.stdout.startswith("site,layer,head"), piped.stderr
+    assert in_shell(f"attnlens {LINE} --csv /dev/stdout > {tmp_path}/both").returncode == 0
+    both = (tmp_path / "both").read_text()
+    assert both.startswith("site,layer,head")
+    assert "COMPLETE: 1 of 1 heads" in both
+    substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
+    assert substituted.stdout == piped.stdout
 
 
-def test_a_closed_stdin_is_told_where_it_is_read():
-    refused(in_shell("attnlens inspect demo --text - <&-"), "stdin is closed")
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("attnlens list > /dev/full", ("stdout", "No space left")),
+        ("attnlens --help > /dev/full", ("stdout", "No space left")),
+        (f"attnlens {LINE} --json - > /dev/full", ("stdout", "No space left")),
+        ("attnlens list schema >&-", ("stdout is closed",)),
+        (f"attnlens {LINE} >&-", ("stdout is closed",)),
+        ("attnlens inspect demo --text - <&-", ("stdin is closed",)),
+        ("mkdir gone; cd gone; rmdir ../gone; attnlens swap-kernel demo --save x -q", ("folder", "Change to another")),
+        ("PYTHONOPTIMIZE=2 attnlens list", ("-OO",)),
+    ],
+)
+def test_streams_and_places_that_cannot_be_used_are_named(tmp_path, line, parts):
+    refused(in_shell(line, tmp_path, afresh="gone" in line or "OPTIMIZE" in line), *parts)
+
+
+def test_a_closed_stdin_that_nothing_reads_is_no_matter():
     assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0
 
 
 @pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --table --json r.json"])
-def test_a_reader_that_leaves_ends_it_without_a_word(tmp_path, words):
-    result = in_shell(f"cd {tmp_path}; attnlens {words} 2>err | true; echo ${{PIPESTATUS[0]}}")
+def test_a_reader_that_leaves_ends_the_program_silently(tmp_path, words):
+    result = in_shell(f"attnlens {words} 2>err | true; echo ${{PIPESTATUS[0]}}", tmp_path)
     assert result.stdout == "141\n", "as a program that the closed pipe's signal ends"
     assert "Error" not in (tmp_path / "err").read_text()
     if "--json" in words:
         assert read_report(tmp_path / "r.json").coverage.complete, "the files are written nonetheless"
 
 
-@pytest.mark.parametrize("words", [ONE, ("list",), ("--help",)])
-def test_a_page_of_no_columns_shows_all_the_same(words):
-    assert attnlens(*words, COLUMNS="0").stdout == attnlens(*words).stdout != ""
+def test_a_page_of_no_columns_shows_all_the_same():
+    for words in (ONE, ("list",), ("--help",)):
+        assert invoke(*words, COLUMNS="0").stdout == invoke(*words).stdout != "", words
+
+
+@pytest.mark.full
+def test_matplotlib_says_nothing_of_its_cache(tmp_path):
+    words = f"{LINE} --analyzer symmetry -q --figure a.png"
+    result = in_shell(f"attnlens {words}", tmp_path, afresh=True, MPLCONFIGDIR="/dev/null/none")
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == "Wrote a.png\n" * ("Wrote" in result.stderr)
 
 
 def on_a_terminal(*words, **environment):
@@ -237,7 +218,7 @@ def on_a_terminal(*words, **environment):
     return written.decode()
 
 
-def test_a_terminal_is_animated_unless_it_is_asked_not_to():
+def test_a_terminal_is_animated_unless_that_is_switched_off():
     words = ("inspect", "demo", "--source", "weights", "--layers", "0")
     hidden_cursor = "\x1b[?25l"
     assert hidden_cursor in on_a_terminal(*words), "the control: without any of them, the bar moves"
@@ -246,7 +227,7 @@ def test_a_terminal_is_animated_unless_it_is_asked_not_to():
     assert "\x1b" not in attnlens(*words, FORCE_COLOR="1").stderr, "nor is a pipe"
 
 
-def test_plain_lines_tell_of_all_units_and_of_the_time_left(monkeypatch, capsys):
+def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
     with show.progress(shown=True) as tell:
@@ -259,3 +240,76 @@ def test_plain_lines_tell_of_all_units_and_of_the_time_left(monkeypatch, capsys)
             more(unit)
     lines = ["units: 3 of 10, 0:00:28 left", "units: 6 of 10, 0:00:16 left", "units: 9 of 10, 0:00:04 left"]
     assert capsys.readouterr().err.splitlines() == lines
+
+
+# Stores, and saved reports
+
+STORES = '''
+import sys
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+class NoCredentialsError(Exception):
+    """As botocore has it: no OSError."""
+
+NoCredentialsError.__module__ = "botocore.exceptions"
+
+class Closed(LocalFileSystem):
+    protocol = "closed"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return LocalFileSystem._strip_protocol(path.split("://", 1)[-1])
+
+    def open(self, *_, **more):
+        raise NoCredentialsError("Unable to locate credentials")
+
+fsspec.register_implementation("closed", Closed)
+sys.argv[0] = "attnlens"
+from attnlens.cli import main
+main()
+'''
+
+
+@pytest.mark.parametrize(
+    ("address", "part"), [("closed://work", "Unable to locate credentials"), ("nonsense://work", "nonsense")]
+)
+def test_a_store_that_cannot_be_written_is_refused_in_two_lines(tmp_path, address, part):
+    refused(python("-c", STORES, *ONE, "--work", address, cwd=tmp_path), address.split("/")[0][:-1], part, "--work")
+    assert not list(tmp_path.rglob("*.json"))
+
+
+FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
+
+
+@pytest.mark.parametrize("report", [synthetic_report(3, 2), swap_report()], ids=["inspect", "swap"])
+def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report):
+    report.write_json(tmp_path / "r.json")
+    result = invoke("report", "r.json", *FILES, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "r.json").read_bytes()
+    again = read_report(tmp_path / "r.json")
+    for kind, write in (("html", views.page), ("csv", views.csv), ("md", views.markdown)):
+        assert (tmp_path / f"r.{kind}").read_text() == write(again), kind
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert report.model.title in result.stdout
+
+
+def test_a_saved_report_is_shown_and_drawn_into_a_folder(tmp_path):
+    report = synthetic_report(2, 2, source="weights")
+    report.write_json(tmp_path / "r.json")
+    result = invoke("report", "r.json", "--table", "--figure", "all", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "COMPLETE: 4 of 4 heads" in result.stdout
+    assert {"overview.png", "weights.symmetry.png"} <= names(tmp_path / "all")
+
+
+def test_a_report_of_doctor_has_a_page_of_its_sites(tmp_path):
+    fields = {"site": "h.0.attn", "part": "decoder", "heads": 8, "route": "interface", "weights_error": 2e-7}
+    check = SiteCheck(**fields, tokens_error=1e-7, passed=True, verdict="agrees")
+    update = {"command": "doctor", "kind": "doctor", "heads": [], "doctor": [check]}
+    report = synthetic_report(1, 8).model_copy(update=update | {"summary": Summary(verdict="agrees")})
+    (tmp_path / "r.json").write_text(json.dumps(json.loads(report.to_json())))
+    result = invoke("report", "r.json", "-q", "--html", "doctor.html", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "h.0.attn" in (tmp_path / "doctor.html").read_text()

@@ -1,4 +1,4 @@
-"""The options that say how texts are sampled, through the program: exit codes, stdout, stderr and files."""
+"""Tests how the program samples texts and shows one head's selection: stdout, stderr and files."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import csv
 import json
 import math
 import statistics
-from pathlib import Path
+from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
-from program import attnlens
+import tiny
+import views
+from program import SMALL, attnlens, invoke
 
 from attnlens import inspect
 from attnlens.errors import UsageError
 from attnlens.models import texts
+from attnlens.records import InspectionBody, Pick, Selection, Sentence, json_schema
+from attnlens.report.report import read_report
+from attnlens.report.sections.explorer import selections
 
 BOOK = texts.sample("demo")[0].text
-SMALL = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
+FEW = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def pieces(tmp_path_factory):
     """Six texts, different stretches of one book."""
     folder = tmp_path_factory.mktemp("texts")
     paths = [folder / f"piece-{number}.txt" for number in range(6)]
@@ -29,135 +35,143 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in paths]
 
 
-def given(paths: list[str]) -> list[str]:
+def options(paths):
     return [word for path in paths for word in ("--text", path)]
 
 
-def test_windows_are_told_in_the_report_and_written_one_by_one(pieces: list[str], tmp_path: Path) -> None:
-    done = attnlens(
-        "inspect", "demo", *SMALL, *given(pieces[:3]), "--windows", "9",
-        "--json", str(tmp_path / "r.json"), "--windows-csv", str(tmp_path / "w.csv"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "9 × 32 tokens spread over piece-0.txt + piece-1.txt + piece-2.txt" in said
-    assert "± is the standard error of that median (errors reflect which 9 of the" in said
-    assert "between texts" in said
+def flowing(*words, **more):
+    """Stdout without line breaks."""
+    result = invoke(*words, **more)
+    assert result.returncode == 0, result.stderr
+    return " ".join(result.stdout.split())
+
+
+def test_windows_are_described_and_written_one_by_one(pieces, tmp_path):
+    files = ("--windows", "9", "--json", "r.json", "--windows-csv", "w.csv")
+    shown = flowing("inspect", "demo", *FEW, *options(pieces[:3]), *files, cwd=tmp_path)
+    assert "9 × 32 tokens spread over piece-0.txt + piece-1.txt + piece-2.txt" in shown
+    assert "± is the standard error of that median (errors reflect which 9 of the" in shown
+    assert "between texts" in shown
     report = json.loads((tmp_path / "r.json").read_text())
     assert [len(text["windows"]) for text in report["settings"]["texts"]] == [3, 3, 3]
     assert "windows" not in report
+    digest = sha256((tmp_path / "w.csv").read_bytes()).hexdigest()
+    assert report["windows_file"] == {"name": "w.csv", "sha256": digest}
     rows = list(csv.DictReader((tmp_path / "w.csv").open()))
     assert len(rows) == 9 * 8
     head = report["heads"][5]["measures"]["tokens.entropy"]
-    own = [float(row["tokens.entropy"]) for row in rows if row["head"] == "5"]
-    assert statistics.mean(own) == pytest.approx(head["value"], rel=1e-8)
-    groups = [own[start : start + 3] for start in (0, 3, 6)]
+    values = [float(row["tokens.entropy"]) for row in rows if row["head"] == "5"]
+    assert statistics.mean(values) == pytest.approx(head["value"], rel=1e-8)
+    groups = [values[start : start + 3] for start in (0, 3, 6)]
     error = math.sqrt(sum((1 / 3) ** 2 * statistics.variance(group) / 3 for group in groups))
     assert error == pytest.approx(head["se"], rel=1e-7), "anyone can redo the inference from the file"
 
 
-def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str], tmp_path: Path) -> None:
-    done = attnlens(
-        "swap-kernel", "demo", "--no-progress", *given(pieces[:2]), "--windows", "8", "--length", "32",
-        "--json", str(tmp_path / "r.json"), "--windows-csv", str(tmp_path / "w.csv"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Text by text" in done.stdout
+def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces, tmp_path):
+    words = ("--windows", "8", "--length", "32", "--json", "r.json", "--windows-csv", "w.csv", "--no-progress")
+    assert "Text by text" in flowing("swap-kernel", "demo", *options(pieces[:2]), *words, cwd=tmp_path)
     swap = json.loads((tmp_path / "r.json").read_text())["swap"]
     rows = list(csv.DictReader((tmp_path / "w.csv").open()))
     assert len(rows) == 8
-    after, before = (statistics.mean(float(row[f"loss.{side}"]) for row in rows) for side in ("after", "before"))
-    assert after - before == pytest.approx(swap["loss"]["delta"], rel=1e-6)
+    changes = [float(row["loss.after"]) - float(row["loss.before"]) for row in rows]
+    assert statistics.mean(changes) == pytest.approx(swap["loss"]["delta"], rel=1e-6)
     for number, text in enumerate(swap["loss_by_text"]):
-        own = [float(row["loss.after"]) - float(row["loss.before"]) for row in rows[4 * number : 4 * number + 4]]
-        assert statistics.mean(own) == pytest.approx(text["change"]["delta"], rel=1e-6)
+        mean = statistics.mean(changes[4 * number : 4 * number + 4])
+        assert mean == pytest.approx(text["change"]["delta"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "problem", "remedy"),
-    [
-        (("--placement", "middle"), "There is no placement 'middle'.", "Choose from: spread, first, random."),
-        (("--placement", "sprad"), "There is no placement 'sprad'.", "Did you mean 'spread'?"),
-        (("--text", "."), "--text does not name a file: the path is empty or a folder.", "Give the path of a file"),
-        (("--windows-csv", ""), "--windows-csv does not name a file.", "Give a path after --windows-csv"),
-        (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
-    ],
-)
-def test_words_that_make_no_sense_are_refused(words: tuple[str, ...], problem: str, remedy: str) -> None:
-    done = attnlens("inspect", "demo", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert problem in done.stderr
-    assert remedy in done.stderr
+def test_intervals_over_texts_need_five(pieces):
+    settings = {"source": "tokens", "analyzers": "spectrum", "layers": [0], "length": 32}
+    few = r"Intervals over texts need .* 5 texts, but the \d+ sequences come from 4\."
+    with pytest.raises(UsageError, match=few):
+        inspect("demo", text=pieces[:4], windows=8, intervals="texts", **settings)
+    with pytest.raises(UsageError, match=r"need at least 5 texts, but the 4 sequences come from 4\.\nIncrease windows"):
+        inspect("demo", text=pieces[:5], windows=4, length=32, layers=[0], intervals="texts")
+    shown = flowing("inspect", "demo", *FEW, *options(pieces), "--windows", "12")
+    assert "errors are computed over 6 texts and apply to similar texts" in shown
+    assert inspect("demo", text=pieces, windows=12, intervals="windows", **settings).settings.intervals == "windows"
 
 
-def test_intervals_over_texts_need_five(pieces: list[str]) -> None:
-    options = {"source": "tokens", "analyzers": "spectrum", "layers": [0], "length": 32, "intervals": "texts"}
-    with pytest.raises(UsageError, match=r"Intervals over texts need .* 5 texts, but the \d+ sequences come from 4\."):
-        inspect("demo", text=pieces[:4], windows=8, **options)
-    enough = attnlens("inspect", "demo", *SMALL, *given(pieces), "--windows", "12")
-    assert enough.returncode == 0, enough.stderr
-    assert "errors are computed over 6 texts and apply to similar texts" in " ".join(enough.stdout.split())
-    report = inspect("demo", text=pieces, windows=12, **options | {"intervals": "windows"})
-    assert report.settings.intervals == "windows"
+def test_captions_follow_short_and_skipped_texts_and_the_placement(pieces, tmp_path):
+    (tmp_path / "short.txt").write_text(BOOK[:900])
+    assert "of the 32 requested windows." in flowing("inspect", "demo", *FEW, "--text", tmp_path / "short.txt")
+    shown = flowing("inspect", "demo", *FEW, *options(pieces[:5]), "--windows", "4")
+    assert "Left out: piece-4.txt, because there are only 4 sequences for 5 texts." in shown
+    shown = flowing("inspect", "demo", *FEW, "--windows", "4", "--placement", "first")
+    assert "4 × 32 tokens from the beginning of King James passages" in shown
+    assert "apply to similar windows, not to all of King James passages" in shown
+    assert "windows of King James passages" not in shown
 
 
-def test_a_short_text_says_how_many_windows_there_are(pieces: list[str], tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text(BOOK[:900])
-    done = attnlens("inspect", "demo", *SMALL, "--text", str(short))
-    assert done.returncode == 0, done.stderr
-    assert "of the 32 requested windows." in done.stdout
-    short.write_text("Amen.")
-    none = attnlens("inspect", "demo", *SMALL, "--text", str(short))
-    assert (none.returncode, none.stdout) == (2, "")
-    assert "one window needs 32" in none.stderr
-
-
-def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
-    import tiny
-
+def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path):
     folder, text = tmp_path / "model", tmp_path / "foreign.txt"
     tiny.gpt2(vocab_size=300).save_pretrained(folder)
     tiny.tokenizer("bert").save_pretrained(folder)
     text.write_text("ж ш щ " * 200)
-    words = ("inspect", str(folder), "--source", "tokens", "--length", "16", "--text", str(text), "--no-progress")
+    words = ("inspect", folder, "--source", "tokens", "--length", "16", "--text", text, "--no-progress")
     stopped = attnlens(*words)
     assert (stopped.returncode, stopped.stdout) == (2, "")
     assert "88% of the tokens of foreign.txt are unknown to the tokenizer" in stopped.stderr
     assert "--allow-foreign-text" in stopped.stderr
-    outputs = [str(tmp_path / f"report.{kind}") for kind in ("json", "html", "md")]
-    asked = zip(("--json", "--html", "--markdown"), outputs, strict=True)
-    allowed = attnlens(*words, "--allow-foreign-text", *(word for pair in asked for word in pair))
-    assert allowed.returncode == 0, allowed.stderr
-    for said in (allowed.stdout, *(Path(path).read_text() for path in outputs)):
-        assert "88% of the tokens of foreign" in " ".join(said.split())
+    outputs = {"--json": tmp_path / "r.json", "--html": tmp_path / "r.html", "--markdown": tmp_path / "r.md"}
+    shown = flowing(*words, "--allow-foreign-text", *(word for pair in outputs.items() for word in pair))
+    for written in (shown, *(path.read_text() for path in outputs.values())):
+        assert "88% of the tokens of foreign" in " ".join(written.split())
 
 
-def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
-    done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--windows", "4")
-    assert done.returncode == 0, done.stderr
-    assert "Left out: piece-4.txt, because there are only 4 sequences for 5 texts." in " ".join(done.stdout.split())
-    with pytest.raises(UsageError, match=r"need at least 5 texts, but the 4 sequences come from 4\.\nIncrease windows"):
-        inspect("demo", text=pieces[:5], windows=4, length=32, layers=[0], intervals="texts")
-
-
-def test_the_caption_follows_the_placement() -> None:
-    said = " ".join(attnlens("inspect", "demo", *SMALL, "--windows", "4", "--placement", "first").stdout.split())
-    assert "4 × 32 tokens from the beginning of King James passages" in said
-    assert "apply to similar windows, not to all of King James passages" in said
-    assert "windows of King James passages" not in said
-
-
-def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_told(pieces: list[str], tmp_path: Path) -> None:
+def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_named(pieces, tmp_path):
     foreign = tmp_path / "foreign.txt"
     foreign.write_text("".join(chr(0x4E00 + 7919 * number % 2000) for number in range(900)))
-    for words in (
-        ("inspect", "demo", *SMALL),
-        ("swap-kernel", "demo", "--layers", "0", "--length", "32", "--no-progress"),
-    ):
-        done = attnlens(*words, "--text", str(foreign), *given(pieces[:1]), "--windows", "8")
-        assert done.returncode == 0, done.stderr
-        said = " ".join(done.stdout.split())
-        assert "The model's loss on foreign.txt is" in said
-        assert "worse than random guessing (ln 1024 = 6.93)" in said
-        assert "loss on piece-0.txt" not in said, "the control"
+    swap = ("swap-kernel", "demo", "--layers", "0", "--length", "32", "--no-progress")
+    for words in (("inspect", "demo", *FEW), swap):
+        shown = flowing(*words, "--text", foreign, *options(pieces[:1]), "--windows", "8")
+        assert "The model's loss on foreign.txt is" in shown
+        assert "worse than random guessing (ln 1024 = 6.93)" in shown
+        assert "loss on piece-0.txt" not in shown, "the control"
+
+
+def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path):
+    words = ("inspect", "demo", "--head", "3.7", "--show", "selection", "--json", "r.json", "--figure", "p", *SMALL)
+    result = invoke(*words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "What layer 3 head 7 selects" in result.stdout
+    assert "posed on the module's inputs" in result.stdout
+    assert "\x1b[" not in result.stdout, "no colours into a pipe"
+    report = read_report(tmp_path / "r.json")
+    (selection,) = report.inspection.selections
+    assert (selection.layer, selection.head, selection.space) == (3, 7, "input")
+    keys = {sentence.sequence: sentence.keys for sentence in selection.sentences}
+    first = selection.picks[0]
+    query, selected = keys[first.sequence][first.query], keys[first.sequence][first.selected[0]]
+    assert f"[{selected}]" in result.stdout
+    assert any(mark.format(query) in result.stdout for mark in ("<{}>", "<[{}]>", "<{{{}}}>"))
+    assert [(head.layer, head.head) for head in report.heads] == [(3, 7)]
+    assert (report.settings.analyzers, report.settings.select) == (["selection"], "argmax")
+    measures = report.heads[0].measures
+    assert len(selection.picks) == measures["selection.queries"].value
+    assert all(len(sentence.keys) == 32 for sentence in selection.sentences)
+    least = min(pick.margin for pick in selection.picks)
+    assert least == pytest.approx(measures["selection.efficiency"].value, rel=1e-8)
+    assert "Selection" in json.loads(json_schema())["$defs"]
+    pictures = {"overview", "selection-3.7", "selection.svm_cosine", "selection.margins"}
+    pictures |= {"selection.projected_svm_cosine", "selection.projected_margins"}
+    assert pictures <= {path.stem for path in (tmp_path / "p").iterdir()}
+
+
+def test_top_p_is_recorded_and_has_a_reason_if_it_has_no_form():
+    small = {"layers": [0], "heads": [1], "windows": 2, "length": 16}
+    report = json.loads(inspect("demo", analyzers="selection", select="top-p:0.5", **small).to_json())
+    assert report["settings"]["select"] == "top-p:0.5"
+    measure = report["heads"][0]["measures"]["selection.efficiency"]
+    assert (measure["value"] is None) == ("reason" in measure)
+
+
+def test_a_strangers_tokens_are_no_markup_and_steer_no_terminal():
+    pick = Pick(sequence=0, query=2, selected=[0], support=[1], weight=0.9, margin=0.5)
+    sentence = Sentence(sequence=0, keys=["[red]\x1b[31m", "{x}\n", "[/]"])
+    place = {"site": "a", "layer": 0, "head": 0, "kv_head": 0, "part": "encoder"}
+    selection = Selection(**place, space="input", picks=[pick], best=1.0, sentences=[sentence])
+    report = SimpleNamespace(inspection=InspectionBody(selections=[selection]))
+    printed = views.printed(views.alone(*selections(SimpleNamespace(report=report), "terminal")))
+    assert "[[red]�[31m] {{x}} <[/]>" in printed
+    assert "\x1b" not in printed

@@ -5,7 +5,7 @@ import re
 import heads
 import pytest
 import torch
-from program import attnlens, refused, without_torch
+from program import invoke
 
 from attnlens.analyzers import registry
 from attnlens.analyzers.registry import DISTANCES, GatheringPlace, MeasureInfo
@@ -15,19 +15,29 @@ from attnlens.maths import linalg
 from attnlens.report.sections.reference import explanation, kernel_pages, measure_pages
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
-SAID = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")
+ITEMS = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")
+OPTIONAL = ("ksvd", "selec", "ext", "adapter", "features")
 
 
-def test_every_measure_has_its_page():
+def test_every_measure_and_every_kernel_has_its_page():
     pages = measure_pages()
     assert set(pages) == set(INFOS)
     for name, page in pages.items():
         facts = dict(page.items)
-        assert page.title == name
-        assert page.lines == (INFOS[name].meaning,)
-        assert [word for word in SAID if not facts.get(word)] == [], name
+        assert (page.title, page.lines) == (name, (INFOS[name].meaning,))
+        assert [word for word in ITEMS if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
-        assert ("--analyzer" in facts["runs"]) == (name.startswith(("ksvd", "selec", "ext", "adapter", "features")))
+        assert ("--analyzer" in facts["runs"]) == name.startswith(OPTIONAL)
+    pages = kernel_pages()
+    assert set(pages) == {*kernels(), *TIES, *FILTERS, *HYBRIDS}
+    for name, page in pages.items():
+        assert page.title == name
+        assert page.lines[0]
+        assert "source" in dict(page.items)
+    assert set(measure_pages()).isdisjoint(pages)
+    ends = {name.partition(".")[2] for name in INFOS}
+    assert ends & set(pages) == {"rank"}, "the kernel, which stands before features.rank"
+    assert explanation("rank") == pages["rank"] != explanation("features.rank")
 
 
 def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
@@ -43,32 +53,15 @@ def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
 
 
 def test_what_to_do_can_be_typed():
-    advised = [word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)]
-    assert len(set(advised)) > 5
-    for word in set(advised) - {"rank"}:  # whose rank a budget chooses
-        assert parsed(word)
-    named = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
-    assert named <= set(INFOS)
-
-
-def test_every_kernel_has_its_page():
-    pages = kernel_pages()
-    assert set(pages) == {*kernels(), *TIES, *FILTERS, *HYBRIDS}
-    for name, page in pages.items():
-        assert page.title == name
-        assert page.lines[0]
-        assert "source" in dict(page.items)
-
-
-def test_no_kernel_and_no_measure_have_one_name():
-    assert set(measure_pages()).isdisjoint(kernel_pages())
-    ends = {name.partition(".")[2] for name in INFOS}
-    assert ends & set(kernel_pages()) == {"rank"}, "the kernel, which stands before features.rank"
-    assert explanation("rank") == kernel_pages()["rank"] != explanation("features.rank")
+    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
+    assert len(advised) > 5
+    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
+    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
+    assert names <= set(INFOS)
 
 
 @pytest.mark.parametrize(
-    ("name", "word", "fact"),
+    ("name", "item", "fact"),
     [
         ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K)"),
         ("selection.margin", "null", "the value expected by chance (the head randomly rotated)"),
@@ -90,29 +83,16 @@ def test_no_kernel_and_no_measure_have_one_name():
         ("window", "keys kept", "|i − j| < w"),
     ],
 )
-def test_a_page_says_what_the_registry_knows(name, word, fact):
-    assert dict(explanation(name).items)[word].startswith(fact)
+def test_a_page_has_the_facts_of_the_registry(name, item, fact):
+    assert dict(explanation(name).items)[item].startswith(fact)
 
 
-def test_the_part_behind_the_source_is_enough_where_no_other_has_it():
-    assert explanation("definite") == explanation("tokens.definite")
-    with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
-        explanation("rank90")
-    for name in ("weights.rank90", "tokens.rank90", "ksvd.rank90"):
-        assert name in refusal.value.remedy
-
-
-def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkeypatch):
+def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
     monkeypatch.setattr("attnlens.analyzers.registry._ANALYZERS", dict(registry._ANALYZERS))
-    bare = MeasureInfo("mine.bare", "a meaning", "a formula")
-    registry.analyzer("mine", "tokens", [bare])(lambda _query_key: {})
+    registry.analyzer("mine", "tokens", [MeasureInfo("mine.bare", "a meaning", "a formula")])(lambda _query_key: {})
     facts = dict(explanation("mine.bare").items)
     assert {"what to do", "source", "definitions", "compare with"}.isdisjoint(facts)
     assert facts["formula"] == "a formula"
-
-
-def test_a_docstring_is_question_and_definitions(monkeypatch):
-    monkeypatch.setattr("attnlens.analyzers.registry._ANALYZERS", dict(registry._ANALYZERS))
 
     def begin(_place: GatheringPlace):
         """Is it so?
@@ -128,29 +108,22 @@ def test_a_docstring_is_question_and_definitions(monkeypatch):
     assert facts["error"].startswith("posed once")
 
 
-@pytest.mark.parametrize(
-    "name", ["", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."]
-)
-def test_an_unknown_name_is_refused(name):
-    with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
-        explanation(name)
-    assert len(refusal.value.problem) < 120
+def test_a_name_without_its_source_is_enough_if_it_is_unique():
+    assert explanation("definite") == explanation("tokens.definite")
+    with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
+        explanation("rank90")
+    assert all(name in refusal.value.remedy for name in ("weights.rank90", "tokens.rank90", "ksvd.rank90"))
+    for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
+        with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
+            explanation(name)
+        assert len(refusal.value.problem) < 120
 
 
-def test_the_program_explains_and_refuses():
-    shown = without_torch("explain", "tokens.share_skew")
+def test_the_program_explains_a_measure():
+    shown = invoke("explain", "tokens.share_skew")
     assert shown.returncode == 0, shown.stderr
-    for word in ("‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1"):
-        assert word in shown.stdout
-    written = without_torch("explain", "tokens.share_skew", "--markdown").stdout
+    assert all(word in shown.stdout for word in ("‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1"))
+    written = invoke("explain", "tokens.share_skew", "--markdown").stdout
     assert written.startswith("### tokens.share_skew\n")
     assert "- formula&#58; " in written
-    several = attnlens("explain", "effective_rank")
-    refused(
-        several, "'effective_rank' is the name of several measures", "weights.effective_rank, tokens.effective_rank"
-    )
-    refused(attnlens("explain", "share_skw"), "There is no measure or kernel 'share_skw'", "Did you mean")
-    hostile = attnlens("explain", "\x1b[31mred")
-    refused(hostile, "There is no measure or kernel")
-    assert "\x1b" not in hostile.stderr
-    assert attnlens("explain").returncode == 2
+    assert invoke("explain").returncode == 2

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv as standard
+import csv
 import io
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 import views
 from experiment_reports import series_report
+from hostile_reports import HOSTILE as STRANGE
 from reports import CROSS, synthetic_report
 from rich.console import Console
 
@@ -33,17 +31,14 @@ from attnlens.report.sections.checked import site_checks
 from attnlens.report.shapes import Shapes
 from attnlens.wording import format_error
 
-HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
+HOSTILE = f"{STRANGE}\n# e"
 
 
-def medians(report: Report, name: str) -> dict[int, float]:
+def medians(report: Report, name: str) -> list[float]:
     """The naive median over the heads of each layer."""
-    layers: dict[int, list[float]] = {}
-    for head in report.heads:
-        value = head.measures[name].value
-        if value is not None:
-            layers.setdefault(head.layer, []).append(value)
-    return {layer: float(np.median(values)) for layer, values in layers.items()}
+    layers = sorted({head.layer for head in report.heads})
+    values = [[h.measures[name].value for h in report.heads if h.layer == layer] for layer in layers]
+    return [float(np.median([value for value in row if value is not None])) for row in values]
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -52,216 +47,165 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in table if re.match(r" *(\d+(–\d+)?|all|null)  ", line)}
 
 
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return synthetic_report(4, 4)
+
+
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int) -> None:
+def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int):
     report = synthetic_report(12, 12, missing=[(3, 1), (5, 2)])
     text = views.summary(report, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     rows = rows_of(text)
-    for layer, median in medians(report, "weights.symmetry").items():
-        assert rows[str(layer)][0] == f"{median:.3f}"
-    for layer, median in medians(report, "weights.definiteness").items():
-        assert rows[str(layer)][1] == f"{median:.3f}"
+    for column, name in enumerate(("weights.symmetry", "weights.definiteness")):
+        shown = [rows[str(layer)][column] for layer in range(12)]
+        assert shown == [f"{median:.3f}" for median in medians(report, name)]
 
 
-def test_a_wider_page_shows_more_measures_and_a_narrow_one_says_what_it_hides() -> None:
-    report = synthetic_report(4, 4)
+def test_a_wider_page_shows_more_measures_and_a_narrow_one_counts_what_it_hides(report: Report):
     columns = [len(rows_of(views.summary(report, width))["0"]) for width in (60, 80, 120, 200)]
     assert columns == sorted(set(columns))
-    assert f"{columns[1]} of 21 columns fit" in views.summary(report, 80)
+    text = views.summary(report, 80)
+    assert f"{columns[1]} of 21 columns fit" in text
     assert "columns fit" not in views.summary(report, 400)
+    assert any("weights ─" in line and "tokens ─" in line for line in text.splitlines()), "both sources"
+    tall = rows_of(views.summary(synthetic_report(80, 3)))
+    assert len(tall) == 80 + 2  # and `all` and `null`
+    assert tall["6"][0] == f"{medians(synthetic_report(80, 3), 'weights.symmetry')[6]:.3f}"
 
 
-def test_both_sources_are_shown_even_on_a_narrow_page() -> None:
-    lines = views.summary(synthetic_report(4, 4), 80).splitlines()
-    assert any("weights ─" in line and "tokens ─" in line for line in lines)
-
-
-def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
-    report = synthetic_report(4, 4)
+def test_the_null_stands_under_the_medians_and_the_error_beside_them(report: Report):
     text = views.summary(report, 80)
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
     sd = report.summary.median_nulls["weights.symmetry"].sd
     assert re.search(rf"± sd +±{format_error(sd, 3)}", text), "the null of the median, and not of one head"
     error = report.summary.layer_errors[2]["tokens.share_positive"]
-    value = medians(report, "tokens.share_positive")[2]
-    assert f"{value:.3f}±{error:.3f}" in rows["2"]
-
-
-def test_the_null_of_a_head_keeps_two_digits_of_its_sd_whatever_the_column_shows() -> None:
-    report = synthetic_report(4, 4, d_model=4096)
-    text = views.all_heads(report, 300)
-    assert re.search(r"null +0\.00024 ", text)
-    assert re.search(r"± sd +±0\.00035 ", text)
-    assert "<0." not in text.split("± sd")[1]
-
-
-def test_what_was_found_explains_chance_only_beside_a_chance() -> None:
+    assert f"{medians(report, 'tokens.share_positive')[2]:.3f}±{error:.3f}" in rows["2"]
+    heads = views.all_heads(synthetic_report(4, 4, d_model=4096), 300)
+    assert re.search(r"null +0\.00024 ", heads), "of a head: two digits of its sd, whatever the column shows"
+    assert re.search(r"± sd +±0\.00035 ", heads)
+    assert "<0." not in heads.split("± sd")[1]
     explained = "above, below: heads that differ from chance"
     assert explained in views.page(synthetic_report(2, 2))
     assert explained not in views.page(synthetic_report(2, 2, source="tokens"))
 
 
-def test_measures_that_all_heads_share_are_one_line_and_no_column() -> None:
-    text = views.summary(synthetic_report(4, 4), 300)
+def test_the_summary_names_model_settings_coverage_extremes_and_reasons(report: Report):
+    text = views.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)]), 200)
+    facts = ("bert-base-uncased", "BertForMaskedLM", "110 M parameters", "revision 86b5e0934494", "32 × 128 tokens")
+    assert [fact for fact in facts if fact not in text.splitlines()[0]] == []
+    for fact in (
+        "PARTIAL: 10 of 12 heads, because the weights are not finite",
+        "layer 0 head 0  largest weights.symmetry of them: 0.9",
+        "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)",
+    ):
+        assert fact in text
+    assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
+    text = views.summary(report, 300)
+    assert "COMPLETE: 16 of 16 heads" in text
     assert "The same for every head: weights.inertia_positive 64, weights.inertia_negative 64." in text
     assert "inertia" not in text.split("The same")[0]
-
-
-def test_every_layer_has_a_row() -> None:
-    report = synthetic_report(80, 3)
-    rows = rows_of(views.summary(report))
-    assert len(rows) == 80 + 2  # and `all` and `null`
-    layer = [head.measures["weights.symmetry"].value for head in report.heads if head.layer == 6]
-    assert rows["6"][0] == f"{np.median(layer):.3f}"
-
-
-def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
-    report = synthetic_report(3, 4, missing=[(1, 2)])
-    text = views.summary(report, 200)
-    first = text.splitlines()[0]
-    for fact in (
-        "bert-base-uncased",
-        "BertForMaskedLM",
-        "110 M parameters",
-        "revision 86b5e0934494",
-        "32 × 128 tokens",
-    ):
-        assert fact in first
-    assert "PARTIAL: 11 of 12 heads, because the weights are not finite" in text
-    assert "COMPLETE: 12 of 12 heads" in views.summary(synthetic_report(3, 4))
-
-
-def test_extremes_are_ranks_and_skipped_parts_have_reasons() -> None:
-    text = views.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)]), 150)
-    assert "layer 0 head 0  largest weights.symmetry of them: 0.9" in text
-    assert "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)" in text
-    assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
-
-
-def test_what_one_row_says_is_not_said_twice() -> None:
-    one_layer, one_head = (views.summary(synthetic_report(1, heads), 150) for heads in (3, 1))
-    for text in (one_layer, one_head):
-        assert not re.search(r"^ +all ", text, re.MULTILINE)
-        assert re.search(r"^ +null ", text, re.MULTILINE)
-    assert "Rows are medians over heads" in one_layer
-    assert "medians" not in one_head
-    assert "± is the standard error (" in one_head or "± is the standard error;" in one_head
-    assert re.search(r"^ +all ", views.summary(synthetic_report(2, 3), 150), re.MULTILINE), "the control"
-
-
-def test_measures_that_do_not_exist_read_as_a_dash_with_the_reason() -> None:
     text = views.summary(synthetic_report(4, 2, parts=["encoder", "encoder", "decoder", "cross"]), 120)
     assert rows_of(text)["3"][:2] == ["cross", "–"]
     assert f"2 heads, because {CROSS}" in " ".join(text.split())
 
 
-def test_colour_carries_no_meaning_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_row_shows_is_not_repeated():
+    layer, head, two = (views.summary(synthetic_report(*size), 150) for size in ((1, 3), (1, 1), (2, 3)))
+    assert [bool(re.search(r"^ +all ", text, re.MULTILINE)) for text in (layer, head, two)] == [False, False, True]
+    assert all(re.search(r"^ +null ", text, re.MULTILINE) for text in (layer, head))
+    assert "Rows are medians over heads" in layer
+    assert "medians" not in head
+    assert "± is the standard error (" in head or "± is the standard error;" in head
+
+
+def test_colour_carries_no_meaning_of_its_own(report: Report, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    report = synthetic_report(3, 3)
     coloured = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
     coloured.print(terminal.document(export.summary(report)))
-    text = coloured.file.getvalue()  # type: ignore[attr-defined]
+    text = coloured.file.getvalue()
     assert "\x1b[" in text
     assert re.sub(r"\x1b\[[0-9;]*m", "", text) == views.summary(report)
 
 
-@pytest.mark.parametrize("terminal", ["dumb", "xterm"])
-@pytest.mark.parametrize(("columns", "expected"), [(None, "100"), ("140", "140")])
-def test_a_pipe_is_a_hundred_columns_wide(terminal: str, columns: str | None, expected: str) -> None:
-    # an explicit environment: readline, which pytest loads, sets COLUMNS behind Python's back
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": terminal}
-    if columns is not None:
-        environment["COLUMNS"] = columns
-    code = "from attnlens.report.render.terminal import console; console().rule(); console(stderr=True).rule()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert [len(done.stdout.rstrip()), len(done.stderr.rstrip())] == [int(expected), int(expected)]
+def test_a_pipe_is_a_hundred_columns_wide(monkeypatch: pytest.MonkeyPatch):
+    for term, columns, expected in (
+        ("dumb", None, 100),
+        ("xterm", None, 100),
+        ("dumb", "140", 140),
+        ("xterm", "140", 140),
+    ):
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        for stream in ("stdout", "stderr"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"sys.{stream}", io.StringIO())
+                assert terminal.console(stderr=stream == "stderr").width == expected, (term, columns, stream)
 
 
-def test_strings_from_strangers_reach_the_terminal_as_text_only() -> None:
-    report = synthetic_report(2, 2, model=HOSTILE)
-    text = views.summary(report, 300)
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-    assert "[red]b[/red]" in text  # rich's own markup is not obeyed either
-
-
-def test_all_heads_shows_every_head_and_measure_within_the_page() -> None:
+def test_all_heads_shows_every_head_and_measure_within_the_page():
     report = synthetic_report(3, 5, missing=[(1, 1)])
     text = views.all_heads(report, 120)
     assert max(map(len, text.splitlines())) <= 120
     words = text.replace("\n", " ").split()
     for head in report.heads:
-        for measure in head.measures.values():
-            assert measure.label is None or measure.label.split()[0] in words
-        symmetry = head.measures["weights.symmetry"].value
-        assert symmetry is None or f"{symmetry:.3f}" in words
-        entropy = head.measures["tokens.entropy"]
-        assert f"{entropy.value:.3f}±{entropy.se:.3f}" in words
+        labels = [measure.label.split()[0] for measure in head.measures.values() if measure.label is not None]
+        symmetry, entropy = head.measures["weights.symmetry"].value, head.measures["tokens.entropy"]
+        values = [f"{entropy.value:.3f}±{entropy.se:.3f}", *([] if symmetry is None else [f"{symmetry:.3f}"])]
+        assert set(labels + values) <= set(words)
     rows = [line.split() for line in text.splitlines() if re.match(r" +\d+ +\d+ ", line)]
-    blocks = [row[:2] for row in rows]
-    assert blocks.count(["1", "1"]) == text.count("layer  head") >= 3
+    assert [row[:2] for row in rows].count(["1", "1"]) == text.count("layer  head") >= 3
     assert next(row for row in rows if row[:2] == ["1", "1"])[2] == "–"
-    assert "1 head, because the weights are not finite" in views.summary(report, 120), "told once, above the tables"
+    assert "1 head, because the weights are not finite" in views.summary(report, 120), "once, above the tables"
 
 
-def test_markdown_holds_the_same_numbers() -> None:
-    report = synthetic_report(3, 4)
+def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(report: Report):
     text = views.markdown(report)
     line = next(line for line in text.splitlines() if line.startswith("| 1 |"))
     assert line.split(" | ")[1] == f"{medians(report, 'weights.symmetry')[1]:.3f}"
-    assert "**COMPLETE&#58; 12 of 12 heads**" in text
+    assert "**COMPLETE&#58; 16 of 16 heads**" in text
     assert "### weights" in text
     assert "### tokens" in text
-
-
-def test_markdown_escapes_whatever_a_stranger_wrote() -> None:
-    report = synthetic_report(2, 2, model=HOSTILE)
-    heads = [head.model_copy(update={"measures": {HOSTILE: head.measures["weights.norm"]}}) for head in report]
-    text = views.markdown(report.model_copy(update={"heads": heads}))
-    for raw in ("<", "`", "@", "www.", "\x1b", "\u202e", "[", "\n# e"):
-        assert raw not in text
+    strange = synthetic_report(2, 2, model=HOSTILE)
+    heads = [head.model_copy(update={"measures": {HOSTILE: head.measures["weights.norm"]}}) for head in strange]
+    text = views.markdown(strange.model_copy(update={"heads": heads}))
+    assert [raw for raw in ("<", "`", "@", "www.", "\x1b", "\u202e", "[", "\n# e") if raw in text] == []
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert [line.count("|") for line in table] == [3] * 10  # two tables of two columns, five lines each
-
-
-def test_escaping_leaves_ordinary_names_readable() -> None:
-    assert escape_text("bert.layer.0 effective_rank (95 %), -0.1 ± 2") == "bert.layer.0 effective_rank (95 %), -0.1 ± 2"
+    plain = "bert.layer.0 effective_rank (95 %), -0.1 ± 2"
+    assert escape_text(plain) == plain
     assert escape_text("_a_ *b*") == "&#95;a&#95; &#42;b&#42;"
+    text = views.summary(strange, 300)
+    assert not {"\x1b", "\u202e"} & set(text)
+    assert "[red]b[/red]" in text  # rich's own markup is not obeyed either
 
 
-def test_csv_is_the_dataframe_without_pandas() -> None:
+def test_csv_is_the_dataframe_and_has_no_formula():
     pandas = pytest.importorskip("pandas")
     report = synthetic_report(3, 4, missing=[(1, 1)])
-    ours = pandas.read_csv(io.StringIO(views.csv(report)))
-    theirs = report.to_dataframe()
+    ours, theirs = pandas.read_csv(io.StringIO(views.csv(report))), report.to_dataframe()
     assert list(ours.columns) == list(theirs.columns)
     for name in theirs.columns:
         if theirs[name].dtype.kind == "f":
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-8)
     assert ours["weights.kind"][0] == theirs["weights.kind"][0]
-
-
-def test_csv_holds_no_formula_and_keeps_negative_numbers() -> None:
+    symmetry = [head.measures["weights.symmetry"] for head in synthetic_report(2, 2)]
+    symmetry[0] = symmetry[0].model_copy(update={"value": -0.5})
     report = synthetic_report(2, 2)
     heads = [
-        head.model_copy(update={"site": HOSTILE, "measures": {"+x": head.measures["weights.symmetry"]}})
-        for head in report
+        head.model_copy(update={"site": HOSTILE, "measures": {"+x": measure}})
+        for head, measure in zip(report, symmetry, strict=True)
     ]
-    heads[0] = heads[0].model_copy(
-        update={"measures": {"+x": heads[0].measures["+x"].model_copy(update={"value": -0.5})}}
-    )
-    rows = list(standard.reader(io.StringIO(views.csv(report.model_copy(update={"heads": heads})))))
+    rows = list(csv.reader(io.StringIO(views.csv(report.model_copy(update={"heads": heads})))))
     assert len(rows) == 1 + 4
-    assert rows[0][5] == "'+x"
-    assert rows[1][0].startswith("'=cmd")
-    assert rows[1][5] == "-0.5"
-    for row in rows:
-        for cell in row:
-            assert not cell.startswith(("=", "+", "@")) or re.fullmatch(r"-?[\d.e+-]+", cell)
+    assert (rows[0][5], rows[1][0][:3], rows[1][5]) == ("'+x", "'=x", "-0.5")
+    assert not [cell for row in rows for cell in row if cell.startswith(("=", "+", "@"))]
 
 
 @dataclass(frozen=True)
@@ -277,24 +221,22 @@ class Checked:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_doctor_says_its_verdict_in_words(width: int) -> None:
+def test_doctor_gives_its_verdict_in_words(width: int):
     rows = [
         Checked("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees"),
         Checked("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs"),
         Checked("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked"),
         Checked("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked"),
     ]
-    settings = Settings(notes=["Computed in float32."])
-    report = SimpleNamespace(doctor=rows, settings=settings)
+    report = SimpleNamespace(doctor=rows, settings=Settings(notes=["Computed in float32."]))
     text = views.printed(views.alone(*site_checks(SimpleNamespace(report=report), "terminal")), width)
-    assert "Computed in float32." in text
     assert max(map(len, text.splitlines())) <= width
-    for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
-        assert fact in text
+    facts = ("Computed in float32.", "3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly")
+    assert [fact for fact in facts if fact not in text] == []
     assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
 
 
-def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sections, "_BUILDERS", {key: [*entries] for key, entries in sections._BUILDERS.items()})
 
     @sections.section(45, "inspection")
@@ -308,7 +250,7 @@ def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.Monk
     assert "3 layers" not in views.summary(series_report(3, 4))  # the control: another kind
 
 
-def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:
+def test_lists_of_measures_and_analyzers_give_range_and_meaning():
     infos = (
         MeasureInfo("weights.symmetry", "how symmetric", "tr(CC)/tr(GG)", low=-1, high=1),
         MeasureInfo("weights.singular_values", "singular values", "σ(M)", low=0, curve=True),
@@ -324,50 +266,30 @@ def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_list_of_kernels_says_how_to_type_them_and_what_they_are(width: int) -> None:
+def test_the_list_of_kernels_shows_their_spelling_and_properties(width: int):
     listing = views.printed(views.alone(*lists.kernel_list(kernels().values(), TIES.values(), FILTERS.values())), width)
     assert max(map(len, listing.splitlines())) <= width
     assert "…" not in re.sub(r"[:,]\w+=…", "", listing)
+    assert all(re.search(rf"^{name} ", listing, re.MULTILINE) for name in (*kernels(), *TIES, *FILTERS))
+    assert all(info.formula.split()[0] in listing for info in kernels().values())
+    facts = (":degree=2", ",offset=0", ":rank=…", "the power p (even, ≥ 1)", "must be fitted:", "--fit: the β of each")
     words = re.sub(r"\s+", " ", listing)
-    for name in (*kernels(), *TIES, *FILTERS):
-        assert re.search(rf"^{name} ", listing, re.MULTILINE)
-    for info in kernels().values():
-        assert info.formula.split()[0] in listing
-    for fact in (
-        ":degree=2",
-        ",offset=0",
-        ":rank=…",
-        "the power p (even, ≥ 1)",
-        "must be fitted:",
-        "trained by heal: the maps W of queries and keys",
-        "--fit: the β of each",
-    ):
-        assert fact in words
-    facts = {line.split()[0]: line.split()[-3:] for line in listing.splitlines() if line[:1].isalpha()}
-    assert facts["rbf"] == ["yes", "yes", "infinite"]
-    assert facts["linear"] == ["no", "yes", "finite"]
-    assert facts["rank"] == ["yes", "no", "infinite"]
-    assert facts["hard"] == ["yes", "yes", "none"]
-
-
-def test_a_hostile_kernel_is_listed_as_text() -> None:
+    assert [fact for fact in (*facts, "trained by heal: the maps W of queries and keys") if fact not in words] == []
+    ends = {line.split()[0]: line.split()[-3:] for line in listing.splitlines() if line[:1].isalpha()}
+    expected = {"rbf": "yes yes infinite", "linear": "no yes finite", "rank": "yes no infinite", "hard": "yes yes none"}
+    assert {name: " ".join(ends[name]) for name in expected} == expected
     info = KernelInfo(HOSTILE, HOSTILE, HOSTILE, HOSTILE, True, True, "none", "score", lambda score: score)
     listing = views.printed(views.alone(*lists.kernel_list([info], (), ())))
-    assert "\x1b" not in listing
-    assert "\u202e" not in listing
-    assert "[red]b[/red]" in listing
+    assert not {"\x1b", "\u202e"} & set(listing)
+    assert "[red]b[/red]" in " ".join(listing.split())
 
 
-def test_details_say_what_is_needed_to_repeat_the_run() -> None:
+def test_details_list_what_is_needed_to_repeat_the_run():
     report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
     text = views.details(report, 120)
     for fact in ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB"):
         assert fact in text
-
-
-def test_a_report_without_heads_still_says_what_happened() -> None:
-    report = synthetic_report(1, 1).model_copy(update={"heads": []})
-    assert "bert-base-uncased" in views.summary(report)
-    assert views.markdown(report).startswith("## attnlens inspect")
-    assert views.csv(report) == "\n"
-    assert views.all_heads(report).strip() == ""
+    empty = synthetic_report(1, 1).model_copy(update={"heads": []})
+    assert "bert-base-uncased" in views.summary(empty)
+    assert views.markdown(empty).startswith("## attnlens inspect")
+    assert (views.csv(empty), views.all_heads(empty).strip()) == ("\n", "")

@@ -20,13 +20,8 @@ SHARE: dict[str, Any] = {"quantity": "share of trials", "bounded": True}
 def curve(steps: list[float], median: np.ndarray, spread: float = 0.0, **shown: Any) -> Curve:
     """A median with a band of ± spread around it, or without."""
     values = np.asarray(median, dtype=float)
-    return Curve(
-        steps=steps,
-        median=values.tolist(),
-        low=(values - spread).tolist() if spread else None,
-        high=(values + spread).tolist() if spread else None,
-        **shown,
-    )
+    low, high = ((values + sign * spread).tolist() if spread else None for sign in (-1, 1))
+    return Curve(steps=steps, median=values.tolist(), low=low, high=high, **shown)
 
 
 def converging(**changes: Any) -> Experiment:
@@ -88,22 +83,22 @@ def golden(**changes: Any) -> Experiment:
 def of_head() -> Experiment:
     """A head's own problem: quantities that need axes of their own, nothing published."""
     steps = [0.0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
-    rise = 1 - np.exp(-np.asarray(steps) / 100)
+    at = np.asarray(steps)
+    rise, kept = 1 - np.exp(-at / 100), {"quantity": "share of queries", "bounded": True, "picture": "selection kept"}
+    curves = {
+        "correlation: from zero": curve(steps, rise, **CORRELATION, picture="correlation", label="from zero"),
+        "correlation: from M": curve(steps, 0.3 + 0.6 * rise, **CORRELATION, picture="correlation", label="from M"),
+        "norm: from zero": curve(steps, at * 0.1, quantity="‖W‖ / ‖W_mm‖", picture="norm"),
+        "selection kept": curve(steps, 1 - 0.2 * rise, **kept),
+        "KL to one-hot": curve(steps, 3 * np.exp(-at / 50), quantity="KL, nats", picture="KL"),
+    }
     return Experiment(
         name="head 3.7",
         question="Does training on its own choice bring the head to the max-margin solution?",
         settings={"layer": 3, "head": 7},
         final={"correlation: from zero": 0.98, "correlation: from M": None},
         reasons={"correlation: from M": "the head is saturated"},
-        curves={
-            "correlation: from zero": curve(steps, rise, **CORRELATION, picture="correlation", label="from zero"),
-            "correlation: from M": curve(steps, 0.3 + 0.6 * rise, **CORRELATION, picture="correlation", label="from M"),
-            "norm: from zero": curve(steps, np.asarray(steps) * 0.1, quantity="‖W‖ / ‖W_mm‖", picture="norm"),
-            "selection kept": curve(
-                steps, 1 - 0.2 * rise, quantity="share of queries", bounded=True, picture="selection kept"
-            ),
-            "KL to one-hot": curve(steps, 3 * np.exp(-np.asarray(steps) / 50), quantity="KL, nats", picture="KL"),
-        },
+        curves=curves,
     )
 
 
@@ -143,16 +138,12 @@ def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: A
 
 def experiment_report(*experiments: Experiment, command: str = "converge", **changes: Any) -> Report:
     """A report without a model that holds these experiments."""
+    architecture = "f(X, z) = h(Xᵀ softmax(XWz))"
     fields = {
-        "command": command,
-        "kind": "experiments",
-        "model": ModelInfo(
-            id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=100
-        ),
+        **{"command": command, "kind": "experiments", "heads": [], "experiments": list(experiments)},
+        "model": ModelInfo(id="one-layer attention (synthetic)", architecture=architecture, parameters=100),
         "settings": Settings(dtype="float64"),
         "coverage": Coverage(sites=0, heads=0, analysed=0),
-        "heads": [],
-        "experiments": list(experiments),
         "timings": {experiment.name: 1.25 for experiment in experiments},
     }
     return synthetic_report(1, 1).model_copy(update=fields | changes)
@@ -160,14 +151,9 @@ def experiment_report(*experiments: Experiment, command: str = "converge", **cha
 
 def series_report(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
     """A report of a model's checkpoints."""
-    base = synthetic_report(layers, heads)
-    update = {
-        "command": "converge",
-        "kind": "experiments",
-        "heads": [],
-        "experiments": [training(layers, heads, **changes)],
-    }
-    return base.model_copy(update=update)
+    update = {"command": "converge", "kind": "experiments", "heads": []}
+    update["experiments"] = [training(layers, heads, **changes)]
+    return synthetic_report(layers, heads).model_copy(update=update)
 
 
 def failing() -> Experiment:

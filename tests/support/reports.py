@@ -53,49 +53,39 @@ def synthetic_report(
     """A report of layers × heads; the heads in `missing` have no value in any measure of the weights."""
     random = np.random.default_rng(seed)
     sites: Sequence[Part] = parts or ["encoder"] * layers
-    gone = set(missing)
-    found = [
-        _head(random, layer, head, sites, (layer, head) in gone, source, head_dim, d_model, curves, sequences)
+    gone, sizes = set(missing), (head_dim, d_model, curves, sequences)
+    made = [
+        _head(random, layer, head, sites, (layer, head) in gone, source, *sizes)
         for layer in range(layers)
         for head in range(heads)
     ]
+    conventions = Conventions(position="absolute", qk_norm=False, bias="excluded")
+    facts = {"architecture": architecture, "parameters": parameters, "conventions": conventions}
     return Report(
         kind="inspection",
         tool=Tool(version="0.1.0"),
         command="inspect",
-        model=ModelInfo(
-            id=model,
-            architecture=architecture,
-            parameters=parameters,
-            revision="86b5e0934494bd15c9632b12f734a8a67f723594",
-            conventions=Conventions(position="absolute", qk_norm=False, bias="excluded"),
-        ),
+        model=ModelInfo(id=model, revision="86b5e0934494bd15c9632b12f734a8a67f723594", **facts),
         settings=_settings(source, sequences),
         environment=Environment(python="3.11.2", torch="2.13.0", transformers="5.23.0", platform="Linux x86_64"),
         coverage=_coverage(layers, heads, gone),
-        heads=found,
-        summary=_summary(found, layers),
+        heads=made,
+        summary=_summary(made, layers),
     )
 
 
 def planted(values: np.ndarray, name: str = "weights.planted", curve: str = "") -> Report:
     """A report that holds exactly these values, NaN where a head has none."""
-    heads = [
-        Head(
-            site=f"site.{layer}",
-            layer=layer,
-            head=head,
-            kv_head=head,
-            part="encoder",
-            measures={name: Measure(value=float(value)) if np.isfinite(value) else Measure(value=None, reason="gone")},
-            curves={curve: [float(value), float(value) / 2]} if curve else {},
-        )
-        for (layer, head), value in np.ndenumerate(values)
-    ]
+    heads = []
+    for (layer, head), value in np.ndenumerate(values):
+        place = {"site": f"site.{layer}", "layer": layer, "head": head, "kv_head": head, "part": "encoder"}
+        measure = Measure(value=float(value)) if np.isfinite(value) else Measure(value=None, reason="gone")
+        curves = {curve: [float(value), float(value) / 2]} if curve else {}
+        heads.append(Head(**place, measures={name: measure}, curves=curves))
     return synthetic_report(*values.shape).model_copy(update={"heads": heads})
 
 
-def _settings(source: Literal["weights", "tokens", "both"], sequences: int) -> Settings:
+def _settings(source: str, sequences: int) -> Settings:
     if source == "weights":
         return Settings(source=source)
     text = Text(name="built-in sample", sha256="0" * 64)
@@ -103,13 +93,9 @@ def _settings(source: Literal["weights", "tokens", "both"], sequences: int) -> S
 
 
 def _coverage(layers: int, heads: int, gone: set[tuple[int, int]]) -> Coverage:
+    why = {"measure": "weights", "reason": "the weights are not finite"}
     skipped = [
-        Skipped(
-            site=_site(layer),
-            heads=sorted(head for at, head in gone if at == layer),
-            measure="weights",
-            reason="the weights are not finite",
-        )
+        Skipped(site=_site(layer), heads=sorted(head for at, head in gone if at == layer), **why)
         for layer in sorted({layer for layer, _ in gone})
     ]
     return Coverage(sites=layers, heads=layers * heads, analysed=layers * heads - len(gone), skipped=skipped)
@@ -119,20 +105,9 @@ def _site(layer: int) -> str:
     return f"bert.encoder.layer.{layer}.attention.self"
 
 
-def _head(
-    random: np.random.Generator,
-    layer: int,
-    head: int,
-    parts: Sequence[Part],
-    gone: bool,
-    source: str,
-    head_dim: int,
-    d_model: int,
-    curves: bool,
-    sequences: int,
-) -> Head:
-    depth = layer / max(1, len(parts) - 1)
-    part = parts[layer]
+def _head(random: Any, layer: int, head: int, parts: Sequence[Part], gone: bool, source: str, *sizes: int) -> Head:
+    depth, part = layer / max(1, len(parts) - 1), parts[layer]
+    head_dim, d_model, curves, sequences = sizes
     measures: dict[str, Measure] = {}
     lines: dict[str, list[float]] = {}
     if source in ("weights", "both"):
@@ -142,21 +117,13 @@ def _head(
             lines["weights.singular_values"] = _spectrum(random, depth, head_dim)
     if source in ("tokens", "both"):
         measures |= _tokens(random, depth, sequences, part)
-        lines["tokens.singular_values"] = _cumulative(_spectrum(random, 1 - depth, 128))
-    return Head(
-        site=_site(layer),
-        layer=layer,
-        head=head,
-        kv_head=head,
-        part=part,
-        measures=measures,
-        curves=lines if curves else {},
-    )
+        sigma = _spectrum(random, 1 - depth, 128)
+        lines["tokens.singular_values"] = (np.cumsum(sigma) / np.sum(sigma)).tolist()
+    place = {"site": _site(layer), "layer": layer, "head": head, "kv_head": head, "part": part}
+    return Head(**place, measures=measures, curves=lines if curves else {})
 
 
-def _weights(
-    random: np.random.Generator, depth: float, part: Part, reason: str | None, head_dim: int, d_model: int
-) -> dict[str, Measure]:
+def _weights(random: Any, depth: float, part: Part, reason: str | None, head_dim: int, d_model: int) -> Any:
     symmetry = float(np.clip(0.8 * np.exp(-2.2 * depth) * random.beta(4, 2) - 0.06 * random.random(), -1, 1))
     definiteness = float(np.clip(0.75 * symmetry + 0.12 * random.standard_normal(), -1, 1))
     rank = float(head_dim * (0.5 + 0.35 * depth + 0.05 * random.standard_normal()))
@@ -186,82 +153,62 @@ def _weights(
     }
 
 
-def _tokens(random: np.random.Generator, depth: float, sequences: int, part: Part) -> dict[str, Measure]:
+def _tokens(random: Any, depth: float, sequences: int, part: Part) -> dict[str, Measure]:
     shares = random.dirichlet(12 * np.array([0.5 - 0.3 * depth, 0.08, 0.15, 0.27 + 0.3 * depth]))
     values = dict(zip(("positive", "negative", "skew", "key"), shares.tolist(), strict=True))
     values["distance"] = 0.0 if part == "cross" else 0.3 * depth * (1 - values["key"])
     values["interaction"] = 1 - values["key"] - values["distance"]
     why = {name: HIDDEN for name in ("positive", "negative", "skew") if part == "decoder"}
     why |= {name: CROSS for name in ("positive", "negative", "skew", "distance") if part == "cross"}
-    found = {
-        f"tokens.share_{name}": Measure(value=None, reason=why[name])
+    measures = {
+        name: Measure(value=None, reason=why[name])
         if name in why
         else Measure(value=value, se=0.02 * random.random() + 0.001, n=sequences)
         for name, value in values.items()
     }
     entropy = float(np.clip(0.75 - 0.4 * depth + 0.15 * random.standard_normal(), 0.02, 0.99))
-    more = {
-        "definite": float(random.beta(0.4, 3)),
-        "entropy": entropy,
-        "max_weight": float(1 - 0.9 * entropy),
-        "effective_rank": 4 + 60 * (1 - entropy),
-        "rank90": float(round(2 + 30 * (1 - entropy))),
-    }
-    return found | {
-        f"tokens.{name}": Measure(value=value, se=abs(value) * 0.02, n=sequences) for name, value in more.items()
-    }
+    more = {"definite": float(random.beta(0.4, 3)), "entropy": entropy, "max_weight": float(1 - 0.9 * entropy)}
+    more |= {"effective_rank": 4 + 60 * (1 - entropy), "rank90": float(round(2 + 30 * (1 - entropy)))}
+    named = {f"tokens.share_{name}": measure for name, measure in measures.items()}
+    return named | {f"tokens.{name}": Measure(value=v, se=abs(v) * 0.02, n=sequences) for name, v in more.items()}
 
 
-def _spectrum(random: np.random.Generator, depth: float, steps: int) -> list[float]:
+def _spectrum(random: Any, depth: float, steps: int) -> list[float]:
     rate = (4 - 2.5 * depth) * (1 + 0.2 * random.standard_normal()) / steps
     sigma = np.exp(0.3 * random.standard_normal()) * np.exp(-rate * np.arange(steps))
-    return [float(value) for value in sigma * (1 + 0.4 / (1 + np.arange(steps)))]
-
-
-def _cumulative(sigma: list[float]) -> list[float]:
-    total = np.cumsum(sigma) / np.sum(sigma)
-    return [float(value) for value in total]
-
-
-def _errors(heads: list[Head]) -> dict[str, float]:
-    """Of the median: here the largest error of a head over the root of their number."""
-    found: dict[str, float] = {}
-    for head in heads:
-        for name, measure in head.measures.items():
-            if measure.se is not None:
-                found[name] = max(found.get(name, 0.0), measure.se / len(heads) ** 0.5)
-    return found
-
-
-def _nulls(heads: list[Head]) -> dict[str, Null]:
-    """Of the median: the head's own mean with a smaller sd."""
-    return {
-        name: Null(mean=measure.null.mean, sd=measure.null.sd / len(heads) ** 0.5)
-        for head in heads
-        for name, measure in head.measures.items()
-        if measure.null is not None
-    }
+    return (sigma * (1 + 0.4 / (1 + np.arange(steps)))).tolist()
 
 
 def _summary(heads: list[Head], layers: int) -> Summary:
     """Two extreme heads, the layers' symmetry, errors and nulls of medians; medians are the tables' own business."""
     if not heads or "weights.symmetry" not in heads[0].measures:
         return Summary()
+    ends = ((heads[0], "weights.symmetry", 0.9, 99, "largest"), (heads[-1], "weights.effective_rank", 2, 1, "smallest"))
     extremes = [
         Extreme(
-            **{"layer": head.layer, "head": head.head, "measure": measure, "value": value},
-            **{"rank": 1, "of": len(heads), "percentile": percentile, "text": f"{end} {measure} of them: {value}"},
+            **{"layer": head.layer, "head": head.head, "measure": measure, "value": value, "rank": 1, "of": len(heads)},
+            **{"percentile": percentile, "text": f"{end} {measure} of them: {value}"},
         )
-        for head, measure, value, percentile, end in (
-            (heads[0], "weights.symmetry", 0.9, 99, "largest"),
-            (heads[-1], "weights.effective_rank", 2, 1, "smallest"),
-        )
+        for head, measure, value, percentile, end in ends
     ]
+
+    def errors(heads: list[Head]) -> dict[str, float]:
+        """Of the median: here the largest error of a head over the root of their number."""
+        pairs = sorted((m.se, name) for head in heads for name, m in head.measures.items() if m.se is not None)
+        largest = {name: se / len(heads) ** 0.5 for se, name in pairs}
+        return {name: largest[name] for head in heads for name in head.measures if name in largest}
+
+    nulls = {
+        name: Null(mean=measure.null.mean, sd=measure.null.sd / len(heads) ** 0.5)
+        for head in heads
+        for name, measure in head.measures.items()
+        if measure.null is not None
+    }
     return Summary(
         extremes=extremes,
-        median_errors=_errors(heads),
-        median_nulls=_nulls(heads),
-        layer_errors=[_errors([head for head in heads if head.layer == layer]) for layer in range(layers)],
+        median_errors=errors(heads),
+        median_nulls=nulls,
+        layer_errors=[errors([head for head in heads if head.layer == layer]) for layer in range(layers)],
         layer_numbers=list(range(layers)),
         layer_symmetry=[round(0.6 * float(np.exp(-layer / layers)), 6) for layer in range(layers)],
         identity_error=3.2e-7,

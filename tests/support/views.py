@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from attnlens.files import make_folder, write_atomically
 from attnlens.report import export
 from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.maps import head_panels
+from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.report import Report
@@ -108,6 +110,25 @@ def save_pictures(report: Report, target: Path) -> list[Path]:
     for path, draw in found.items():
         write_atomically(path, draw())
     return list(found)
+
+
+def draw(function: Callable[..., object], *arguments: object) -> Figure:
+    """A small figure on whose axes the function drew."""
+    with house_style():
+        figure = new_figure(5, 4)
+        function(figure.add_subplot(), *arguments)
+        figure.draw_without_rendering()
+    return figure
+
+
+def check_layout(figure: Figure) -> None:
+    """No two texts overlap; the control is two that do."""
+    settle(figure)
+    assert overlapping(figure) == []
+    for name in ("over", "under"):
+        figure.text(0.5, 0.5, name, fontsize=30)
+    assert ("under", "over") in overlapping(figure)
+    del figure.texts[-2:]
 
 
 def settle(figure: Figure) -> None:

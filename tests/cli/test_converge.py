@@ -1,0 +1,118 @@
+"""Tests `attnlens converge` and `attnlens reproduce`: exit code, stdout, stderr, files."""
+
+import json
+import signal
+
+import pytest
+from checkpoints import checkpoint
+from experiment_reports import converging, experiment_report, golden
+from program import invoke, python, refused
+from reports import bytes_of
+
+from attnlens.cli import analyses
+from attnlens.report.report import Report, read_report
+
+FAST = ("--source", "weights", "--analyzer", "symmetry", "--no-progress")
+FEASIBILITY = ("converge", "--experiment", "feasibility", "--json", "-", "-q")
+
+
+def test_the_flag_alone_follows_the_demo_through_its_own_checkpoints(tmp_path):
+    files = ("--json", "r.json", "--csv", "r.csv", "--figure", "pictures", "--html", "r.html", "--markdown", "r.md")
+    result = invoke("converge", "--checkpoints", *FAST, *files, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "using demo" in result.stderr
+    assert "COMPLETE: 32 of 32 heads" in result.stdout
+    assert "weights.symmetry" in result.stdout
+    report = read_report(tmp_path / "r.json")
+    assert report.experiments[0].curves["weights.symmetry"].steps == [0, 30, 100, 300, 1000, 3000, 6000]
+    assert (tmp_path / "pictures" / "overview.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "pictures" / "weights.symmetry.png").exists()
+    assert "data:image/" in (tmp_path / "r.html").read_text()
+    assert "weights.symmetry" in (tmp_path / "r.md").read_text()
+    rows = (tmp_path / "r.csv").read_text().splitlines()
+    assert rows[0] == "layer,head,measure,training step,value,se"
+    assert rows[1].startswith("0,0,weights.")
+
+
+def test_checkpoints_can_be_named_in_every_way():
+    one, other = checkpoint(30), checkpoint(100)
+    for words in (
+        ("--checkpoints", one, other),
+        (one, "--checkpoints", other),
+        ("--checkpoints", one, "--checkpoints", other, "--head", "1.2"),
+    ):
+        result = invoke("converge", *words, *FAST, "--json", "-")
+        assert result.returncode == 0, result.stderr
+        (experiment,) = json.loads(result.stdout)["experiments"]
+        assert experiment["settings"]["checkpoints"] == ["step-00030", "step-00100"], words
+        lines = [(line["layer"], line["head"]) for line in experiment["trajectories"]]
+        assert set(lines) == {(1, 2)} if "--head" in words else len(set(lines)) == 32, words
+
+
+def test_one_experiment_prints_a_table_and_writes_its_report(tmp_path):
+    words = ("converge", "--experiment", "feasibility", "--trials", "4", "--json", "r.json", "--csv", "r.csv")
+    result = invoke(*words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "one-layer attention (synthetic) · f(X, z) = h(Xᵀ softmax(XWz)) · 100 parameters" in result.stdout
+    assert "COMPLETE" not in result.stdout
+    report = read_report(tmp_path / "r.json")
+    assert (report.command, [e.settings["trials"] for e in report.experiments]) == ("converge", [4])
+    assert "feasib" in (tmp_path / "r.csv").read_text()
+
+
+def test_options_come_from_defaults_and_the_same_words_give_the_same_bytes(tmp_path):
+    (tmp_path / "attnlens.toml").write_text("iterations = 10\ntrials = 3\n")
+    refused(invoke(*FEASIBILITY, cwd=tmp_path), "iterations would be ignored")
+    (tmp_path / "attnlens.toml").write_text("trials = 3\n")
+    reports = [Report.model_validate_json(invoke(*FEASIBILITY, cwd=tmp_path).stdout) for _ in range(2)]
+    assert reports[0].experiments[0].settings["trials"] == 3
+    assert bytes_of(reports[0]) == bytes_of(reports[1])
+    (tmp_path / "attnlens.toml").write_text('iterations = "fast"\n')
+    refused(invoke(*FEASIBILITY, cwd=tmp_path), "iterations must be a whole number")
+
+
+def test_reproduce_ends_with_1_where_a_row_misses_and_names_it(monkeypatch, tmp_path):
+    missed = golden(name="spoiled", final={"vis1 ‖W‖_F": 8.7, "largest gap": 0.0, "rank": 1.0})
+    unpublished = golden(published=None, tolerance=None, bounds={})
+    for rows, code in (([converging(), golden()], 0), ([converging(), missed], 1), ([unpublished], 0)):
+        report = experiment_report(*rows, command="reproduce")
+        monkeypatch.setattr(analyses, "reproduce", lambda *_, report=report, **__: report)
+        result = invoke("reproduce", "--json", "v.json", "--quick", cwd=tmp_path)
+        assert result.returncode == code
+        assert ("Results differ from the published ones: spoiled." in result.stderr) == (code == 1)
+        assert ("FAIL" in result.stdout) == (code == 1)
+        assert read_report(tmp_path / "v.json").command == "reproduce", "the report is written either way"
+
+
+@pytest.mark.full
+def test_a_heads_own_problem_is_drawn_like_the_others(tmp_path):
+    small = ("--windows", "2", "--length", "32", "--iterations", "20")
+    result = invoke("converge", "demo", "--head", "3.7", *small, "--json", "h.json", "--figure", "h.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    report = read_report(tmp_path / "h.json")
+    assert report.model.id == "demo"
+    assert all(experiment.curves for experiment in report.experiments)
+
+
+INTERRUPTING = f"""
+import os, sys
+sys.argv[0] = "attnlens"
+from attnlens.runs import series
+read = series.Series.read_unit
+def interrupted(self, name):
+    if "step-00100" in name:
+        os.kill(os.getpid(), {int(signal.SIGINT)})
+    return read(self, name)
+series.Series.read_unit = interrupted
+from attnlens.cli import main
+main()
+"""
+
+
+def test_an_interruption_preserves_the_finished_checkpoints(tmp_path):
+    words = ["converge", "--checkpoints", "--source", "weights", "--json", "r.json"]
+    result = python("-c", INTERRUPTING, *words, cwd=tmp_path)
+    assert result.returncode == 130, result.stderr
+    report = read_report(tmp_path / "r.json")
+    assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
+    assert "interrupted" in report.coverage.sentence

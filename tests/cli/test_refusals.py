@@ -1,0 +1,366 @@
+"""Tests that invalid arguments, defaults and inputs are refused in two lines with code 2, before torch is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import checkpoint, other_shape
+from program import DEMO, environment_with, invoke, refused
+from reports import synthetic_report
+from swap_reports import planned
+
+from attnlens.cli.outputs import NO_MODEL
+
+OUTPUTS = ("json", "csv", "windows-csv", "figure", "html", "markdown")
+KERNELS = "swap-kernel demo --kernel"
+USE = "inspect demo"
+LOCAL = "Give a local path."
+LONG = "n" * 300
+REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
+    # models and texts
+    ("inspect ./no/such/folder", ("no such folder",)),
+    ("inspect none.gguf", ("none.gguf",)),
+    ("inspect my.txt", ("my.txt",)),
+    ("inspect bare", ("config.json",)),
+    ("doctor ./none", ("no such folder",)),
+    ("converge --checkpoints ./a ./b", ("no such folder",)),
+    ("converge ./none --head 0.0", ("no such folder",)),
+    ("converge --checkpoints demo no/such/folder", ("no/such/folder",)),
+    ("swap-kernel ./none", ("no such folder",)),
+    ("inspect -", ("from stdin",)),
+    (["inspect", ""], ("empty",)),
+    ("inspect --text none.txt", ("none.txt",)),
+    ("inspect --text .", ("--text does not name a file: the path is empty or a folder.", "Give the path of a file")),
+    (["inspect", "--text", ""], ("--text does not name a file",)),
+    ("inspect --text m", ("it is a folder",)),
+    ("inspect --text /dev/zero", ("it is a device, not a file",)),
+    ("doctor --text ~nosuchuser/x.txt", ("nosuchuser",)),
+    ("swap-kernel --kernel rank:4 --fit --calibration none.txt", ("none.txt",)),
+    ("swap-kernel --text - --calibration -", ("can read stdin",)),
+    ("ranks --ranks none.json", ("none.json",)),
+    ("ranks --ranks m", ("Is a directory",)),
+    ("report", ("REPORT",)),
+    ("report none.json", ("none.json",)),
+    ("report version3.json", ("schema_version",)),
+    ("report nan.json", ("not a report",)),
+    ("report report.json --json report.json", ("the report",)),
+    # arguments
+    ("inspekt", ("No such command 'inspekt'", "Run: attnlens --help")),
+    ("inspect --hedas 2", ("No such option: --hedas", "--heads", "Run: attnlens inspect --help")),
+    ("inspect demo --length", ("--length", "Run: attnlens inspect --help")),
+    ("inspect demo more", ("more", "Run: attnlens inspect --help")),
+    ("inspect --length 1", ("'--length'",)),
+    ("inspect --layers 3-0", ("reversed range", "0-3")),
+    ("inspect --heads x", ("not a list of numbers",)),
+    ("inspect --heads 0-99999999999", ("9999",)),
+    ("inspect --heads 1,2-10000", ("9999",)),
+    (["inspect", "--heads", "9" * 5000], ("9999",)),
+    (["inspect", "--layers", "\x1b[31m" + "x" * 3_000_000], ("…",)),
+    ("inspect --head 3", ("is not a valid head", "LAYER.HEAD")),
+    ("converge --head 3.x", ("is not a valid head",)),
+    ("inspect --head 3.7 --layers 3", ("--head cannot be combined with --layers or --heads",)),
+    ("converge --checkpoints --head 3.7 --heads 7", ("--head cannot be combined with --layers or --heads",)),
+    ("inspect --show selection", ("--head 3.7",)),
+    ("inspect --head 1.2 --show everything", ("selection",)),
+    ("inspect --head 1.2 --show selection --analyzer spectrum", ("--analyzer selection",)),
+    ("inspect --head 1.2 --show selection --source weights", ("cannot be computed from source=weights",)),
+    ("inspect --source weights --analyzer selection", ("cannot be computed from source=weights",)),
+    (f"inspect --source weights --text {DEMO}/text.txt", ("text would be ignored",)),
+    ("inspect --source weights --windows-csv w.csv", ("no windows are read",)),
+    ("inspect --analyzer symetry", ("symetry", "Did you mean 'symmetry'")),
+    ("inspect --source weight", ("Did you mean 'weights'",)),
+    ("inspect --placement frist", ("There is no placement 'frist'.", "Did you mean 'first'")),
+    ("inspect --placement middle", ("There is no placement 'middle'.", "Choose from: spread, first, random.")),
+    ("list measure", ("Did you mean 'measures'",)),
+    ("inspect --dtype float31", ("no dtype 'float31'",)),
+    ("doctor --device abacus", ("no device 'abacus'",)),
+    *((f"inspect --seed {seed}", ("--seed", "Run: attnlens inspect --help")) for seed in ("-1", 2**63, "x", "1.5")),
+    ("reproduce --seed x", ("--seed",)),
+    ("ranks --budget 1%", ("Cannot parse the budget '1%'",)),
+    ("ranks demo --latents rank=8", ("--latents: cannot parse 'rank=8'",)),
+    ("heal demo --kernel rbf --kernel linear", ("heal accepts a single kernel, not 2",)),
+    ("heal demo --train 2m", ("--train: cannot parse '2m'",)),
+    (f"{KERNELS} rfb", ("no kernel 'rfb'", "Did you mean 'rbf'")),
+    (f"{KERNELS} rbf:gama=1", ("no parameter 'gama'",)),
+    (f"{KERNELS} rbf:gamma=x", ("gamma must be a number",)),
+    (f"{KERNELS} polynomial:degree=3", ("odd degree", "allow_signed=True")),
+    (f"{KERNELS} symmetric --fit", ("no free parameter",)),
+    ("swap-kernel --part decder", ("no part 'decder'", "Did you mean 'decoder'?")),
+    ("swap-kernel --sweep head", ("no sweep 'head'", "Did you mean 'heads'?")),
+    (f"swap-kernel --calibration {DEMO}/text.txt", ("no effect without --fit",)),
+    ("converge --experiment ranc", ("Did you mean 'rank'",)),
+    ("converge --iterations 0", ("'--iterations'",)),
+    ("converge --trials 0", ("'--trials'",)),
+    ("converge --head 0.1 --layers 1", ("--layers applies to checkpoints",)),
+    ("converge --checkpoints --trials 3", ("--trials applies to the synthetic experiments",)),
+    ("converge --length 16", ("--length applies to a single head and checkpoints",)),
+    ("converge demo", ("needs --head, --checkpoints or --revisions",)),
+    ("explain share_skw", ("There is no measure or kernel 'share_skw'", "Did you mean")),
+    (["explain", "\x1b[31mred"], ("There is no measure or kernel",)),
+    ("explain effective_rank", ("the name of several measures", "weights.effective_rank, tokens.effective_rank")),
+    # removed names, and keywords of Python
+    ("inspect --models a", ("Run the command once per model",)),
+    ("inspect --dry-run", ("--windows 2 shortens the run",)),
+    ("inspect --tokens 3", ("Use --length.",)),
+    ("check r.json --sarif x", ("Use --junit or --annotations.",)),
+    ("merge w", ("without --shard",)),
+    ("inspect --select argmax", ("Use select in Python: it is a keyword of the function.",)),
+    ("swap-kernel --no-controls", ("Use controls=False in Python.",)),
+    ("swap-kernel --path fused", ("Use path in Python",)),
+    ("heal --eta 1", ("Use eta in Python",)),
+    ("converge --lr 0.1", ("Use lr in Python",)),
+    ("swap-kernel --heal 200", ("Use attnlens heal --train.",)),
+    ("swap-kernel --heal-on text", ("Use attnlens heal --learn.",)),
+    ("swap-kernel --heal-rank 4", ("Use rank, a keyword of the function heal.",)),
+    ("swap-kernel --budget loss:1%", ("Use attnlens ranks --budget.",)),
+    ("swap-kernel --ranks plan.json", ("Use attnlens ranks --ranks.",)),
+    ("inspect --revision main", ("org/name@revision",)),
+    ("inspect --windows first", ("--placement sets the position of windows",)),
+    ("inspect --device-map auto", ("Use --device spread.",)),
+    *((f"{USE} --{out} no/x", ("no/x can't be written", "/no does not exist", "Run: mkdir -p ")) for out in OUTPUTS),
+    *((["inspect", "demo", f"--{option}", ""], (f"--{option} does not name a file",)) for option in OUTPUTS),
+    *((f"{USE} --{out} s3://b/r", (f"--{out} must be a path on this machine, not s3:", LOCAL)) for out in OUTPUTS),
+    (f"{USE} --json file:///tmp/r", ("--json must be a path on this machine, not file:///tmp/r", LOCAL)),
+    (f"{USE} --csv nonsense://r", ("--csv must be a path on this machine, not nonsense://r", LOCAL)),
+    (
+        ["check", "report.json", "--rule", "coverage.analysed: value > 0", "--junit", "s3://j.xml"],
+        ("--junit must be a path on this machine",),
+    ),
+    ("ranks demo --budget loss:1% --plan s3://p", ("--plan must be a path on this machine",)),
+    ("swap-kernel --save s3://a/b", ("--save", "this machine", "s3://a/b", LOCAL)),
+    ("reproduce kernels --work s3://a/b", ("--work", "this machine", "s3://a/b", LOCAL)),
+    ("reproduce kernels --save s3://a/b", ("--save", "this machine", "s3://a/b", LOCAL)),
+    ("check demo --baseline s3://a/b --update-baseline", ("--baseline", "this machine", "s3://a/b", LOCAL)),
+    (f"{USE} --json m", ("is a folder",)),
+    (f"{USE} --json x.json/", ("does not name a file",)),
+    (f"{USE} --json --csv", ("followed by the option --csv",)),
+    (f"{USE} --csv -", ("can't write to stdout", "/dev/stdout")),
+    (f"{USE} --figure -", ("can't write to stdout", "a folder")),
+    (f"{USE} --figure x.tiff", ("x.tiff", ".png")),
+    (f"{USE} --figure my.txt", ("my.txt", ".png")),
+    (["inspect", "--json", "a b; touch PWNED #/x.json"], ("Run: mkdir -p '",)),
+    *((f"swap-kernel demo --{option} {LONG}", ("File name too long",)) for option in ("save", "json", "figure")),
+    (["swap-kernel", "--save", ""], ("--save does not name a folder",)),
+    ("swap-kernel --save m", ("not an empty folder",)),
+    *(
+        (f"{USE} --json {one} --figure {other}", ("--json and --figure name the same file",))
+        for one in ("a.png", "old.png") for other in (one, f"./{one}", f"link-{one}")
+    ),
+    (f"{USE} --windows-csv a.csv --csv a.csv", ("--csv and --windows-csv name the same file", "its own file")),
+    ("swap-kernel --save new --json new", ("--json and --save name the same file",)),
+    # outputs that would replace an input
+    ("inspect --text my.txt --markdown my.txt", ("--markdown would replace my.txt, which --text reads",)),
+    ("inspect --text my.txt --csv soft.txt", ("soft.txt, which --text reads",)),
+    ("inspect --text soft.txt --html my.txt", ("my.txt, which --text reads",)),
+    ("swap-kernel --kernel rank:4 --fit --calibration my.txt --csv my.txt", ("which --calibration reads",)),
+    ("ranks --ranks plan.json --json plan.json", ("which --ranks reads",)),
+    ("inspect m --csv m/model.safetensors", ("a file of the model m",)),
+    ("inspect m/model.safetensors --json m/config.json", ("a file of the model",)),
+    ("inspect m --json link/config.json", ("a file of the model m",)),
+    ("doctor m --json weights", ("a file of the model m",)),
+    ("doctor n --json m/model.safetensors", ("a file of the model n",)),
+    ("converge m --head 0.0 --csv m/tokenizer.json", ("a file of the model m",)),
+    ("inspect --text pictures/overview.png --figure pictures", ("pictures/overview.png, which --text reads",)),
+]  # fmt: skip
+REMEDIES = ("Use ", "Run the command once", "--windows 2", "without --shard", "org/name@", "--placement sets")
+FORBIDDEN = [
+    *("json", "csv", "windows-csv", "figure", "html", "markdown", "plan", "save"),
+    "text",
+    "calibration",
+    "ranks",
+]
+FORBIDDEN += ["model", "models", "revisions"]
+DEFAULTS: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
+    *(
+        (f'{key} = "x"\nquiet = true\n', {}, (f"must not set {key}", f"Remove {key} from", *variable))
+        for key in FORBIDDEN
+        for variable in [() if key in ("model", "models") else (key.replace("-", "_").upper(),)]  # or it is an argument
+    ),
+    ("trust_remote_code = true", {}, ("trust_remote_code",)),
+    ("allow-pickle = true", {}, ("allow-pickle",)),
+    ('layrs = "2"', {}, ("layrs", "Did you mean 'layers'")),
+    ("layers = [", {}, ("TOML",)),
+    ("layers = [1]", {}, ("layers must be a string in quotes",)),
+    ('length = "x"', {}, ("length must be a whole number",)),
+    ("windows = true", {}, ("windows must be a whole number",)),
+    ('no-pack = "x"', {}, ("no-pack must be true or false",)),
+    ("analyzer = [5]", {}, ("analyzer must be a string in quotes, or a list of such values",)),
+    ("placement = 5", {}, ("placement must be a string in quotes",)),
+    ("seed = -1", {}, ("--seed",)),
+    *((text, {}, ("attnlens.toml",)) for text in ("a = " + "[" * 50_000, "seed = " + "9" * 5000, "\udcff")),
+    ("a = " + "{b=" * 9000, {}, ("attnlens.toml",)),
+    ("", {"ATTNLENS_NO_PACK": "perhaps"}, ("ATTNLENS_NO_PACK",)),
+    ("", {"ATTNLENS_PACK": "perhaps"}, ("ATTNLENS_PACK",)),
+    ("", {"ATTNLENS_LENGTH": "1"}, ("ATTNLENS_LENGTH",)),
+]  # fmt: skip
+"""attnlens.toml, environment variables, and parts of the message of `inspect`."""
+PROJECT = [
+    ("tool = 5", ("pyproject.toml", "must be a table")),
+    ("[tool]\nattnlens = 5", ("pyproject.toml", "must be a table")),
+    *((f'[tool.attnlens]\n{key} = "x"\n', (f"must not set {key}",)) for key in FORBIDDEN),
+]
+ACCEPTED = [
+    ("--help", "Usage: attnlens"),
+    ("--version", "attnlens "),
+    ("list", "tokens.share_skew"),
+    ("list kernels", "sink-window"),
+    ("explain rbf", "gamma"),
+    ("inspect --help", "--layers"),
+    *(("swap-kernel --help", f"--{name}") for name in ("kernel", "part", "sweep", "fit", "calibration", "save")),
+    ("converge --help", "--trials"),
+    ("reproduce --help", "--quick"),
+]  # fmt: skip
+RUNNER = """
+import contextlib, io, json, os, sys
+import attnlens
+LIBRARIES = ["torch", "transformers", "matplotlib", "rich"]
+assert not set(LIBRARIES) & set(sys.modules)
+from pathlib import Path
+from attnlens.cli.entry import exit_code
+for words, files, environment in json.loads(Path("calls.json").read_text()):
+    for name, text in files.items():
+        Path(name).write_bytes(text.encode(errors="surrogateescape"))
+    os.environ.update(environment)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.argv = ["attnlens", *words]
+        code = exit_code()
+    for name in files:
+        Path(name).unlink()
+    for name in environment:
+        del os.environ[name]
+    heavy = [name for name in LIBRARIES if name in sys.modules]
+    LIBRARIES = [name for name in LIBRARIES if name not in heavy]
+    print(json.dumps([code, out.getvalue(), err.getvalue(), heavy]))
+sys.modules["torch"] = None
+print(exit_code(["inspect", "demo", "-q"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with a model, links, texts, reports and a plan."""
+    folder = tmp_path_factory.mktemp("here")
+    shutil.copytree(DEMO, folder / "m", ignore=shutil.ignore_patterns("checkpoints"))
+    for name in ("n", "bare", "pictures"):
+        (folder / name).mkdir()
+    for file in (folder / "m").iterdir():
+        (folder / "n" / file.name).symlink_to(file)
+    (folder / "bare" / "model.safetensors").symlink_to(folder / "m" / "model.safetensors")
+    (folder / "my.txt").write_text("The cat sat on the mat and looked at the dog. " * 40)
+    shutil.copy(folder / "my.txt", folder / "pictures" / "overview.png")
+    (folder / "old.png").touch()
+    links = {"soft.txt": "my.txt", "link": "m", "weights": "m/model.safetensors"}
+    links |= {"link-a.png": "a.png", "link-old.png": "old.png"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    report = synthetic_report(2, 2).to_json()
+    (folder / "report.json").write_text(report)
+    (folder / "version3.json").write_text(json.dumps(json.loads(report) | {"schema_version": "3"}))
+    (folder / "nan.json").write_text(report.replace('"value": ', '"value": NaN, "x": ', 1))
+    (folder / "plan.json").write_text(planned().plan.to_json())
+    return folder
+
+
+def split(words):
+    return words.split() if isinstance(words, str) else words
+
+
+def times(folder):
+    """When each file and link was last changed."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def faults_of(words, parts, code, stdout, stderr):
+    """What is wrong with an answer that should be a refusal."""
+    lines = stderr.removeprefix(f"{NO_MODEL}\n").splitlines()
+    missing = [part for part in parts if part not in stderr]
+    two = (code, stdout, len(lines)) == (2, "", 2) and lines[0].startswith("Error: ")
+    clean = "\x1b" not in stderr and len(stderr) < 2000
+    return [] if two and clean and not missing else [(" ".join(split(words))[:80], missing, code, stdout, stderr)]
+
+
+def test_refusals_come_in_two_lines_and_load_nothing_heavy(here):
+    """All in one new process; the control is work, which cannot start there without torch."""
+    calls = [[split(words), {}, {}] for words, _ in REFUSALS]
+    calls += [[["inspect"], {"attnlens.toml": text}, variables] for text, variables, _ in DEFAULTS]
+    calls += [[["inspect"], {"pyproject.toml": text}, {}] for text, _ in PROJECT]
+    refusals = [*REFUSALS, *(("inspect", parts) for *_, parts in (*DEFAULTS, *PROJECT))]
+    calls += [[[], {}, {}], *([split(words), {"attnlens.toml": "layrs = 1"}, {}] for words, _ in ACCEPTED)]
+    (here / "calls.json").write_text(json.dumps(calls))
+    before = times(here)
+    command = [sys.executable, "-c", RUNNER]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment_with(), cwd=here, check=False)
+    *answers, control = map(json.loads, run.stdout.splitlines())
+    assert len(answers) == len(calls), run.stderr
+    assert control == 70
+    faults = []
+    for (words, parts), (*answer, heavy) in zip(refusals, answers, strict=False):
+        faults += faults_of(words, parts, *answer)
+        faults += [(words, heavy)] if heavy and not (heavy == ["matplotlib"] and "--figure" in words) else []
+        faults += [(words, "env var")] if "env var" in answer[2] and not parts[0].startswith("ATTNLENS_") else []
+    assert faults == [], "\n".join(map(repr, faults))
+    removed = [answer for (_, parts), answer in zip(refusals, answers, strict=False) if parts[0].startswith(REMEDIES)]
+    assert len(removed) > 15
+    assert [answer for answer in removed if answer[2].endswith("--help\n")] == [], "what to do instead is known"
+    (code, stdout, stderr, _), *answers = answers[len(refusals) :]
+    assert (code, stderr) == (2, "")
+    assert "Usage: attnlens" in stdout
+    for (words, part), (code, stdout, _, heavy) in zip(ACCEPTED, answers, strict=True):
+        assert (code, part in stdout, [name for name in heavy if name != "rich"]) == (0, True, []), words
+    assert times(here) == before
+
+
+HEAVY = [
+    ("converge --revisions step1,step2", ("one hub model",)),
+    ("converge demo --revisions step1,step2", ("no revision",)),
+    ("converge org/model --revisions step1,,step2", ("empty name",)),
+    (f"{USE} --layers 99", ("no layer 99", "0 to 3")),
+    (f"{USE} --head 9.0", ("no layer 9",)),
+    (f"{USE} --head 0.99", ("no head 99",)),
+    (f"{USE} --length 4096", ("256",)),
+    (f"{USE} --text one.txt", ("token",)),
+    (f"{USE} --text empty.txt", ("empty",)),
+    (f"{USE} --text binary.txt", ("binary",)),
+    (f"{USE} --text short.txt --source tokens --length 32", ("one window needs 32",)),
+    (f"converge --checkpoints {checkpoint(0)} {checkpoint(30)} --layers 9", ("There is no layer 9",)),
+    ("converge --checkpoints --json no/such/folder/r.json", ("can't be written",)),
+    (f"converge --checkpoints {checkpoint(30)} step-77", ("n_head is 8 in step-00030, but 4 in step-77",)),
+    ("report headless.json -q --html page.html", ("no measures to draw",)),
+    ("doctor demo --dtype bfloat16 --no-progress -q", ("4 of 4 sites failed, worst error", "h.0.attn")),
+    ("inspect no-such-org/no-such-model --offline", ("no-such-org/no-such-model",)),
+]  # fmt: skip
+
+
+def test_refusals_that_need_the_model_or_the_text(tmp_path):
+    texts = {"one.txt": b"a", "empty.txt": b"", "binary.txt": b"\0\1\2\3" * 100, "short.txt": b"Amen."}
+    for name, content in texts.items():
+        (tmp_path / name).write_bytes(content)
+    other_shape(tmp_path, n_head=4)
+    report = json.loads(synthetic_report(2, 2).to_json())
+    (tmp_path / "headless.json").write_text(json.dumps(report | {"heads": []}))
+    before = times(tmp_path)
+    results = [invoke(*words.split(), cwd=tmp_path) for words, _ in HEAVY]
+    answers = [(result.returncode, result.stdout, result.stderr) for result in results]
+    assert [fault for case, answer in zip(HEAVY, answers, strict=True) for fault in faults_of(*case, *answer)] == []
+    assert times(tmp_path) == before
+
+
+def test_cuda_is_refused_if_there_is_none(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused(invoke("inspect", "demo", "--device", "cuda"), "cuda")
+
+
+def test_debug_shows_a_traceback_above():
+    result = invoke("inspect", "demo", "--layers", "99", "--debug")
+    assert result.returncode == 2
+    assert result.stderr.index("Traceback") < result.stderr.index("Error: There is no layer 99")
+
+
+def test_a_file_of_defaults_without_an_end_is_refused(tmp_path):
+    with Path(tmp_path, "attnlens.toml").open("wb") as file:
+        file.truncate(3 * 2**30)
+    refused(invoke("inspect", cwd=tmp_path), "larger than 1 MiB")
