@@ -74,34 +74,31 @@ VOCABULARIES = _names(
     "n_words"
 )
 LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "layers_types", "attn_layers")
-MOST = {
-    **dict.fromkeys(
-        _names("max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length"), 128
-    ),
-    **dict.fromkeys(_names("max_sequence_length mamba_d_ssm"), 128),
-    **dict.fromkeys(_names("upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents"), 64),
-    **dict.fromkeys(_names("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(_names("moe_shared_expert_intermediate_size shared_intermediate_size projection_dim"), 32),
-    **dict.fromkeys(_names("kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size"), 16),
-    **dict.fromkeys(
-        _names("num_conv_pos_embeddings image_seq_length num_image_tokens index_head_dim mamba_head_dim"), 16
-    ),
-    **dict.fromkeys(_names("rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads"), 8),
-    **dict.fromkeys(_names("mamba_d_state mamba_num_heads state_size ssm_state_size num_latents"), 8),
-    **dict.fromkeys(_names("sliding_window local_attention attention_chunk_size"), 8),
-    **dict.fromkeys(_names("num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens"), 4),
-    **dict.fromkeys(_names("linear_num_value_heads index_n_heads"), 4),
-    **dict.fromkeys(_names("num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads"), 2),
-    **dict.fromkeys(_names("n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts"), 1),
-    **dict.fromkeys(_names("num_shared_experts mamba_n_groups num_layers_per_stack"), 1),
-    **dict.fromkeys(
-        _names("decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers"), 0
-    ),
-    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 8},
-    **{"num_conv_pos_embedding_groups": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    **{"index_kpool": 4, "max_2d_position_embeddings": 1024},
+_MOST = {
+    0: "decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers",
+    1: "n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts num_shared_experts "
+    "mamba_n_groups num_layers_per_stack",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads num_conv_pos_embedding_groups",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens linear_num_value_heads "
+    "index_n_heads index_kpool",
+    8: "rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_d_state "
+    "mamba_num_heads state_size ssm_state_size num_latents sliding_window local_attention attention_chunk_size "
+    "index_topk",
+    10: "num_queries",
+    16: "kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size num_conv_pos_embeddings "
+    "image_seq_length num_image_tokens index_head_dim mamba_head_dim hidden_size_per_layer_input",
+    24: "q_lora_rank qk_head_dim",
+    32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size shared_intermediate_size projection_dim",
+    50: "max_source_positions",
+    64: "upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents",
+    128: "max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length max_sequence_length "
+    "mamba_d_ssm",
+    VOCABULARY: "vocab_size_per_layer_input",
+    1024: "max_2d_position_embeddings",
 }
-"""The largest number under each of these names."""
+MOST = {name: most for most, names in _MOST.items() for name in names.split()}
+"""Largest value of each of these settings."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 """What stands where a configuration says None."""
 TOKENS = {"image_token_id": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
