@@ -14,7 +14,7 @@ import tiny
 import torch
 import transformers as tf
 from hostile import each_refused, edited, refused, stored, weights
-from program import attnlens as program
+from program import invoke
 from safetensors.torch import save_file
 
 import attnlens
@@ -343,7 +343,7 @@ def test_the_program_prints_which_heads_changed(base, tmp_path):
         for kind in ("json", "md", "csv")
         for word in (f"--{kind}".replace("md", "markdown"), tmp_path / f"r.{kind}")
     ]
-    shown = program("inspect", base, "--source", "weights", "--adapter", tmp_path / "adapter", *outputs)
+    shown = invoke("inspect", base, "--source", "weights", "--adapter", tmp_path / "adapter", *outputs)
     assert shown.returncode == 0, shown.stderr
     assert "The adapter changed M in 4 of 8 heads" in shown.stdout
     assert "base is org/other" in " ".join(shown.stdout.split())
@@ -352,5 +352,5 @@ def test_the_program_prints_which_heads_changed(base, tmp_path):
     report = read_report(tmp_path / "r.json")
     assert report.model.adapter.base == "org/other"
     assert report.heads[0].measures["weights.symmetry"].base is not None
-    doctor = program("doctor", base, "--adapter", tmp_path / "adapter", "-q")
+    doctor = invoke("doctor", base, "--adapter", tmp_path / "adapter", "-q")
     assert doctor.returncode == 0, doctor.stderr

@@ -10,7 +10,7 @@ import tiny
 import torch
 from hostile import refused
 from loaded import package
-from program import attnlens as program
+from program import invoke
 from reports import timeless
 
 import attnlens
@@ -33,15 +33,10 @@ def saved(folder, name):
     return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gpt_oss",
-        "t5",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("bert", "gpt2", "gemma3", "whisper", "clip")),
-    ],
-)
+SWEEP = (pytest.param(name, marks=pytest.mark.full) for name in ("bert", "gpt2", "gemma3", "whisper", "clip"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "t5", *SWEEP])
 def test_attention_is_that_of_the_loaded_model_and_weights_are_those_of_the_files(name, tmp_path, monkeypatch):
     place, starts, start_scores = saved(tmp_path, name), [], mode.start_scores
     monkeypatch.setattr(
@@ -86,7 +81,7 @@ def test_trained_weights_within_20_mb_are_read_as_if_loaded():
 def test_a_report_of_a_spread_model_differs_only_in_the_device(tmp_path, capfd):
     options = {"windows": 2, "length": 16, "dtype": "float16"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = program("inspect", "demo", *words, "--json", tmp_path / "r.json", "--device", "spread")
+    done = invoke("inspect", "demo", *words, "--json", tmp_path / "r.json", "--device", "spread")
     spread = attnlens.inspect("demo", **options, device_map="auto", max_cpu_memory="1MB")
     assert "meta device" not in done.stdout + done.stderr + "".join(capfd.readouterr())
     assert spread.settings.device == "cpu, disk"

@@ -14,7 +14,7 @@ import torch
 from hostile import DEEP, edited, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from program import attnlens
+from program import invoke
 from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, TextError, UsageError
@@ -157,7 +157,7 @@ def test_a_tokenizer_that_panics_on_the_text_is_refused(folder):
     edited(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     edited(folder / "tokenizer.json", **splitting_at("(x+x+)+y"))
     (folder / "text.txt").write_text("x" * 60 + " and more text of this kind\n")
-    done = attnlens("inspect", folder, "--text", folder / "text.txt")
+    done = invoke("inspect", folder, "--text", folder / "text.txt")
     assert done.returncode == 2
     *_, problem, remedy = done.stderr.strip().splitlines()
     assert "The tokenizer fails on the text (text.txt)" in problem
@@ -217,7 +217,7 @@ def test_a_deleted_working_directory_is_survived(tmp_path, monkeypatch):
 
 def test_a_report_with_a_byte_order_mark_is_read(folder):
     words = ("inspect", folder, "--source", "weights", "--layers", "0", "--json", folder / "r.json", "-q")
-    assert attnlens(*words).returncode == 0
+    assert invoke(*words).returncode == 0
     report = read_report(folder / "r.json")
     (folder / "r.json").write_bytes(b"\xef\xbb\xbf" + (folder / "r.json").read_bytes())
     assert read_report(folder / "r.json") == report

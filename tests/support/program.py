@@ -1,9 +1,13 @@
 """Runs the finished program, and checks how it refuses."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import forkserver
 
@@ -21,6 +25,27 @@ def environment_with(**changed):
 def attnlens(*words, cwd=None, stdin=None, **environment):
     """The finished program: returncode, stdout, stderr."""
     return python("-m", "attnlens", *words, cwd=cwd, stdin=stdin, **environment)
+
+
+def invoke(*words, cwd=None, stdin="", **environment):
+    """The program in this process: as `attnlens`, if only arguments, outputs and the exit code matter."""
+    from attnlens.cli.entry import exit_code
+
+    out, err, text = (io.TextIOWrapper(io.BytesIO(content), "utf-8") for content in (b"", b"", stdin.encode()))
+    with (
+        mock.patch.dict(os.environ, environment_with(**environment), clear=True),
+        mock.patch.object(sys, "stdin", text),
+        warnings.catch_warnings(),
+        contextlib.chdir(cwd or "."),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = exit_code([*map(str, words)])
+    shown = []
+    for stream in (out, err):
+        stream.flush()
+        shown.append(stream.buffer.getvalue().decode())
+    return subprocess.CompletedProcess(words, code, *shown)
 
 
 def python(*words, cwd=None, stdin=None, **environment):
