@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,8 +20,6 @@ import pytest
 import tiny
 import torch
 from hostile import refused, stored, weights
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from loaded import package, smollm2
 from program import invoke
 from program import refused as ended
@@ -97,6 +95,7 @@ def tensors_read(monkeypatch):
     return names
 
 
+LATENT = "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 QUERIES_AND_KEYS = {
     "gpt2": (torch.float32, ("attn.c_attn.weight", "attn.c_attn.bias")),
     "gpt_neox": (torch.bfloat16, ("query_key_value.weight", "query_key_value.bias")),
@@ -105,11 +104,7 @@ QUERIES_AND_KEYS = {
     "albert": (torch.bfloat16, ("attention.query.weight", ".query.bias", "attention.key.weight", ".key.bias")),
     "qwen3": (torch.bfloat16, ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")),
     "gpt_oss": (torch.bfloat16, ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")),
-    "deepseek_v3": (
-        torch.float32,
-        tuple(f"{name}.weight" for name in ("q_a_proj", "q_a_layernorm", "q_b_proj"))
-        + tuple(f"{name}.weight" for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")),
-    ),
+    "deepseek_v3": (torch.float32, tuple(f"{name}.weight" for name in LATENT)),
 }
 """Types of every layout of W_Q and W_K, their stored type, and how the names of the only tensors end that are read."""
 SWEEP = (
@@ -166,9 +161,6 @@ def test_a_changed_layer_changes_its_own_results_only(tmp_path):
     assert apart(before.heads, rounded.heads) > ALIKE, "a control: the comparison sees how numbers are rounded"
 
 
-# --- trained models -------------------------------------------------------------------------------------------------
-
-
 def check_demo(place: Path | str, **options: Any) -> None:
     loaded, read = both(place, **options)
     assert (read.heads, read.coverage, read.coverage.complete) == (loaded.heads, loaded.coverage, True)
@@ -201,16 +193,10 @@ def test_trained_models_are_read_from_their_files(tmp_path):
     assert [Path(file.name).suffix for file in read.model.files_in_parts] == [".gguf"]
 
 
-# --- what is read ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep less, or can't be queried")
 def test_freed_memory_is_returned_before_more_is_read(tmp_path):
     """Freed pieces lie between others in use, so that glibc would keep them."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # noqa: E731
     model = loading.load(saved(tmp_path, "llama"), from_files=True)
     pieces = [bytearray(60_000) for _ in range(4000)]
     for place in range(len(pieces)):
@@ -244,9 +230,6 @@ def test_a_head_with_nan_in_its_queries_is_skipped_with_the_name_of_the_tensor(t
     values = {(head.layer, head.head): bool(head.measures) for head in read.heads}
     assert values == {(layer, head): (layer, head) != (1, 1) for layer in (0, 1) for head in range(4)}
     assert skipped in loaded.coverage.skipped
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_a_header_of_a_hub_with_false_entries_is_refused(original):
@@ -341,9 +324,6 @@ def test_a_model_of_files_is_not_run(tmp_path):
     assert model.deferred.bytes_read == 4 * (64 * 64 + 64 * 64 // 2) * 2, "of layer 0, which leads, and of layer 1"
 
 
-# --- rows of weights ------------------------------------------------------------------------------------------------
-
-
 def probes(name: str) -> list[Probe]:
     """Return the probe of every site of a tiny model."""
     loaded = loading.Loaded(model_types.build(name), None, "", None, None)  # type: ignore[arg-type]
@@ -386,59 +366,41 @@ def test_products_of_two_matrices_are_matched():
             torch.testing.assert_close(match_weights(probe).query, expected)
 
 
-@dataclass
-class Linear:
+class Linear(SimpleNamespace):
     """A probe of a layer whose queries and keys are affine in its inputs, with known factors."""
 
-    weights: Mapping[str, torch.Tensor]
-    query: torch.Tensor  # W_Q of each head, (heads, d_model, head_dim)
-    key: torch.Tensor
-    bias: torch.Tensor
-    whole: bool = False
-    batch: int | None = None
-    target = SimpleNamespace(module=torch.nn.Module())
+    whole, batch, target = False, None, SimpleNamespace(module=torch.nn.Module())
 
     def random(self, batch, seed):
-        drawn = torch.randn(batch, 1, self.query.shape[1], generator=torch.Generator().manual_seed(seed))
-        return (drawn.double(), drawn.double())
+        return (torch.randn(batch, 1, self.query.shape[1], generator=torch.Generator().manual_seed(seed)).double(),) * 2
 
     def __call__(self, hidden, other):
         query = torch.einsum("btd,hdk->bhtk", hidden, self.query) + self.bias[:, None]
         return SimpleNamespace(query=query, key=torch.einsum("btd,hdk->bhtk", other, self.key))
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.data())
-def test_rows_are_matched_in_any_order_and_scale_and_mixed_columns_are_not(data):
-    heads, kv_heads, size = data.draw(st.sampled_from([(1, 1, 2), (4, 2, 3), (2, 2, 8), (3, 1, 4)]))
-    width, mixed = data.draw(st.sampled_from([5, 16, 24])), data.draw(st.booleans())
-    shuffled, scaled, transposed, biased = (data.draw(st.booleans()) for _ in range(4))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    theta = draw((heads + 2 * kv_heads) * size, width)
-    order = torch.randperm(len(theta), generator=generator) if shuffled else torch.arange(len(theta))
-    columns = ((draw(len(theta), 1) + 3 if scaled else 1) * theta)[order]
-    if mixed:
-        columns[data.draw(st.integers(0, heads * size - 1))] += 1e-3 * columns[-1]
-    query = columns[: heads * size].reshape(heads, size, width).mT
-    key = columns[heads * size : (heads + kv_heads) * size].reshape(kv_heads, size, width).mT
-    tensors = {
-        "noise": draw(width, width),
-        "scale": torch.ones(3),
-        "theta": theta.mT.contiguous() if transposed else theta,
-    }
-    bias = draw(heads, size) * biased
-    match = match_weights(Linear(tensors, query, key, bias))
-    if mixed:
-        assert match is None
-        return
-    for one, other in ((match.query, query), (match.key, key)):
-        assert torch.allclose(one, other, rtol=1e-11, atol=1e-12) if scaled else torch.equal(one, other)
-    assert torch.equal(match.query_bias[:, 0], bias)
-    assert not match.key_bias.any()
-
-
-# --- single sites ---------------------------------------------------------------------------------------------------
+def test_rows_are_matched_in_any_order_and_scale_and_mixed_columns_are_not():
+    shapes = itertools.cycle([(1, 1, 2, 5), (4, 2, 3, 16), (2, 2, 8, 24), (3, 1, 4, 16)])
+    for seed, flags in enumerate(itertools.product((False, True), repeat=5)):
+        (shuffled, scaled, transposed, biased, mixed), (heads, kv_heads, size, width) = flags, next(shapes)
+        generator = torch.Generator().manual_seed(seed)
+        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+        theta = draw((heads + 2 * kv_heads) * size, width)
+        order = torch.randperm(len(theta), generator=generator) if shuffled else torch.arange(len(theta))
+        columns = ((draw(len(theta), 1) + 3 if scaled else 1) * theta)[order]
+        columns[seed % (heads * size)] += mixed * 1e-3 * columns[-1]
+        query = columns[: heads * size].reshape(heads, size, width).mT
+        key = columns[heads * size : (heads + kv_heads) * size].reshape(kv_heads, size, width).mT
+        tensors = {"noise": draw(width, width), "scale": torch.ones(3)}
+        tensors["theta"] = theta.mT.contiguous() if transposed else theta
+        bias = draw(heads, size) * biased
+        match = match_weights(Linear(weights=tensors, query=query, key=key, bias=bias))
+        assert (match is None) == mixed, flags
+        if match is not None:
+            for one, other in ((match.query, query), (match.key, key)):
+                assert torch.allclose(one, other, rtol=1e-11, atol=1e-12) if scaled else torch.equal(one, other), flags
+            assert torch.equal(match.query_bias[:, 0], bias)
+            assert not match.key_bias.any()
 
 
 def deep(place: Path, name: str, **changes: Any) -> Path:
@@ -454,11 +416,8 @@ FULL = "full_attention"
 DEEP: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", FULL] * 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0], "layer_types": [FULL] * 4},
-    "llama4_text": {
-        "no_rope_layers": [1, 1, 1, 0],
-        "layer_types": [*["chunked_attention"] * 3, FULL],
-        "moe_layers": [],
-    },
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0], "moe_layers": []}
+    | {"layer_types": [*["chunked_attention"] * 3, FULL]},
 }
 """Types with two rotations, and with layers without rotation."""
 
@@ -479,9 +438,6 @@ def test_a_layer_without_rotation_is_not_read_like_its_leader(tmp_path, monkeypa
     monkeypatch.setattr(query_key_maps, "_fits", lambda *_: True)
     with pytest.raises(ModelError, match="No head could be analysed"):
         attnlens.inspect(place, **options)
-
-
-# --- models larger than memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [("--shard", "1/1"), pytest.param(("--jobs", "2"), marks=pytest.mark.full)])

@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 import torch
 import transformers as tf
+from gguf_files import write
 from hostile import each_refused
 
 import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
 
-gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
+pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 4, 2, 16, 64, 2
@@ -34,23 +35,6 @@ def llama(**changes):
     for name, part in model.named_parameters():
         part.data *= 8 if "q_proj" in name or "k_proj" in name else 1
     return model.eval()
-
-
-def write(path, architecture, sizes, tokens, fields, tensors):
-    """Write a GGUF file with a tokenizer."""
-    writer = gguf.GGUFWriter(path, architecture)
-    for name, value in sizes.items():
-        getattr(writer, f"add_{name}")(value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges([f"{tokens[0][0]} {tokens[1][-1]}"])
-    kinds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    for name, value in fields.items():
-        kinds[type(value)](f"{architecture}.{name}", value)
-    for name, value in tensors.items():
-        writer.add_tensor(name, torch.as_tensor(value, dtype=torch.float32).contiguous().numpy())
-    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
-        getattr(writer, step)()
 
 
 def written(path, fields, extra=None, **changes):

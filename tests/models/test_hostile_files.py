@@ -52,9 +52,6 @@ def index(shard, name=INDEX):
     return raw(name, json.dumps({"metadata": {}, "weight_map": {"transformer.wte.weight": shard}}))
 
 
-# --- payloads -------------------------------------------------------------------------------------------------------
-
-
 def pickled(name, *more, gone="model.safetensors"):
     """Store the payload with the weights as a pickle in the place of the file `gone`."""
 
@@ -210,9 +207,6 @@ def test_no_kernel_is_fetched_if_the_package_kernels_is_installed(with_kernels, 
     ended = python("-c", USING, *with_kernels, TRACE=str(tmp_path / "ran"), PYTHONPATH=path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "kernels-community/flash-attn2" in ended.stdout, "the control, transformers alone, fetches it"
-
-
-# --- broken folders -------------------------------------------------------------------------------------------------
 
 
 def pipe(name):

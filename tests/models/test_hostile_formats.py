@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import write
 from hostile import DEEP, edited, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,23 +39,16 @@ FEW = settings(
 @pytest.fixture(scope="module")
 def gguf_bytes(tmp_path_factory):
     """A Llama of one layer as a GGUF file."""
-    gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
+    pytest.importorskip("gguf", reason="GGUF files need the package gguf")
     pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
     sizes = {"block_count": 1, "context_length": 32, "embedding_length": 32, "feed_forward_length": 32, "head_count": 2}
-    sizes |= {"head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "vocab_size": 8, "tokenizer_model": "gpt2"}
-    sizes |= {"token_list": [*"abcdefgh"], "token_merges": ["a b"]}
-    for name, value in sizes.items():
-        getattr(writer, f"add_{name}")(value)
-    square = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-    shapes = {f"blk.0.{name}.weight": (32, 32) for name in square}
-    shapes |= {"blk.0.attn_norm.weight": (32,), "blk.0.ffn_norm.weight": (32,), "output_norm.weight": (32,)}
-    shapes |= {"token_embd.weight": (8, 32), "output.weight": (8, 32)}
-    for name, shape in shapes.items():
-        writer.add_tensor(name, torch.full(shape, 0.1).numpy())
-    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
-        getattr(writer, step)()
+    sizes |= {"head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "vocab_size": 8}
+    shapes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (32, 32))
+    shapes = {f"blk.0.{name}": shape for name, shape in (shapes | {"attn_norm": 32, "ffn_norm": 32}).items()}
+    shapes |= {"output_norm": 32, "token_embd": (8, 32), "output": (8, 32)}
+    tensors = {f"{name}.weight": torch.full(torch.empty(shape).shape, 0.1) for name, shape in shapes.items()}
+    write(path, "llama", sizes, [*"abcdefgh"], {}, tensors)
     return path.read_bytes()
 
 
@@ -90,7 +84,7 @@ HEADERS = [  # position (a field's name stands for that of its value's type), by
     ("blk.0.attn_q.weight", struct.pack("<IQ", 2, 2**60), LATE),
     ("blk.0.attn_q.weight", struct.pack("<IQQI", 2, 32, 32, 999), "in an unknown type"),
     ("blk.0.attn_q.weight", struct.pack("<IQQIQ", 2, 32, 32, 0, 2**62), LATE),
-    (b"blk.0.attn_q.weight", b"\xff\xfe", CUT),
+    ("blk.0.", b"\xff\xfe", CUT),
 ]
 
 
@@ -104,8 +98,7 @@ def gguf_with(tensor):
 def test_a_gguf_file_with_an_absurd_header_is_refused(gguf_bytes, tmp_path):
     file = tmp_path / "m.gguf"
     for at, value, words in HEADERS:
-        start = at if isinstance(at, int) else gguf_bytes.index(at.encode() if isinstance(at, str) else at)
-        start += len(at) if isinstance(at, str) else 0
+        start = at if isinstance(at, int) else gguf_bytes.index(at.encode()) + len(at)
         file.write_bytes(gguf_bytes[:start] + value + gguf_bytes[start + len(value) :])
         refused(ModelError, lambda: loading.load(str(file)), words)
     sizes = 10**6  # their product would have 63 million bits
@@ -114,9 +107,6 @@ def test_a_gguf_file_with_an_absurd_header_is_refused(gguf_bytes, tmp_path):
     refused(ModelError, lambda: read_header(file), f"a tensor with {sizes} dimensions")
     file.write_bytes(gguf_with(struct.pack("<IQQIQ", 2, 0, 5, 999, 0)))  # without values
     refused(ModelError, lambda: read_header(file), "stores t in an unknown type")
-
-
-# --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def splitting_at(pattern):
@@ -163,8 +153,6 @@ def test_a_tokenizer_that_panics_on_the_text_is_refused(folder):
     assert "The tokenizer fails on the text (text.txt)" in problem
     assert "--source weights" in remedy
 
-
-# --- texts, plans and reports ---------------------------------------------------------------------------------------
 
 UNREADABLE = {"pipe": "it is a pipe", "": "directory", "x" * 300: "too long", "/dev/zero": "it is a device"}
 NO_TEXTS = {"~nosuchuser/x": "No such file", "none": "No such file", "loop": "symbolic links", "a\0b": "null byte"}
@@ -222,8 +210,6 @@ def test_a_report_with_a_byte_order_mark_is_read(folder):
     (folder / "r.json").write_bytes(b"\xef\xbb\xbf" + (folder / "r.json").read_bytes())
     assert read_report(folder / "r.json") == report
 
-
-# --- fuzzing: any bytes are either read or refused with an error of attnlens ----------------------------------------
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

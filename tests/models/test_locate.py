@@ -5,8 +5,6 @@ import json
 import shutil
 import socket
 import time
-from pathlib import Path
-from typing import Any
 
 import fake_hub
 import families
@@ -19,16 +17,16 @@ from loaded import package
 from program import invoke
 from safetensors.torch import load_file
 
-from attnlens.errors import AttnlensError, ModelError, UsageError
+from attnlens.errors import ModelError, UsageError
 from attnlens.models import loading
 from attnlens.report.report import read_report
 
 
-def load(name: object, **options: Any) -> loading.Loaded:
+def load(name, **options):
     return loading.load(str(name), **options)
 
 
-def check_refusals(kind: type[AttnlensError], *cases: tuple[Any, ...]):
+def check_refusals(kind, *cases):
     """Check the refusal of each case: name, options of `load`, and words of the error."""
     for name, options, *words in cases:
         refused(kind, lambda name=name, options=options: load(name, **options), *words)
@@ -37,11 +35,8 @@ def check_refusals(kind: type[AttnlensError], *cases: tuple[Any, ...]):
 def test_a_folder_is_loaded_as_it_was_saved_without_network_or_output(folder, monkeypatch, capfd):
     from transformers.utils import logging
 
-    def refuse(*_: object):
-        raise AssertionError("the network was touched")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    for owner, name in ((socket, "getaddrinfo"), (socket.socket, "connect")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("the network was touched"))
     tensors, file = weights(folder), folder / "model.safetensors"
     verbosity = logging.get_verbosity(), logging.is_progress_bar_enabled()
     loaded = load(folder)
@@ -51,9 +46,7 @@ def test_a_folder_is_loaded_as_it_was_saved_without_network_or_output(folder, mo
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert [(one.name, one.sha256) for one in loaded.info.files] == [(file.name, digest)]
     assert (loaded.kind, loaded.missing_keys, loaded.unused_keys) == ("text", (), ())
-    assert loaded.tokenizer is not None
-    assert loaded.tokenizer_problem == ""
-    assert not loaded.model.training
+    assert (loaded.tokenizer is None, loaded.tokenizer_problem, loaded.model.training) == (False, "", False)
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     name = "transformer.h.1.attn.c_attn.weight"
     assert torch.equal(loaded.model.get_parameter(name), tensors[name])
@@ -148,37 +141,23 @@ def test_tensors_without_a_parameter_are_named_and_fail_strict_runs(folder):
     assert all(name.startswith("transformer.h.1.") for name in unused if name != "head.of.another")
 
 
-# --- permissions ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pickled(folder) -> Path:
-    torch.save(weights(folder), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
-def test_a_pickle_is_read_only_if_allowed_and_without_safetensors(pickled):
-    check_refusals(ModelError, (pickled, {}, "pickle", "--allow-pickle"))
-    loaded = load(pickled, allow_pickle=True)
+def test_a_pickle_is_read_only_if_allowed_and_without_safetensors(folder):
+    (folder / "model.safetensors").rename(folder / "other")
+    torch.save(weights(folder, "other"), folder / "pytorch_model.bin")
+    check_refusals(ModelError, (folder, {}, "pickle", "--allow-pickle"))
+    loaded = load(folder, allow_pickle=True)
     assert loaded.missing_keys == ()
     assert [file.name for file in loaded.info.files] == ["pytorch_model.bin"]
-    tiny.gpt2().save_pretrained(pickled)
-    (pickled / "pytorch_model.bin").write_bytes(b"not a pickle")
-    assert [file.name for file in load(pickled, allow_pickle=True).info.files] == ["model.safetensors"]
+    (folder / "other").rename(folder / "model.safetensors")
+    assert [file.name for file in load(folder, allow_pickle=True).info.files] == ["model.safetensors"]
 
 
 CODE = """
-import torch
-from pathlib import Path
-from transformers import PreTrainedConfig, PreTrainedModel
-
-Path("{trace}").touch()
-
-class OwnConfig(PreTrainedConfig):
+import pathlib, torch, transformers
+pathlib.Path("{trace}").touch()
+class OwnConfig(transformers.PreTrainedConfig):
     model_type = "own"
-
-class OwnModel(PreTrainedModel):
+class OwnModel(transformers.PreTrainedModel):
     config_class = OwnConfig
     def __init__(self, config):
         super().__init__(config)
@@ -210,9 +189,6 @@ def test_the_code_of_a_model_runs_only_if_it_is_trusted_and_needed(folder, tmp_p
     assert ran.exists()
     assert loaded.info.architecture == "OwnModel"
     assert torch.equal(loaded.model.linear.weight, torch.eye(2))
-
-
-# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_mistaken_names_and_options_are_refused(folder, tmp_path):
@@ -254,9 +230,6 @@ def test_a_gguf_file_needs_its_packages_and_to_be_the_only_one(tmp_path, monkeyp
     check_refusals(ModelError, (tmp_path, {}, "2 GGUF files", "model.gguf"))
 
 
-# --- tokenizers -----------------------------------------------------------------------------------------------------
-
-
 def test_missing_tokenizer_files_give_no_tokenizer_and_a_reason(tmp_path):
     families.build("bert").save_pretrained(tmp_path)
     tiny.tokenizer("bert").save_pretrained(tmp_path)
@@ -268,9 +241,6 @@ def test_missing_tokenizer_files_give_no_tokenizer_and_a_reason(tmp_path):
         loaded = load(tmp_path)
         assert loaded.tokenizer is None
         assert words in loaded.tokenizer_problem
-
-
-# --- the hub --------------------------------------------------------------------------------------------------------
 
 
 def test_a_hub_model_is_downloaded_once_and_later_loaded_from_the_cache(hub, folder, tmp_path, monkeypatch):
@@ -310,15 +280,10 @@ def test_hub_models_that_can_not_be_read_are_refused(hub, folder):
 def test_an_unreachable_hub_is_given_up_at_once(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
-    attempts: list[object] = []
-
-    def unroutable(address: object, timeout: float):
-        attempts.append(address)
-        time.sleep(60)
-        raise TimeoutError
-
+    attempts = []
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(socket, "create_connection", unroutable)
+    connect = lambda *address, **_: attempts.append(address) or time.sleep(60) or socket.socket()  # noqa: E731
+    monkeypatch.setattr(socket, "create_connection", connect)
     start = time.monotonic()
     check_refusals(ModelError, ("someone/model", {}, "can't be reached", "hf download someone/model"))
     assert time.monotonic() - start < 3, "what the user is promised, instead of 23 seconds of retries"
@@ -328,19 +293,15 @@ def test_an_unreachable_hub_is_given_up_at_once(tmp_path, monkeypatch):
 def test_a_proxy_is_tried_instead_of_the_hub(monkeypatch):
     from attnlens.models.loading.locate import reachable
 
-    addresses: list[object] = []
+    addresses = []
     for name in ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(
-        socket, "create_connection", lambda address, timeout: addresses.append(address) or socket.socket()
-    )
+    connect = lambda address, timeout: addresses.append(address) or socket.socket()  # noqa: E731
+    monkeypatch.setattr(socket, "create_connection", connect)
     assert reachable("https://hub.example")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
     assert reachable("https://hub.example")
     assert addresses == [("hub.example", 443), ("proxy.example", 3128)]
-
-
-# --- trained models -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
