@@ -5,6 +5,8 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +16,11 @@ import pytest
 import torch
 import transformers
 from hostile import DEEP, each_refused, edited, refused, stored, weights
-from program import python
+from program import environment_with
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
+from attnlens.models import loading
 
 INDEX = "model.safetensors.index.json"
 
@@ -33,7 +36,7 @@ class Payload:
 
 
 def load(place, **options):
-    return load((place), **options)
+    return loading.load(str(place), **options)
 
 
 def raw(name, content, gone="model.safetensors"):
@@ -204,7 +207,9 @@ def test_no_kernel_is_fetched_if_the_package_kernels_is_installed(with_kernels, 
     (tmp_path / "stub" / "kernels").mkdir(parents=True)
     (tmp_path / "stub" / "kernels" / "__init__.py").write_text(KERNELS.format(version=KERNELS_MIN_VERSION))
     path = os.pathsep.join([str(tmp_path / "stub"), str(Path(attnlens.__file__).parent.parent)])
-    ended = python("-c", USING, *with_kernels, TRACE=str(tmp_path / "ran"), PYTHONPATH=path)
+    env = environment_with(TRACE=str(tmp_path / "ran"), PYTHONPATH=path)
+    command = [sys.executable, "-c", USING, *map(str, with_kernels)]  # transformers looks for the package once
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "kernels-community/flash-attn2" in ended.stdout, "the control, transformers alone, fetches it"
 
