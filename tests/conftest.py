@@ -92,4 +92,4 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """The requests to a hub on this machine that serves `folder`; its cache is empty."""
     with fake_hub.hub(folder) as (address, answers):
         fake_hub.connect(address, tmp_path / "cache", monkeypatch)
-        yield answers.asked
+        yield answers.requests

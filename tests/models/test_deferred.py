@@ -37,8 +37,8 @@ from attnlens.records import Head
 from attnlens.report.report import Report, read_report
 
 ALIKE = 1e-6  # largest relative difference between results from the files and from the loaded model
-FILES: dict[str, Any] = {"source": "weights", "from_files": True}
 SYMMETRY: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
+FILES = SYMMETRY | {"from_files": True}
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -141,7 +141,7 @@ def test_a_weight_stored_under_both_of_its_names_is_read(tmp_path):
     model.save_pretrained(tmp_path)
     for change in (0, 1):
         stored(tmp_path, weights(tmp_path) | {"lm_head.weight": model.lm_head.weight.detach() + change})
-        loaded, read = both(tmp_path)
+        loaded, read = both(tmp_path, analyzers=["symmetry"])
         assert apart(loaded.heads, read.heads) <= ALIKE
         assert read.coverage.complete
 
@@ -156,7 +156,7 @@ def test_a_changed_layer_changes_its_own_results_only(tmp_path):
     after = attnlens.inspect(place, **FILES, **work)
     same = {(one.layer, one.head): one == other for one, other in zip(before.heads, after.heads, strict=True)}
     assert same == {(layer, head): layer == 0 for layer in (0, 1) for head in range(4)}
-    assert after.heads == attnlens.inspect(place, source="weights").heads
+    assert after.heads == attnlens.inspect(place, **SYMMETRY).heads
     rounded = attnlens.inspect(saved(tmp_path / "bfloat16", "llama", torch.bfloat16), **FILES)
     assert apart(before.heads, rounded.heads) > ALIKE, "a control: the comparison sees how numbers are rounded"
 
@@ -213,7 +213,7 @@ def test_nan_in_unread_tensors_is_harmless_and_seen_by_the_loaded_model(tmp_path
     spoilt = {name: part for name, part in tensors.items() if not name.endswith(QUERIES_AND_KEYS["qwen3"][1])}
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.v_proj.weight"} < spoilt.keys()
     stored(place, tensors | {name: torch.full_like(part, torch.nan) for name, part in spoilt.items()})
-    loaded, read = both(place)
+    loaded, read = both(place, analyzers=["symmetry"])
     assert read.heads == sound.heads
     assert (sound.coverage.complete, read.coverage.complete, loaded.coverage.complete) == (True, True, False)
     assert "contains NaN or Inf" in loaded.coverage.sentence
@@ -433,7 +433,7 @@ def test_results_of_a_site_do_not_depend_on_the_other_sites(name, way, tmp_path)
 
 
 def test_a_layer_without_rotation_is_not_read_like_its_leader(tmp_path, monkeypatch):
-    place, options = deep(tmp_path, "smollm3", **DEEP["smollm3"]), SYMMETRY | {"from_files": True, "layers": [3]}
+    place, options = deep(tmp_path, "smollm3", **DEEP["smollm3"]), FILES | {"layers": [3]}
     assert attnlens.inspect(place, **options).coverage.complete
     monkeypatch.setattr(query_key_maps, "_fits", lambda *_: True)
     with pytest.raises(ModelError, match="No head could be analysed"):
@@ -453,7 +453,7 @@ def test_a_model_that_does_not_fit_is_read_from_its_files(more, folder, tmp_path
     assert "does not fit into memory" in done.stdout
     again = attnlens.inspect(folder, **SYMMETRY)
     assert "does not fit into memory" in again.settings.notes[0]
-    reports = read_report(tmp_path / "r.json"), again, attnlens.inspect(folder, **SYMMETRY, from_files=True)
+    reports = read_report(tmp_path / "r.json"), again, attnlens.inspect(folder, **FILES)
     for one in reports:
         assert (one.model.files, len(one.model.files_in_parts)) == ([], 1)
         assert json.loads(one.to_json())["heads"] == json.loads(again.to_json())["heads"]

@@ -22,21 +22,21 @@ from attnlens.records.architectures import architectures
 
 TABLE = {row.model_type: row for row in architectures()[1]}
 READ = (
-    *("afmoe", "beit", "bigbird_pegasus", "canine", "codegen", "cohere2", "ctrl", "deberta-v2", "deepseek_v4"),
-    *("exaone4", "falcon", "gpt_neo", "gpt_oss", "granitemoehybrid", "hunyuan_v1_dense", "jamba", "jetmoe", "lfm2"),
-    *("lilt", "llama4_text", "longt5", "m2m_100", "minicpm3", "modernbert", "mpnet", "mpt", "nanochat", "persimmon"),
-    *("pixtral", "qwen3_next", "rf_detr_dinov2", "siglip_vision_model", "squeezebert", "vit_mae", "voxtral", "xglm"),
-    *("xlnet", "youtu", "zaya"),
+    *("afmoe", "beit", "bigbird_pegasus", "canine", "codegen", "ctrl", "deberta-v2", "deepseek_v32", "deepseek_v4"),
+    *("deformable_detr", "exaone4", "falcon", "fuyu", "gemma4", "gpt_neo", "gpt_oss", "granitemoehybrid"),
+    *("hunyuan_v1_dense", "jamba", "jetmoe", "lfm2", "lilt", "llama4_text", "longt5", "minicpm3", "modernbert"),
+    *("mpnet", "mpt", "nanochat", "pegasus_x", "persimmon", "pixtral", "qwen2_vl", "qwen3_next", "rf_detr_dinov2"),
+    *("siglip_vision_model", "squeezebert", "voxtral", "xglm", "xlnet", "zaya"),
 )
 SWEEP = (
-    *("qwen3_vl", "llava", "internvl", "glm4v", "aya_vision", "qwen2_vl", "got_ocr2", "granitemoe", "moonshine"),
-    *("qwen3_5", "bamba", "neomme", "muse_glimmer_text", "qwen2_audio", "granite_speech", "gemma3n_text", "phi3"),
-    *("olmo2", "starcoder2", "stablelm", "granite", "nemotron", "esm", "smollm3", "splinter", "nllb-moe", "pegasus_x"),
-    *("lw_detr_vit", "vitpose_backbone", "siglip2_vision_model", "audio-spectrogram-transformer", "speech_to_text"),
-    *("wav2vec2", "parakeet_encoder", "wav2vec2-bert", "pop2piano", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
-    *("kimi_k25", "longcat_flash", "fuyu", "dinov3_vit", "mlcd_vision_model", "eomt_dinov3", "detr", "gptj", "bloom"),
-    *("conditional_detr", "deformable_detr", "blip", "sam", "table-transformer", "layoutlmv3", "hiera", "levit"),
-    *("swinv2", "siglip", "whisper", "llama4", "gemma4"),
+    *("audio-spectrogram-transformer", "aya_vision", "bamba", "blip", "bloom", "cohere2", "conditional_detr"),
+    *("deepseek_v2", "deepseek_v3", "detr", "dinov3_vit", "eomt_dinov3", "esm", "gemma3n_text", "glm4v", "got_ocr2"),
+    *("gptj", "granite", "granite_speech", "granitemoe", "hiera", "internvl", "kimi_k25", "layoutlmv3", "levit"),
+    *("llama4", "llava", "longcat_flash", "lw_detr_vit", "m2m_100", "mlcd_vision_model", "moonshine"),
+    *("muse_glimmer_text", "nemotron", "neomme", "nllb-moe", "olmo2", "parakeet_encoder", "phi3", "pop2piano"),
+    *("qwen2_audio", "qwen3_5", "qwen3_vl", "sam", "siglip", "siglip2_vision_model", "smollm3", "speech_to_text"),
+    *("splinter", "stablelm", "starcoder2", "swinv2", "table-transformer", "vit_mae", "vitpose_backbone", "wav2vec2"),
+    *("wav2vec2-bert", "whisper", "youtu"),
 )
 FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model")
 """Types with modules that call torch's fused attention, whose softmax nobody sees."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from hostile import each_refused, edited, refused, stored, weights
-from quantised import GROUP, HIDDEN, METHODS, encoded, groups, in_blocks, packed, quantised, saved
+from quantised import GROUP, HIDDEN, METHODS, encoded, float8, groups, packed, quantised, save_codes, saved
 
 import attnlens
 from attnlens.errors import ModelError
@@ -72,9 +72,12 @@ def symmetric(name, weight, zero):
     return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
 
 
+SYMMETRIC = {zero: partial(symmetric, zero=zero) for zero in (7, 8)}
+
+
 def symmetric_gptq(place, zero, **settings):
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
-    return encoded(place, saved(place), partial(symmetric, zero=zero), gptq | settings)
+    return save_codes(place, SYMMETRIC[zero], gptq | settings)
 
 
 def blocks(place, side, **settings):
@@ -82,12 +85,10 @@ def blocks(place, side, **settings):
     torch.manual_seed(3)
     sizes = {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
     tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=64)).save_pretrained(place)
-
-    def encode(name, weight):
-        codes, scale, plain = in_blocks(weight, side, side)
-        return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}, plain
-
-    return encoded(place, weights(place), encode, {"quant_method": "fp8"} | settings)
+    codes, plain = encoded(weights(place), float8("weight_scale_inv", lambda _: (side, side)))
+    stored(place, codes)
+    edited(place / "config.json", quantization_config={"quant_method": "fp8"} | settings)
+    return plain
 
 
 def test_formats_of_gptq_settings_per_module_and_the_default_block_size_are_applied(tmp_path):

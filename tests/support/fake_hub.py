@@ -20,12 +20,12 @@ OPEN, GATED = "someone/open", "someone/gated"
 
 class _Answers(BaseHTTPRequestHandler):
     folder: Path
-    asked: list[str]  # paths of the requests
+    requests: list[str]  # paths of the requests
     sent: list[int]  # bytes of each answer
     drops: list[int]  # number of bytes after which the connections of the next ranges drop, last first
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         path = self.path.split("?")[0]
         if OPEN not in path and GATED not in path:
             self._refuse(401, "RepoNotFound")
@@ -94,7 +94,7 @@ def _etag(file: Path) -> str:
 @contextmanager
 def hub(folder: Path) -> Iterator[tuple[str, type[_Answers]]]:
     """Serve `folder` under two names, one of them gated; yield the address, and the requests, answers and drops."""
-    answers = type("Answers", (_Answers,), {"folder": folder, "asked": [], "sent": [], "drops": []})
+    answers = type("Answers", (_Answers,), {"folder": folder, "requests": [], "sent": [], "drops": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,19 @@ Encoder = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 HIDDEN, GROUP = 48, 16
 
 
-def in_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float8 codes, a scale for each block (smaller at the edges), and the decoded weight."""
-    rows, columns = -(-weight.shape[0] // height), -(-weight.shape[1] // width)
-    scale, codes, plain = torch.zeros(rows, columns), torch.zeros_like(weight), torch.zeros_like(weight)
-    for i in range(rows):
-        for j in range(columns):
-            place = slice(i * height, i * height + height), slice(j * width, j * width + width)
-            scale[i, j] = weight[place].abs().max() / 448
-            codes[place] = (weight[place] / scale[i, j]).to(torch.float8_e4m3fn).float()
-            plain[place] = codes[place] * scale[i, j]
-    return codes.to(torch.float8_e4m3fn), scale, plain
+def float8(scale_name: str, blocks: Callable[[torch.Tensor], tuple[int, int]]) -> Encoder:
+    """Encode as float8 with a scale for each block (smaller at the edges); `blocks` returns their height and width."""
 
-
-def _float8(scale_name: str, blocks: Callable[[torch.Tensor], tuple[int, int]]) -> Encoder:
     def encode(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        codes, scale, plain = in_blocks(weight, *blocks(weight))
+        sides = blocks(weight)
+        (rows, height), (columns, width) = ((-(-n // side), side) for n, side in zip(weight.shape, sides, strict=True))
+        padded = torch.zeros(rows * height, columns * width)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        scale = padded.reshape(rows, height, columns, width).abs().amax((1, 3)) / 448
+        spread = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[: weight.shape[0], : weight.shape[1]]
+        codes = (weight / spread).to(torch.float8_e4m3fn)
         scale = scale.reshape(()) if scale.numel() == 1 else scale
-        return {f"{name}.weight": codes, f"{name}.{scale_name}": scale}, plain
+        return {f"{name}.weight": codes, f"{name}.{scale_name}": scale}, codes.float() * spread
 
     return encode
 
@@ -130,18 +125,18 @@ def groups(bits: int, **more: Any) -> dict[str, Any]:
 COMPRESSED = {"quant_method": "compressed-tensors"}
 METHODS: dict[str, tuple[Encoder, dict[str, Any]]] = {
     "fp8 in blocks": (
-        _float8("weight_scale_inv", lambda _: (20, 20)),
+        float8("weight_scale_inv", lambda _: (20, 20)),
         {"quant_method": "fp8", "weight_block_size": [20, 20]},
     ),
-    "fp8 per tensor": (_float8("weight_scale", lambda weight: tuple(weight.shape)), {"quant_method": "fp8"}),
-    "fp8 by rows": (_float8("weight_scale", lambda weight: (1, weight.shape[1])), {"quant_method": "fbgemm_fp8"}),
+    "fp8 per tensor": (float8("weight_scale", lambda weight: tuple(weight.shape)), {"quant_method": "fp8"}),
+    "fp8 by rows": (float8("weight_scale", lambda weight: (1, weight.shape[1])), {"quant_method": "fbgemm_fp8"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
     "gptq, eight bits": (partial(gptq, bits=8), {"quant_method": "gptq", "bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "packed": (pack_quantized, COMPRESSED | {"format": "pack-quantized", "config_groups": groups(4)}),
     "int8": (int_quantized, COMPRESSED | {"format": "int-quantized", "config_groups": groups(8)}),
     "float8": (
-        _float8("weight_scale", lambda weight: (1, weight.shape[1])),
+        float8("weight_scale", lambda weight: (1, weight.shape[1])),
         COMPRESSED | {"format": "float-quantized", "config_groups": groups(8)},
     ),
     "LLM.int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
@@ -149,29 +144,47 @@ METHODS: dict[str, tuple[Encoder, dict[str, Any]]] = {
 }
 
 
-def saved(place: Path) -> Tensors:
-    """Save a tiny Llama, and return its tensors."""
+@cache
+def _llama() -> tf.LlamaForCausalLM:
     torch.manual_seed(3)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
     for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
         projection.weight.data *= 20
-    model.save_pretrained(place)
+    return model
+
+
+@cache
+def _encoded(encode: Encoder) -> tuple[Tensors, Tensors]:
+    """Return the tensors of the Llama with its projections as codes, and what they decode to."""
+    return encoded({name: part.detach() for name, part in _llama().named_parameters()}, encode)
+
+
+def encoded(tensors: Tensors, encode: Encoder) -> tuple[Tensors, Tensors]:
+    """Return a model's tensors with its projections as codes, and its decoded tensors."""
+    plain, codes = dict(tensors), dict(tensors)
+    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
+        parts, plain[f"{name}.weight"] = encode(name, codes.pop(f"{name}.weight"))
+        codes |= {part: tensor.contiguous() for part, tensor in parts.items()}
+    return codes, plain
+
+
+def saved(place: Path) -> Tensors:
+    """Save a tiny Llama, and return its tensors."""
+    _llama().save_pretrained(place)
     return weights(place)
 
 
 def quantised(place: Path, method: str, **changes: Any) -> Tensors:
     """Save a tiny Llama whose projections are codes of that method, and return its decoded tensors."""
     encode, settings = METHODS[method]
-    return encoded(place, saved(place), encode, settings | changes)
+    return save_codes(place, encode, settings | changes)
 
 
-def encoded(place: Path, tensors: Tensors, encode: Encoder, settings: dict[str, Any]) -> Tensors:
-    """Store the codes of a model's projections in its folder, and return its decoded tensors."""
-    plain = dict(tensors)
-    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
-        codes, plain[f"{name}.weight"] = encode(name, tensors.pop(f"{name}.weight"))
-        tensors |= {part: tensor.contiguous() for part, tensor in codes.items()}
-    stored(place, tensors)
+def save_codes(place: Path, encode: Encoder, settings: dict[str, Any]) -> Tensors:
+    """Save a tiny Llama with its projections as these codes, and return its decoded tensors."""
+    _llama().save_pretrained(place)
+    codes, plain = _encoded(encode)
+    stored(place, codes)
     edited(place / "config.json", quantization_config=settings)
-    return plain
+    return dict(plain)
