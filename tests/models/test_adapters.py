@@ -100,9 +100,10 @@ def values(report, name, part="value"):
     return torch.tensor([getattr(head.measures[name], part) for head in report.heads], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "LoRA"), ("gpt2", "rsLoRA"), ("gpt2", "DoRA"), ("llama", "rsDoRA")]
-)
+PAIRS = ("llama", "LoRA"), ("gpt2", "rsLoRA"), ("gpt2", "DoRA"), ("llama", "rsDoRA")
+
+
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_an_adapter_is_merged_as_by_hand(family, kind, bases, tmp_path):
     base, (settings, scale) = bases / family, KINDS[kind]
     paths = [Q0, K0, Q1] if family == "llama" else [C0]
@@ -136,9 +137,7 @@ def test_change_of_a_head_is_that_of_its_matrix_and_of_a_comparison(base, tmp_pa
     tensors = write(tmp_path / "adapter", base, [Q0, K0], layers_to_transform=0)
     report = attnlens.inspect(base, source="weights", adapter=str(tmp_path / "adapter"))
     twin = by_hand(tmp_path / "twin", base, tensors, {Q0: 3.0, K0: 3.0})
-    changes = [
-        (head.measures["adapter.change"].value, head.measures["adapter.change_rank"].value) for head in report.heads
-    ]
+    changes = [tuple(head.measures[f"adapter.change{n}"].value for n in ("", "_rank")) for head in report.heads]
     for head in range(4):
         first, after = (
             t[f"{Q0}.weight"].double()[8 * head :][:8].T @ t[f"{K0}.weight"].double()[8 * (head // 2) :][:8]
@@ -149,9 +148,8 @@ def test_change_of_a_head_is_that_of_its_matrix_and_of_a_comparison(base, tmp_pa
     comparison = attnlens.compare(base, base, adapter=tmp_path / "adapter", source="weights").comparison
     rows = [row for row in comparison.rows if row.measure == "compare.form_change"]
     assert {(row.layer, row.head) for row in rows if row.named} == {(0, head) for head in range(4)}
-    assert {row.head: row.delta for row in rows if row.layer == 0} == {
-        head: pytest.approx(changes[head][0], rel=1e-4) for head in range(4)
-    }
+    deltas = {row.head: row.delta for row in rows if row.layer == 0}
+    assert deltas == {head: pytest.approx(changes[head][0], rel=1e-4) for head in range(4)}
     write(tmp_path / "adapter", base, [Q0], layers_to_transform=0)
     single = attnlens.inspect(base, source="weights", adapter=tmp_path / "adapter", analyzers=["spectrum"])
     assert {head.measures["adapter.change_rank"].value for head in single.heads[:4]} == {RANK}
@@ -338,18 +336,15 @@ def test_an_adapter_instead_of_a_model_is_refused_with_the_right_command(base, t
 
 def test_the_program_prints_which_heads_changed(base, tmp_path):
     write(tmp_path / "adapter", base, [Q0], layers_to_transform=[0], base_model_name_or_path="org/other")
-    outputs = [
-        word
-        for kind in ("json", "md", "csv")
-        for word in (f"--{kind}".replace("md", "markdown"), tmp_path / f"r.{kind}")
-    ]
+    json_file, markdown, csv = (tmp_path / f"r.{kind}" for kind in ("json", "md", "csv"))
+    outputs = "--json", json_file, "--markdown", markdown, "--csv", csv
     shown = invoke("inspect", base, "--source", "weights", "--adapter", tmp_path / "adapter", *outputs)
     assert shown.returncode == 0, shown.stderr
     assert "The adapter changed M in 4 of 8 heads" in shown.stdout
     assert "base is org/other" in " ".join(shown.stdout.split())
-    assert "base is org/other" in (tmp_path / "r.md").read_text()
-    assert "weights.symmetry.base" in (tmp_path / "r.csv").read_text()
-    report = read_report(tmp_path / "r.json")
+    assert "base is org/other" in markdown.read_text()
+    assert "weights.symmetry.base" in csv.read_text()
+    report = read_report(json_file)
     assert report.model.adapter.base == "org/other"
     assert report.heads[0].measures["weights.symmetry"].base is not None
     doctor = invoke("doctor", base, "--adapter", tmp_path / "adapter", "-q")

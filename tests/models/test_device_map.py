@@ -70,10 +70,8 @@ def test_trained_weights_within_20_mb_are_read_as_if_loaded():
     in_memory = lambda: sum(part.nbytes for part in spread.model.parameters() if not part.is_meta)  # noqa: E731
     before = in_memory()
     assert before <= 20e6 < sum(part.nbytes for part in spread.model.parameters())
-    report, whole = (
-        attnlens.inspect(spread, windows=2, length=32),
-        attnlens.inspect(here, windows=2, length=32, dtype="float32"),
-    )
+    report = attnlens.inspect(spread, windows=2, length=32)
+    whole = attnlens.inspect(here, windows=2, length=32, dtype="float32")
     assert in_memory() == before, "given back"
     assert (report.heads, report.summary.identity_error) == (whole.heads, whole.summary.identity_error)
 
@@ -103,20 +101,13 @@ def test_a_weight_on_disk_with_nan_is_named(tmp_path):
 
 def test_misreadings_and_contradictory_options_are_refused(tmp_path, monkeypatch):
     demo = partial(loading.load, "demo")
-    for options, words in (
-        ({"device_map": "auto", "device": "cpu"}, "device can't"),
-        ({"device_map": "auto", "from_files": True}, "from_files"),
-        ({"device_map": "auto", "adapter": tmp_path}, "adapter"),
-        ({"device_map": "auto", "adapter": "auto"}, "adapter"),
-        ({"max_cpu_memory": "1GB"}, "device_map='auto'"),
-        ({"device_map": "all"}, "device_map"),
-        *(
-            ({"device_map": "auto", "max_cpu_memory": s}, "8GB")
-            for s in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB")
-        ),
-    ):
+    cases = [({"max_cpu_memory": "1GB"}, "device_map='auto'"), ({"device_map": "all"}, "device_map")]
+    others = ({"device": "cpu"}, "device can't"), ({"from_files": True}, "from_files"), ({"adapter": "auto"}, "adapter")
+    sizes = [({"max_cpu_memory": size}, "8GB") for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB")]
+    for options, words in (*others, ({"adapter": tmp_path}, "adapter"), *sizes):
+        cases.append(({"device_map": "auto"} | options, words))
+    for options, words in cases:
         refused(UsageError, partial(demo, **options), words)
-    (tmp_path / "m.gguf").touch()
     bloom, llama = saved(tmp_path / "bloom", "bloom"), saved(tmp_path / "llama", "llama")
     by_hand = partial(attnlens.inspect, bloom, **ON_DISK, source="weights")
     refused(ModelError, by_hand, "can't be analysed from its files alone", "Load the whole model")
@@ -139,14 +130,9 @@ V2 = "memory.max", "memory.current", "inactive_file"
 
 
 def test_free_memory_is_what_a_control_group_or_a_parent_leaves_and_three_quarters_are_used(tmp_path, monkeypatch):
-    for number, (line, group, (limit, usage, file_pages)) in enumerate(
-        (
-            ("0::/", ".", V2),
-            ("0::/slurm/job_7/step_0", "slurm/job_7", V2),
-            ("1:cpu:/\n4:memory:/job", "memory", V1),
-            ("4:memory:/job", "memory/job", V1),
-        )
-    ):
+    cases = ("0::/", ".", V2), ("0::/slurm/job_7/step_0", "slurm/job_7", V2)
+    cases += ("1:cpu:/\n4:memory:/job", "memory", V1), ("4:memory:/job", "memory/job", V1)
+    for number, (line, group, (limit, usage, file_pages)) in enumerate(cases):
         place = tmp_path / str(number)
         (place / "groups" / group).mkdir(parents=True)
         (place / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1000 kB\n")
