@@ -89,13 +89,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub on this machine that hands out `folder`, an empty cache, and the paths that were asked for."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with fake_hub.serving(folder) as (address, asked):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        )
-        yield asked
+    """The requests to a hub on this machine that serves `folder`; its cache is empty."""
+    with fake_hub.hub(folder) as (address, answers):
+        fake_hub.connect(address, tmp_path / "cache", monkeypatch)
+        yield answers.requests

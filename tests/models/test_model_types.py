@@ -1,7 +1,8 @@
 """Tests an eighth of transformers' model types, each built tiny: what is accepted, and what is refused.
 
-benchmarks/sweep.py goes through all of them. Chosen are the quick ones of every kind, and all that were once read
-wrongly: with caches that slip in, norms without weights, rotations of a fixed length, functions that are eager alone.
+benchmarks/sweep.py runs all of them. The default tests take quick ones of every kind, the full tests all that were once
+misread: with caches that appear unasked, norms without weights, rotations of a fixed length, functions that are only
+eager.
 """
 
 from dataclasses import replace
@@ -19,119 +20,134 @@ from attnlens.errors import ModelError, TextError
 from attnlens.models import texts, weights
 from attnlens.records.architectures import architectures
 
-TABLE = {one.model_type: one for one in architectures()[1]}
+TABLE = {row.model_type: row for row in architectures()[1]}
 READ = (
-    *("qwen3_vl", "llava", "internvl", "glm4v", "aya_vision", "qwen2_vl", "got_ocr2", "granitemoe"),
-    *("granitemoehybrid", "moonshine", "qwen3_5", "qwen3_next", "bamba", "nanochat", "llama4_text"),
-    *("neomme", "muse_glimmer_text", "afmoe", "lfm2", "qwen2_audio", "voxtral", "granite_speech"),
-    *("gpt_oss", "gemma3n_text", "modernbert", "phi3", "cohere2", "olmo2", "starcoder2", "stablelm"),
-    *("granite", "nemotron", "esm", "exaone4", "smollm3", "ctrl", "splinter", "vit_mae", "bigbird_pegasus"),
-    *("nllb-moe", "pegasus_x", "lw_detr_vit", "vitpose_backbone", "rf_detr_dinov2", "siglip2_vision_model"),
-    *("audio-spectrogram-transformer", "speech_to_text", "siglip_vision_model", "jamba", "m2m_100"),
-    *("wav2vec2", "beit", "parakeet_encoder", "wav2vec2-bert", "longt5", "pop2piano", "deepseek_v2"),
-    *("deepseek_v3", "deepseek_v32", "minicpm3", "kimi_k25", "youtu", "longcat_flash", "persimmon", "fuyu"),
-    *("hunyuan_v1_dense", "zaya", "jetmoe", "dinov3_vit", "pixtral", "mlcd_vision_model", "eomt_dinov3"),
-    *("detr", "conditional_detr", "deformable_detr", "deepseek_v4", "mpnet", "deberta-v2", "bloom"),
-    *("falcon", "mpt", "gptj", "gpt_neo", "codegen", "blip", "sam", "canine", "table-transformer"),
-    *("layoutlmv3", "hiera", "levit", "xlnet", "swinv2", "siglip", "whisper", "llama4"),
-    *("xglm", "squeezebert", "gemma4", "lilt"),
+    *("afmoe", "beit", "bigbird_pegasus", "canine", "codegen", "ctrl", "deberta-v2", "deepseek_v32", "deepseek_v4"),
+    *("deformable_detr", "exaone4", "falcon", "fuyu", "gemma4", "gpt_neo", "gpt_oss", "granitemoehybrid"),
+    *("hunyuan_v1_dense", "jamba", "jetmoe", "lfm2", "lilt", "llama4_text", "longt5", "minicpm3", "modernbert"),
+    *("mpnet", "mpt", "nanochat", "pegasus_x", "persimmon", "pixtral", "qwen2_vl", "qwen3_next", "rf_detr_dinov2"),
+    *("siglip_vision_model", "squeezebert", "voxtral", "xglm", "xlnet", "zaya"),
 )
-"""The types that are read here; what is expected of each stands in the table of architectures."""
+SWEEP = (
+    *("audio-spectrogram-transformer", "aya_vision", "bamba", "blip", "bloom", "cohere2", "conditional_detr"),
+    *("deepseek_v2", "deepseek_v3", "detr", "dinov3_vit", "eomt_dinov3", "esm", "gemma3n_text", "glm4v", "got_ocr2"),
+    *("gptj", "granite", "granite_speech", "granitemoe", "hiera", "internvl", "kimi_k25", "layoutlmv3", "levit"),
+    *("llama4", "llava", "longcat_flash", "lw_detr_vit", "m2m_100", "mlcd_vision_model", "moonshine"),
+    *("muse_glimmer_text", "nemotron", "neomme", "nllb-moe", "olmo2", "parakeet_encoder", "phi3", "pop2piano"),
+    *("qwen2_audio", "qwen3_5", "qwen3_vl", "sam", "siglip", "siglip2_vision_model", "smollm3", "speech_to_text"),
+    *("splinter", "stablelm", "starcoder2", "swinv2", "table-transformer", "vit_mae", "vitpose_backbone", "wav2vec2"),
+    *("wav2vec2-bert", "whisper", "youtu"),
+)
 FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model")
 """Types with modules that call torch's fused attention, whose softmax nobody sees."""
-MORE = {"none": 0, "some": 1, "all": 2}
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(("mra", "yoso", "rwkv"), "has its own attention code, without a softmax"),
+WEIGHTS = ("none", "some", "all")
+REFUSED = {
+    "mra": "has its own attention code, without a softmax",
     "longformer": "its softmax has the axes",
     "mamba": "has no softmax attention",
-    "mimi_decoder": "cannot generate latents",
-    "sam2_video": "cannot generate inference_session",
-    "gemma4_audio": "cannot generate input_features",
     "patchtst": "cannot generate past_values",
     "lxmert": "can't run on input_ids and attention_mask: ValueError: `visual_feats` cannot be `None`",
-    "instructblip": "cannot generate qformer_input_ids",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "has a separate sink for every query",
 }
-"""What is said of a type that can't be read."""
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "passage.txt"
-    file.write_text(texts.sample("demo")[0].text[:2000])
-    return [str(file)]
+REFUSED_SWEEP = {
+    "yoso": "has its own attention code, without a softmax",
+    "rwkv": "has its own attention code, without a softmax",
+    "mimi_decoder": "cannot generate latents",
+    "sam2_video": "cannot generate inference_session",
+    "gemma4_audio": "cannot generate input_features",
+    "instructblip": "cannot generate qformer_input_ids",
+}
 
 
 def built(name, folder):
-    """A tiny model with a tokenizer, and the folder of its processor."""
-    model = model_types.build(name)
-    processors.save(model, folder)
-    return replace(loaded(model, tiny.tokenizer("roberta")), folder=folder)
+    """Build a tiny model with a tokenizer, and save its processor in a folder of its own."""
+    model, place = model_types.build(name), folder / name
+    place.mkdir()
+    processors.save(model, place)
+    return replace(loaded(model, tiny.tokenizer("roberta")), folder=place)
 
 
-def options(given, text):
-    return {"length": 12, "windows": 2, "text": text} if texts.reads_text(given) else {"windows": 2}
+def options(model, folder):
+    if not texts.reads_text(model):
+        return {"windows": 2}
+    file = folder / "passage.txt"
+    file.write_text(texts.sample("demo")[0].text[:2000])
+    return {"length": 12, "windows": 2, "text": [str(file)]}
+
+
+def check_read(name, folder):
+    model = built(name, folder)
+    report = attnlens.inspect(model, analyzers=["symmetry"], **options(model, folder))
+    without = report.coverage.without.get("weights", 0)
+    some = "all" if not without else "none" if without == report.coverage.heads else "some"
+    assert report.coverage.complete or TABLE[name].read == "in part", name
+    assert WEIGHTS.index(some) >= WEIGHTS.index(TABLE[name].weights), f"{name} got worse"
+    assert report.model.conventions.position == TABLE[name].positions, name
+    assert report.summary.identity_error < 1e-5, name
+    inputs = texts.placeholder(model, 12, 0, sequences=2).batches[0].inputs
+    error = own_softmax.difference(model.model, inputs)
+    assert error is None if name in FUSED else error < 2e-6, name
+
+
+def check_refused(name, words, folder):
+    model = built(name, folder)
+    for command in (attnlens.inspect, attnlens.swap_kernel):
+        with pytest.raises((ModelError, TextError), match=words):
+            command(model, **options(model, folder))
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_type_is_read_as_it_computes(name, text, tmp_path):
-    given = built(name, tmp_path)
-    report = attnlens.inspect(given, analyzers=["symmetry"], **options(given, text))
-    without = report.coverage.without.get("weights", 0)
-    weights = "all" if not without else "none" if without == report.coverage.heads else "some"
-    assert report.coverage.complete or TABLE[name].read == "in part"
-    assert MORE[weights] >= MORE[TABLE[name].weights], "no type gets worse"
-    assert report.model.conventions.position == TABLE[name].positions
-    assert report.summary.identity_error < 1e-5
-    inputs = texts.placeholder(given, 12, 0, sequences=2).batches[0].inputs
-    error = own_softmax.difference(given.model, inputs)
-    assert error is None if name in FUSED else error < 2e-6
-
-
-def test_of_a_sparse_model_s_keys_those_are_seen_whose_blocks_its_indexer_chose(text):
-    given = loaded(model_types.build("minimax_m3_vl"), tiny.tokenizer("roberta"))
-    report = attnlens.inspect(given, analyzers=["symmetry"], length=12, windows=2, text=text)
-    assert report.summary.identity_error < 1e-5
-
-
-PLANTED = ("bloom", "falcon", "mpt", "codegen", "gpt_neox", "phi3", "blip", "siglip", "qwen3")
-"""Types of unlike layouts: one matrix with its heads whole, interleaved or in blocks; one each; with norms."""
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_weights_read_plus_and_minus_one_and_not_with_heads_in_another_order(name, monkeypatch, tmp_path):
-    given = built(name, tmp_path)
-    inputs = texts.placeholder(given, 12, 0, sequences=2).batches[0].inputs
-    assert planting.read(given, inputs) == "±1"
-    honest = weights.factors
-
-    def shifted(*arguments):
-        for factors in honest(*arguments):
-            moved = factors.maps.query.roll(1, 0)
-            yield replace(factors, maps=replace(factors.maps, query=moved))
-
-    monkeypatch.setattr(weights, "factors", shifted)
-    assert planting.read(given, inputs) != "±1"
+def test_attention_of_a_type_is_read_as_it_is_computed(name, tmp_path):
+    check_read(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_type_is_refused_with_what_happened(name, text, tmp_path):
-    given = built(name, tmp_path)
-    for command in (attnlens.inspect, attnlens.swap_kernel):
-        with pytest.raises((ModelError, TextError), match=REFUSED[name]):
-            command(given, **options(given, text))
+def test_a_type_is_refused_with_the_reason(name, tmp_path):
+    check_refused(name, REFUSED[name], tmp_path)
 
 
-def test_there_is_an_eighth_of_the_types():
-    assert len(model_types.TYPES()) // 8 <= len({*READ, *REFUSED})
+@pytest.mark.full
+@pytest.mark.parametrize("group", range(6))
+def test_other_types_are_read_or_refused(group, tmp_path):
+    for name in SWEEP[group::6]:
+        check_read(name, tmp_path)
+    for name in list(REFUSED_SWEEP)[group::6]:
+        check_refused(name, REFUSED_SWEEP[name], tmp_path)
+    assert len({*READ, *SWEEP, *REFUSED, *REFUSED_SWEEP}) >= len(model_types.TYPES()) // 8
 
 
-@pytest.mark.parametrize("name", ["radio", "deepseek_v4"])
-def test_integer_buffers_are_no_codes_whatever_their_path_in_the_file(name, tmp_path):
-    model_types.build(name).save_pretrained(tmp_path)
-    tiny.tokenizer("roberta").save_pretrained(tmp_path)
-    assert attnlens.load(tmp_path).model.config.model_type == name
+def test_keys_of_a_sparse_model_are_those_whose_blocks_its_indexer_chose(tmp_path):
+    model = loaded(model_types.build("minimax_m3_vl"), tiny.tokenizer("roberta"))
+    report = attnlens.inspect(model, analyzers=["symmetry"], **options(model, tmp_path))
+    assert report.summary.identity_error < 1e-5
+
+
+PLANTED = ("falcon", "codegen", "gpt_neox", "phi3", "qwen3")
+PLANTED_SWEEP = ("bloom", "mpt", "blip", "siglip")
+"""Types of unlike layouts: one matrix with its heads whole, interleaved or in blocks; one each; with norms."""
+
+
+@pytest.mark.parametrize("name", [*PLANTED, *(pytest.param(name, marks=pytest.mark.full) for name in PLANTED_SWEEP)])
+def test_planted_weights_are_read_as_plus_and_minus_one_but_not_in_another_order(name, monkeypatch, tmp_path):
+    model = built(name, tmp_path)
+    inputs = texts.placeholder(model, 12, 0, sequences=2).batches[0].inputs
+    assert planting.read(model, inputs) == "±1"
+    factors = weights.factors
+
+    def shifted(*arguments):
+        for one in factors(*arguments):
+            yield replace(one, maps=replace(one.maps, query=one.maps.query.roll(1, 0)))
+
+    monkeypatch.setattr(weights, "factors", shifted)
+    assert planting.read(model, inputs) != "±1"
+
+
+def test_integer_buffers_are_not_codes_whatever_their_path_in_the_file(tmp_path):
+    for name in ("radio", "deepseek_v4"):
+        for part in (model_types.build(name), tiny.tokenizer("roberta")):
+            part.save_pretrained(tmp_path / name)
+        assert attnlens.load(tmp_path / name).model.config.model_type == name
 
 
 def test_images_that_a_model_cuts_into_windows_stay_one_sequence_each():

@@ -1,249 +1,247 @@
-"""Tests that codes are read as the weights that they stand for, method by method, and refused where they can't be."""
+"""Tests that codes are read as the weights that they stand for, method by method, or refused, and never as numbers."""
 
-from __future__ import annotations
+from functools import partial
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
+import families
 import pytest
 import torch
 import transformers as tf
-from hostile import edited, refused, stored, weights
-from quantised import GROUP, HIDDEN, METHODS, Tensors, _groups, _in_blocks, _packed, quantised, saved
+from hostile import each_refused, edited, refused, stored, weights
+from quantised import GROUP, HIDDEN, METHODS, encoded, float8, groups, packed, quantised, save_codes, saved
 
 import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
-from attnlens.report.report import Report
+
+inspect = partial(attnlens.inspect, source="weights", analyzers=["symmetry", "spectrum"])
+from_files = partial(inspect, from_files=True)
+Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_codes_are_read_as_their_decoded_twin(method: str, tmp_path: Path) -> None:
-    plain = quantised(tmp_path / "codes", method)
-    loaded = loading.load(tmp_path / "codes")
+def check_parameters(place, plain):
+    loaded = loading.load(place)
     assert (loaded.missing_keys, loaded.unused_keys) == ((), ())
-    assert loaded.info.quantised == METHODS[method][1]["quant_method"]
-    assert len(plain) > 8
     for name, parameter in loaded.model.named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7 * float(plain[name].abs().max())), name
-    saved(tmp_path / "twin")
-    stored(tmp_path / "twin", plain)
-    codes, twin = (attnlens.inspect(tmp_path / one, source="weights") for one in ("codes", "twin"))
-    assert alike(codes, twin, 1e-4, 1e-5)
-    assert alike(attnlens.inspect(tmp_path / "codes", source="weights", from_files=True), codes, 1e-6, 1e-9)
+    return loaded
 
 
-def alike(one: Report, other: Report, relative: float, absolute: float) -> bool:
-    """Whether all values of two reports are the same, up to that; there are some of each head."""
-    assert one.model.quantised is not None
-    pairs = [
-        (mine.measures[name].value, pytest.approx(theirs.measures[name].value, rel=relative, abs=absolute))
-        for mine, theirs in zip(one.heads, other.heads, strict=True)
-        for name in theirs.measures
-    ]
-    return len(pairs) >= 4 * 8 and all(mine == theirs for mine, theirs in pairs)
+def check_alike(report, expected, relative, absolute):
+    """Check all values of two reports, of which the first is of codes."""
+    assert report.model.quantised is not None
+    for one, other in zip(report.heads, expected.heads, strict=True):
+        assert len(other.measures) >= 4
+        for name, measure in other.measures.items():
+            assert one.measures[name].value == pytest.approx(measure.value, rel=relative, abs=absolute), name
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_codes_of_queries_and_keys_are_read_and_no_others(method: str, tmp_path: Path) -> None:
-    quantised(tmp_path, method)
-    tensors = weights(tmp_path)
-    for name in tensors:
-        if name.startswith("model.layers.0.mlp") and not name.endswith(("_shape", "_packed", "state", "nf4")):
-            tensors[name] = torch.full_like(tensors[name], 3)
-    loaded = loading.load(tmp_path, from_files=True)
-    before = attnlens.inspect(loaded, source="weights")
-    of_site = {name: part.nbytes for name, part in tensors.items() if f"{Q[:-6]}" in name}
-    read = {name: size for name, size in of_site.items() if "v_proj" not in name and "o_proj" not in name}
-    assert loaded.deferred.bytes_read == pytest.approx(sum(read.values()), rel=0.05)
-    assert sum(read.values()) < 0.7 * sum(of_site.values()), "a control: the site has more"
-    stored(tmp_path, tensors)
-    assert alike(attnlens.inspect(tmp_path, source="weights", from_files=True), before, 1e-9, 0)
+def test_codes_are_read_as_their_decoded_twin_and_no_other_codes_are_read(method, tmp_path):
+    codes, twin = tmp_path / "codes", tmp_path / "twin"
+    plain = quantised(codes, method)
+    assert check_parameters(codes, plain).info.quantised == METHODS[method][1]["quant_method"]
+    saved(twin)
+    stored(twin, plain)
+    report, tensors = inspect(codes), weights(codes)
+    check_alike(report, inspect(twin), 1e-4, 1e-5)
+    deferred = loading.load(codes, from_files=True)
+    read = attnlens.inspect(deferred, source="weights", analyzers=["symmetry", "spectrum"])
+    check_alike(read, report, 1e-6, 1e-9)
+    of_site = {name: part.nbytes for name, part in tensors.items() if Q[:-6] in name}
+    wanted = sum(size for name, size in of_site.items() if "v_proj" not in name and "o_proj" not in name)
+    assert deferred.deferred.bytes_read == pytest.approx(wanted, rel=0.05)
+    assert wanted < 0.7 * sum(of_site.values()), "a control: the site has more"
+    mlp = {name: part for name, part in tensors.items() if name.startswith("model.layers.0.mlp")}
+    mlp = {name: part for name, part in mlp.items() if not name.endswith(("_shape", "_packed", "state", "nf4"))}
+    stored(codes, tensors | {name: torch.full_like(part, 3) for name, part in mlp.items()})
+    check_alike(from_files(codes), read, 1e-9, 0)
+    edited(codes / "config.json", quantization_config=None)
+    words = "codes", "does not describe the quantisation", "unquantised"
+    refused(ModelError, partial(loading.load, codes), *words)
 
 
-Q = "model.layers.0.self_attn.q_proj"
-FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
-    "a scale of another grid": (
-        "fp8 in blocks",
-        lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(5, 5)}),
-        (Q, "do not divide"),
-    ),
-    "codes without a scale": ("gptq", lambda t: t.pop(f"{Q}.scales"), (Q, "scales is missing")),
-    "codes alone": (
-        "gptq",
-        lambda t: [t.pop(f"{Q}.{part}") for part in ("scales", "qzeros", "g_idx")],
-        (f"{Q}.qweight",),
-    ),
-    "groups beyond the scales": (
-        "gptq",
-        lambda t: t.update({f"{Q}.g_idx": torch.full((HIDDEN,), 9, dtype=torch.int32)}),
-        (Q, "groups of inputs"),
-    ),
-    "awq without zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), (Q, "qzeros is missing")),
-    "another shape": (
-        "packed",
-        lambda t: t.update({f"{Q}.weight_shape": torch.tensor([HIDDEN, 2**40])}),
-        (Q, "contain 1099511627776 codes"),
-    ),
-    "another state": (
-        "nf4",
-        lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),
-        (Q, "a valid description of its codes is missing"),
-    ),
-    "no values": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), (Q, "quant_map is missing")),
-    "another order": (
-        "LLM.int8",
-        lambda t: t.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
-        (Q, "stored row by row"),
-    ),
-}
+def symmetric(name, weight, zero):
+    """Encode as GPTQ with the zero 8, stored as `zero`."""
+    parts = weight.reshape(weight.shape[0], -1, GROUP)
+    scale = (parts.abs().amax(2) / 7).half().float()
+    codes = (parts / scale[..., None] + 8).round().clamp(0, 15)
+    tensors = {"qweight": packed(codes.reshape(weight.shape), 4).T, "scales": scale.T.half()}
+    tensors |= {"qzeros": packed(torch.full(scale.T.shape, zero), 4)}
+    plain = ((codes - 8) * scale[..., None]).reshape(weight.shape)
+    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_codes_that_can_not_be_decoded_are_refused(fault: str, tmp_path: Path) -> None:
-    method, spoil, words = FAULTS[fault]
-    quantised(tmp_path, method)
-    tensors = weights(tmp_path)
-    spoil(tensors)
-    stored(tmp_path, tensors)
-    refused(ModelError, lambda: loading.load(tmp_path), *words)
-    refused(ModelError, lambda: attnlens.inspect(tmp_path, source="weights", from_files=True), *words[:1])
+SYMMETRIC = {zero: partial(symmetric, zero=zero) for zero in (7, 8)}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_codes_of_which_the_config_says_nothing_are_refused(method: str, tmp_path: Path) -> None:
-    quantised(tmp_path, method)
-    edited(tmp_path / "config.json", quantization_config=None)
-    refused(ModelError, lambda: loading.load(tmp_path), "codes", "does not describe the quantisation", "unquantised")
+def symmetric_gptq(place, zero, **settings):
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+    return save_codes(place, SYMMETRIC[zero], gptq | settings)
 
 
-def test_a_scale_beside_plain_weights_is_not_left_out(tmp_path: Path) -> None:
-    stored(tmp_path, saved(tmp_path) | {f"{Q}.weight_scale": torch.tensor(2.0)})
-    refused(ModelError, lambda: loading.load(tmp_path), f"{Q}.weight_scale")
-
-
-def test_scales_of_activations_are_named(tmp_path: Path) -> None:
-    quantised(tmp_path, "fp8 per tensor")
-    stored(tmp_path, weights(tmp_path) | {f"{Q}.input_scale": torch.tensor(2.0)})
-    assert loading.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
-
-
-# --- settings that contradict the tensors ---------------------------------------------------------------------------
-
-
-def symmetric_gptq(place: Path, stored_zero: int, **settings: Any) -> Tensors:
-    """A tiny Llama whose projections are codes of GPTQ with the zero 8, stored as `stored_zero`, and its weights."""
-    tensors = saved(place)
-    plain = dict(tensors)
-    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
-        weight = tensors.pop(f"{name}.weight")
-        groups = weight.reshape(weight.shape[0], -1, GROUP)
-        scale = (groups.abs().amax(2) / 7).half().float()
-        codes = (groups / scale[..., None] + 8).round().clamp(0, 15)
-        plain[f"{name}.weight"] = ((codes - 8) * scale[..., None]).reshape(weight.shape)
-        zeros = torch.full(scale.T.shape, stored_zero)
-        parts = {
-            "qweight": _packed(codes.reshape(weight.shape), 4).T,
-            "qzeros": _packed(zeros, 4),
-            "scales": scale.T.half(),
-        }
-        tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
-    stored(place, tensors)
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True} | settings
-    edited(place / "config.json", quantization_config=settings)
-    return plain
-
-
-@pytest.mark.parametrize(("zero", "form"), [(7, "gptq"), (8, "gptq_v2")])
-def test_symmetric_gptq_is_read_in_both_formats(zero: int, form: str, tmp_path: Path) -> None:
-    plain = symmetric_gptq(tmp_path, zero, checkpoint_format=form)
-    for name, parameter in loading.load(tmp_path).model.named_parameters():
-        assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7), name
-
-
-GPTQ_CONTRADICTIONS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "zeros stored as 8 in the first format": (8, {"checkpoint_format": "gptq"}, "sym"),
-    "zeros stored as 7 in the second": (7, {"checkpoint_format": "gptq_v2"}, "sym"),
-    "other bits": (7, {"bits": 8}, "bits"),
-    "other groups": (7, {"group_size": 2 * GROUP}, "group_size"),
-    "one group": (7, {"group_size": -1}, "group_size"),
-}
-
-
-def both_refused(place: Path, *words: str) -> None:
-    """Assert that the model is refused with those words, loaded and read from its files."""
-    refused(ModelError, lambda: loading.load(place), *words)
-    refused(ModelError, lambda: attnlens.inspect(place, source="weights", from_files=True), *words)
-
-
-def test_settings_that_hold_for_some_modules_alone_contradict_no_tensors(tmp_path: Path) -> None:
-    plain = symmetric_gptq(tmp_path, 7, bits=8, group_size=32, dynamic={"+:.*": {"bits": 4, "group_size": GROUP}})
-    loaded = dict(loading.load(tmp_path).model.named_parameters())
-    assert torch.allclose(loaded[f"{Q}.weight"], plain[f"{Q}.weight"], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("case", GPTQ_CONTRADICTIONS)
-def test_gptq_whose_settings_contradict_its_tensors_is_refused(case: str, tmp_path: Path) -> None:
-    zero, settings, word = GPTQ_CONTRADICTIONS[case]
-    symmetric_gptq(tmp_path, zero, **settings)
-    both_refused(tmp_path, "proj", word)
-
-
-def large_fp8(place: Path, side: int, **settings: Any) -> Tensors:
-    """A Llama of width 192 whose projections are float8 with a scale for each block of that side, and its weights."""
+def blocks(place, side, **settings):
+    """Save a Llama of width 192 in float8 with a scale for each block of that side, and return its decoded tensors."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
     tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=64)).save_pretrained(place)
-    tensors = weights(place)
-    plain = dict(tensors)
-    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
-        codes, scale, plain[f"{name}.weight"] = _in_blocks(tensors.pop(f"{name}.weight"), side, side)
-        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
-    stored(place, tensors)
+    codes, plain = encoded(weights(place), float8("weight_scale_inv", lambda _: (side, side)))
+    stored(place, codes)
     edited(place / "config.json", quantization_config={"quant_method": "fp8"} | settings)
     return plain
 
 
-def test_blocks_of_which_the_config_says_nothing_have_the_usual_side(tmp_path: Path) -> None:
-    plain = large_fp8(tmp_path, 128)
-    for name, parameter in loading.load(tmp_path).model.named_parameters():
-        assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7), name
-    loaded, parts = (attnlens.inspect(tmp_path, source="weights", from_files=way) for way in (False, True))
-    assert alike(parts, loaded, 1e-6, 1e-9)
+def test_formats_of_gptq_settings_per_module_and_the_default_block_size_are_applied(tmp_path):
+    for zero, form in ((7, "gptq"), (8, "gptq_v2")):
+        check_parameters(tmp_path / form, symmetric_gptq(tmp_path / form, zero, checkpoint_format=form))
+    dynamic = {"+:.*": {"bits": 4, "group_size": GROUP}}
+    place = tmp_path / "dynamic"
+    check_parameters(place, symmetric_gptq(place, 7, bits=8, group_size=32, dynamic=dynamic))
+    place = tmp_path / "blocks"
+    check_parameters(place, blocks(place, 128))
+    check_alike(from_files(place), inspect(place), 1e-6, 1e-9)
 
 
-@pytest.mark.parametrize(("side", "settings"), [(64, {}), (48, {"weight_block_size": [64, 64]})])
-def test_blocks_that_do_not_fit_their_scales_are_refused(side: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    large_fp8(tmp_path, side, **settings)
-    both_refused(tmp_path, "proj", "scales do not")
+def changed(method, **parts):
+    """Build a model of that method in which tensors of one projection are replaced; None removes one."""
+
+    def edit(place):
+        quantised(place, method)
+        tensors = weights(place)
+        names = {part: f"{Q}.{part}" for part in parts}
+        tensors |= {names[part]: tensor for part, tensor in parts.items() if tensor is not None}
+        gone = {names[part] for part, tensor in parts.items() if tensor is None}
+        assert gone <= tensors.keys()
+        stored(place, {name: tensor for name, tensor in tensors.items() if name not in gone})
+
+    return edit
 
 
-OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "one scale instead of blocks": ("fp8 per tensor", {"weight_block_size": [20, 20]}, "weight_block_size"),
-    "awq of other groups": ("awq", {"group_size": 2 * GROUP}, "group_size"),
-    "awq without zeros": ("awq", {"zero_point": False}, "zero_point"),
-    "codes of eight bits": ("nf4", {"load_in_8bit": True, "load_in_4bit": False}, "load_in_8bit"),
-    "codes of four bits": ("LLM.int8", {"load_in_8bit": False, "load_in_4bit": True}, "load_in_4bit"),
-    "another table": ("nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
-    "no zeros": (
-        "packed",
-        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": True}}}},
-        "symmetric",
-    ),
-    "groups of another size": (
-        "packed",
-        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}},
-        "group_size",
-    ),
-    "int8 of four bits": ("int8", {"config_groups": _groups(4)}, "num_bits"),
+def contradicting(method, **settings):
+    return lambda place: quantised(place, method, **settings)
+
+
+def gptq_of(zero, **settings):
+    return lambda place: symmetric_gptq(place, zero, **settings)
+
+
+BYTES = torch.zeros(4, dtype=torch.uint8)
+STATE = "weight.quant_state.bitsandbytes__nf4"
+# fmt: off
+FAULTS = {
+    "a scale of another grid": (changed("fp8 in blocks", weight_scale_inv=torch.ones(5, 5)), Q, "do not divide"),
+    "float8 without a scale": (changed("fp8 in blocks", weight_scale_inv=None), f"{Q}.weight", "F8_E4M3"),
+    "codes without a scale": (changed("gptq", scales=None), Q, "scales is missing"),
+    "codes alone": (changed("gptq", scales=None, qzeros=None, g_idx=None), f"{Q}.qweight"),
+    "groups beyond the scales": (
+        changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
+    "awq without zero tensors": (changed("awq", qzeros=None), Q, "qzeros is missing"),
+    "another shape": (
+        changed("packed", weight_shape=torch.tensor([HIDDEN, 2**40])), Q, "contain 1099511627776 codes"),
+    "another state": (changed("nf4", **{STATE: BYTES}), Q, "a valid description of its codes is missing"),
+    "no values": (changed("nf4", **{"weight.quant_map": None}), Q, "quant_map is missing"),
+    "another order": (changed("LLM.int8", weight_format=BYTES[0] + 2), Q, "stored row by row"),
+    "zeros stored as 8 in the first format": (gptq_of(8, checkpoint_format="gptq"), "proj", "sym"),
+    "zeros stored as 7 in the second": (gptq_of(7, checkpoint_format="gptq_v2"), "proj", "sym"),
+    "other bits": (gptq_of(7, bits=8), "proj", "bits"),
+    "other groups": (gptq_of(7, group_size=2 * GROUP), "proj", "group_size"),
+    "one group": (gptq_of(7, group_size=-1), "proj", "group_size"),
+    "in order": (contradicting("gptq", desc_act=False), "proj", "desc_act"),
+    "blocks of 64": (lambda place: blocks(place, 64), "proj", "scales do not"),
+    "blocks of 48": (lambda place: blocks(place, 48, weight_block_size=[64, 64]), "proj", "scales do not"),
+    "one scale instead of blocks": (
+        contradicting("fp8 per tensor", weight_block_size=[20, 20]), "proj", "weight_block_size"),
+    "awq of other groups": (contradicting("awq", group_size=2 * GROUP), "proj", "group_size"),
+    "awq without zeros": (contradicting("awq", zero_point=False), "proj", "zero_point"),
+    "codes of eight bits": (contradicting("nf4", load_in_8bit=True, load_in_4bit=False), "proj", "load_in_8bit"),
+    "codes of four bits": (contradicting("LLM.int8", load_in_8bit=False, load_in_4bit=True), "proj", "load_in_4bit"),
+    "another table": (contradicting("nf4", bnb_4bit_quant_type="fp4"), "proj", "bnb_4bit_quant_type"),
+    "no zeros": (contradicting("packed", config_groups=groups(4, symmetric=True)), "proj", "symmetric"),
+    "groups of another size": (contradicting("packed", config_groups=groups(4, group_size=32)), "proj", "group_size"),
+    "int8 of four bits": (contradicting("int8", config_groups=groups(4)), "proj", "num_bits"),
 }
+# fmt: on
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_codes_whose_settings_contradict_their_tensors_are_refused_by_name(case: str, tmp_path: Path) -> None:
-    method, settings, word = OTHERS[case]
-    quantised(tmp_path, method)
-    edited(tmp_path / "config.json", quantization_config=METHODS[method][1] | settings)
-    both_refused(tmp_path, "proj", word)
+def test_codes_that_can_not_be_decoded_are_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    each_refused(ModelError, tmp_path / "model", FAULTS, loading.load, from_files)
+
+
+def test_a_scale_beside_plain_weights_is_refused_and_scales_of_activations_are_named(tmp_path):
+    stored(tmp_path, saved(tmp_path) | {f"{Q}.weight_scale": torch.tensor(2.0)})
+    refused(ModelError, lambda: loading.load(tmp_path), f"{Q}.weight_scale")
+    changed("fp8 per tensor", input_scale=torch.tensor(2.0))(tmp_path)
+    assert loading.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
+
+
+UNREAD = ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8", "nosuch", ["fp8"])
+ABSENT = ("gptq", "awq", "bitsandbytes", "fp8")
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+def test_unsupported_methods_and_declared_but_absent_codes_are_refused_by_the_method(folder):
+    cases = [({"quant_method": method}, (f"quantised with {method}", "GGUF")) for method in UNREAD]
+    cases += [({"quant_method": method}, (f"with {method}", "but the files contain none")) for method in ABSENT]
+    cases += [({f"load_in_{bits}bit": True}, ("quantised with bitsandbytes",)) for bits in (4, 8)]
+    cases += [({"bits": 4}, ("quantised with None", "GGUF")), ("int8", ("quantised with int8", "GGUF"))]
+    cases += [(COMPRESSED, ("nvfp4", "is not supported"))]
+    cases += [({"quant_method": "awq", "version": "gemv"}, ("gemv", "is not supported"))]
+    for settings, words in cases:
+        edited(folder / "config.json", quantization_config=settings, vision_config=None)
+        refused(ModelError, lambda: loading.load(str(folder)), *words)
+        edited(folder / "config.json", quantization_config=None, vision_config={"quantization_config": settings})
+        refused(ModelError, lambda: loading.load(str(folder)), "vision_config.quantization_config")
+
+
+def test_codes_without_settings_are_never_read_as_numbers_unless_they_are_masks_or_positions(folder):
+    whole = weights(folder)
+    coded = [name for name in whole if name.endswith(("c_attn.weight", "c_fc.weight"))]
+    kinds = torch.int8, torch.uint8, torch.bool, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2
+    for kind in kinds:
+        codes = {name: (whole[name] / whole[name].abs().max() * 127).round().to(kind) for name in coded}
+        scales = {f"{name}_scale": whole[name].abs().max() / 127 for name in coded}
+        stored(folder, whole | codes | scales)
+        words = "transformer.h.0.attn.c_attn.weight and 3 more", "codes"
+        refused(ModelError, lambda: loading.load(str(folder)), *words)
+    bias = {"transformer.h.1.attn.c_attn.bias": torch.ones(72, dtype=torch.int8)}
+    stored(folder, whole | bias)
+    refused(ModelError, lambda: loading.load(str(folder)), "c_attn.bias as I8")
+    torch.save(whole | bias, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(ModelError, lambda: loading.load(str(folder), allow_pickle=True), "c_attn.bias as int8")
+    stored(folder, whole | {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)})
+    assert loading.load(str(folder)).unused_keys == ()
+    families.build("bert").save_pretrained(folder)
+    stored(folder, weights(folder) | {"bert.embeddings.position_ids": torch.arange(64)[None]})
+    assert loading.load(str(folder)).missing_keys == ()
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of the codes in order (E2M1)
+
+
+def test_mxfp4_is_decoded(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = tf.GptOssConfig(**sizes, vocab_size=64, layer_types=["full_attention"])
+    tf.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    tensors, expected = weights(tmp_path), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, width, height = tensors.pop(name).shape
+        codes = torch.randint(0, 256, (experts, height, width // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 128, (experts, height, width // 32), dtype=torch.uint8)
+        pairs = torch.stack([FP4[(codes & 15).long()], FP4[(codes >> 4).long()]], -1).flatten(-2)
+        decoded = pairs * torch.exp2(scales.float() - 127)[..., None]
+        expected[name] = decoded.reshape(experts, height, width).mT
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    stored(tmp_path, tensors)
+    plain = ["model.layers.*.self_attn", "lm_head", "model.embed_tokens", "model.layers.*.mlp.router"]
+    edited(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": plain})
+    loaded = loading.load(str(tmp_path))
+    assert (loaded.missing_keys, loaded.unused_keys, loaded.info.quantised) == ((), (), "mxfp4")
+    assert len(expected) == 2
+    for name, values in expected.items():
+        assert torch.equal(loaded.model.get_parameter(name), values)
+    read = from_files(tmp_path)
+    assert read.heads == inspect(tmp_path).heads
+    assert read.coverage.complete

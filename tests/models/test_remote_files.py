@@ -1,4 +1,4 @@
-"""Tests that of a hub's model no more is fetched than its queries and keys, also where connections drop."""
+"""Tests that of a hub's model no more is fetched than its queries and keys, also if connections drop."""
 
 import fake_hub
 import pytest
@@ -9,13 +9,14 @@ from hostile import refused
 import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
+from attnlens.models.loading import stored
 
 SHARDS = 3
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama in three shards, whose small files and weights a hub hands out."""
+    """A Llama in three shards, served by a hub."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -26,60 +27,43 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def hub(checkpoint, monkeypatch, tmp_path):
-    from huggingface_hub import constants
-
-    from attnlens.models.loading import stored
-
     monkeypatch.setattr(stored, "WAIT", 0.0)
     with fake_hub.hub(checkpoint) as (address, answers):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        fake_hub.connect(address, tmp_path, monkeypatch)
         yield answers
 
 
-def inspected(name):
-    return attnlens.inspect(name, source="weights", from_files=True)
+def inspect(name, way=True):
+    report = attnlens.inspect(name, source="weights", from_files=way, analyzers=["symmetry"])
+    return [head.measures for head in report.heads]
 
 
-def test_no_more_is_fetched_than_is_needed_and_the_numbers_are_those_of_the_loaded_model(hub, checkpoint):
-    report = inspected(fake_hub.OPEN)
-    local = attnlens.inspect(checkpoint, source="weights")
-    assert [head.measures for head in report.heads] == [head.measures for head in local.heads]
+def test_only_queries_and_keys_are_fetched_once_even_if_connections_drop(hub, checkpoint):
+    whole = inspect(fake_hub.OPEN)
+    assert whole == inspect(checkpoint, way=False)
     deferred = loading.load(checkpoint, from_files=True).deferred
     needed = deferred.files.size(name for name in deferred.files.stored if "q_proj" in name or "k_proj" in name)
-    headers = sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in checkpoint.glob("*.safetensors"))
-    ranges = [size for size in hub.sent if size]
+    shards = list(checkpoint.glob("*.safetensors"))
+    needed += sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in shards)
     small = sum(file.stat().st_size for file in checkpoint.iterdir() if file.suffix != ".safetensors")
-    assert needed + headers <= sum(ranges) - small <= 1.05 * (needed + headers)  # with what the hub says of the model
-    whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    assert needed < whole / 4  # the control: all of it would be far more
-
-
-def test_dropped_connections_are_taken_up_where_they_ended(hub):
-    whole = inspected(fake_hub.OPEN)
+    assert needed <= sum(hub.sent) - small <= 1.05 * needed  # with what the hub reports of the model
+    assert needed < sum(file.stat().st_size for file in shards) / 4, "a control: all of it would be far more"
     hub.sent.clear()
-    inspected(fake_hub.OPEN)
+    inspect(fake_hub.OPEN)
     before = sum(hub.sent)
     hub.sent.clear()
-    whole_headers = [10**9] * 2 * SHARDS
-    hub.drops[:] = [*whole_headers, 100_000, 0, 7, 50_000, 10**9, 200_000][::-1]
-    again = inspected(fake_hub.OPEN)
+    headers = [10**9] * 2 * SHARDS  # are sent whole
+    hub.drops[:] = [*headers, 100_000, 0, 7, 50_000, 10**9, 200_000][::-1]
+    assert inspect(fake_hub.OPEN) == whole
     assert hub.drops == []
-    assert [head.measures for head in again.heads] == [head.measures for head in whole.heads]
     assert {100_000, 0, 7, 50_000, 200_000} <= set(hub.sent), "tensors were cut off"
-    assert sum(hub.sent) == before, "and no byte was sent twice"
-
-
-def test_a_hub_that_drops_every_connection_is_told_in_two_lines(hub):
+    assert sum(hub.sent) == before, "no byte was sent twice"
     hub.drops[:] = [0] * 500
-    refused(ModelError, lambda: inspected(fake_hub.OPEN), "can't be read from the hub")
+    refused(ModelError, lambda: inspect(fake_hub.OPEN), "can't be read from the hub")
 
 
-def test_weights_that_are_here_already_are_not_asked_for(hub):
-    loading.load(fake_hub.OPEN)  # which downloads them
-    hub.sent.clear()
+def test_downloaded_weights_are_not_requested_again(hub):
+    loading.load(fake_hub.OPEN)
     hub.drops[:] = [0] * 50
-    inspected(fake_hub.OPEN)
+    inspect(fake_hub.OPEN)
     assert len(hub.drops) == 50

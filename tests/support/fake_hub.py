@@ -1,4 +1,4 @@
-"""A model hub on this machine that speaks as much of its language as a download takes."""
+"""A model hub on this machine that answers what a download requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from socket import SHUT_RDWR
 from threading import Thread
 from typing import Any
 
+import pytest
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OPEN, GATED = "someone/open", "someone/gated"
 
 
 class _Answers(BaseHTTPRequestHandler):
     folder: Path
-    asked: list[str]
-    sent: list[int]
-    """Bytes of each file or range that was sent."""
-    drops: list[int]
-    """After how many bytes each of the next ranges ends, the connection with it."""
+    requests: list[str]  # paths of the requests
+    sent: list[int]  # bytes of each answer
+    drops: list[int]  # number of bytes after which the connections of the next ranges drop, last first
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         path = self.path.split("?")[0]
         if OPEN not in path and GATED not in path:
             self._refuse(401, "RepoNotFound")
@@ -65,9 +65,8 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "Content-Type": "application/json"}.items():
-            self.send_header(name, value)
-        for name, value in (headers or {}).items():
+        both = {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
+        for name, value in both.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -85,7 +84,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Keep the test's output clean."""
+        """Print nothing."""
 
 
 def _etag(file: Path) -> str:
@@ -93,19 +92,9 @@ def _etag(file: Path) -> str:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The address of a hub that has `folder` under two names, one of them gated, and the paths it was asked for."""
-    asked: list[str] = []
-    with hub(folder) as (address, answers):
-        answers.asked = asked
-        yield address, asked
-
-
-@contextmanager
 def hub(folder: Path) -> Iterator[tuple[str, type[_Answers]]]:
-    """The same, with what it was asked for and sent, and the connections that it is to drop."""
-    found: dict[str, Any] = {"folder": folder, "asked": [], "sent": [], "drops": []}
-    answers = type("Answers", (_Answers,), found)
+    """Serve `folder` under two names, one of them gated; yield the address, and the requests, answers and drops."""
+    answers = type("Answers", (_Answers,), {"folder": folder, "requests": [], "sent": [], "drops": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -115,3 +104,13 @@ def hub(folder: Path) -> Iterator[tuple[str, type[_Answers]]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def connect(address: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub use the hub at this address, and this folder as its cache."""
+    from huggingface_hub import constants
+
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(constants, "ENDPOINT", address)
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -1,9 +1,10 @@
-"""Files that nobody should have made, and what must become of them."""
+"""Broken model files, and checks of how they are refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def saved(place: Path) -> Path:
-    """A tiny GPT-2 with its tokenizer, as save_pretrained writes it."""
-    tiny.gpt2().save_pretrained(place)
-    tiny.tokenizer("gpt2").save_pretrained(place)
+    """Save a tiny GPT-2 with its tokenizer."""
+    for part in (tiny.gpt2(), tiny.tokenizer("gpt2")):
+        part.save_pretrained(place)
     return place
 
 
@@ -28,8 +29,8 @@ def edited(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load((folder / "model.safetensors").read_bytes())  # and not mapped, since the file is written anew
+def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load((folder / name).read_bytes())  # not mapped, since tests rewrite the file
 
 
 def stored(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors") -> None:
@@ -37,7 +38,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.sa
 
 
 def refused(kind: type[AttnlensError], call: Callable[[], object], *words: str) -> AttnlensError:
-    """The error of the call: a line each on what is wrong and what to do, neither of them endless."""
+    """Return the error of the call, whose problem and remedy must be one line of bounded length each."""
     with pytest.raises(AttnlensError) as caught:
         call()
     error = caught.value
@@ -50,3 +51,21 @@ def refused(kind: type[AttnlensError], call: Callable[[], object], *words: str) 
         assert word in str(error), str(error)
     assert "weights_only" not in str(error)
     return error
+
+
+def each_refused(
+    kind: type[AttnlensError], original: Path, faults: Mapping[str, tuple[Any, ...]], *calls: Callable[[Path], object]
+) -> None:
+    """Check that each call refuses each fault, (edit, words …), of a copy of the folder; the copies are put beside it.
+
+    Only the first call's error must contain all words, those of the other calls the first word.
+    """
+    for number, (fault, (edit, *words)) in enumerate(faults.items()):
+        folder = Path(shutil.copytree(original, original.parent / f"fault{number}" / original.name))
+        edit(folder)
+        for call in calls:
+            try:
+                refused(kind, lambda call=call, folder=folder: call(folder), *words[: None if call is calls[0] else 1])
+            except BaseException as error:
+                error.add_note(f"fault: {fault}")
+                raise

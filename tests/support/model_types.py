@@ -74,34 +74,31 @@ VOCABULARIES = _names(
     "n_words"
 )
 LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "layers_types", "attn_layers")
-MOST = {
-    **dict.fromkeys(
-        _names("max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length"), 128
-    ),
-    **dict.fromkeys(_names("max_sequence_length mamba_d_ssm"), 128),
-    **dict.fromkeys(_names("upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents"), 64),
-    **dict.fromkeys(_names("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(_names("moe_shared_expert_intermediate_size shared_intermediate_size projection_dim"), 32),
-    **dict.fromkeys(_names("kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size"), 16),
-    **dict.fromkeys(
-        _names("num_conv_pos_embeddings image_seq_length num_image_tokens index_head_dim mamba_head_dim"), 16
-    ),
-    **dict.fromkeys(_names("rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads"), 8),
-    **dict.fromkeys(_names("mamba_d_state mamba_num_heads state_size ssm_state_size num_latents"), 8),
-    **dict.fromkeys(_names("sliding_window local_attention attention_chunk_size"), 8),
-    **dict.fromkeys(_names("num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens"), 4),
-    **dict.fromkeys(_names("linear_num_value_heads index_n_heads"), 4),
-    **dict.fromkeys(_names("num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads"), 2),
-    **dict.fromkeys(_names("n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts"), 1),
-    **dict.fromkeys(_names("num_shared_experts mamba_n_groups num_layers_per_stack"), 1),
-    **dict.fromkeys(
-        _names("decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers"), 0
-    ),
-    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 8},
-    **{"num_conv_pos_embedding_groups": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    **{"index_kpool": 4, "max_2d_position_embeddings": 1024},
+_MOST = {
+    0: "decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers",
+    1: "n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts num_shared_experts "
+    "mamba_n_groups num_layers_per_stack",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads num_conv_pos_embedding_groups",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens linear_num_value_heads "
+    "index_n_heads index_kpool",
+    8: "rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_d_state "
+    "mamba_num_heads state_size ssm_state_size num_latents sliding_window local_attention attention_chunk_size "
+    "index_topk",
+    10: "num_queries",
+    16: "kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size num_conv_pos_embeddings "
+    "image_seq_length num_image_tokens index_head_dim mamba_head_dim hidden_size_per_layer_input",
+    24: "q_lora_rank qk_head_dim",
+    32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size shared_intermediate_size projection_dim",
+    50: "max_source_positions",
+    64: "upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents",
+    128: "max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length max_sequence_length "
+    "mamba_d_ssm",
+    VOCABULARY: "vocab_size_per_layer_input",
+    1024: "max_2d_position_embeddings",
 }
-"""The largest number under each of these names."""
+MOST = {name: most for most, names in _MOST.items() for name in names.split()}
+"""Largest value of each of these settings."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 """What stands where a configuration says None."""
 TOKENS = {"image_token_id": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -156,30 +153,27 @@ def _built(name: str, model_class: Any, way: frozenset[str]) -> Any:
 
 
 def class_of(name: str) -> Any:
-    """The class that is built of a type, if there is one that takes its configuration; None where there is none."""
-    wanted = CONFIG_MAPPING[name]
-    maps = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
-    maps = ["MODEL_MAPPING_NAMES"] if name in BARE else maps
+    """Return the class that is built of a type: the first that takes its configuration; None if there is none."""
+    names = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
     others = [one for one in dir(auto) if one.startswith("MODEL") and one.endswith("_MAPPING_NAMES")]
-    found = []
-    for table in (getattr(auto, one, {}) for one in (*maps, *others)):
-        names = table.get(name, ())
-        classes = [getattr(tf, one, None) for one in ((names,) if isinstance(names, str) else names)]
-        found += [one for one in classes if one is not None]
-    fitting = [one for one in found if issubclass(wanted, getattr(one, "config_class", None) or ())]
-    return next(iter((*fitting, *found)), None)
+    classes = []
+    for table in (*(["MODEL_MAPPING_NAMES"] if name in BARE else names), *others):
+        entry = getattr(auto, table, {}).get(name, ())
+        classes += [getattr(tf, one, None) for one in ((entry,) if isinstance(entry, str) else entry)]
+    classes = [one for one in classes if one is not None]
+    fitting = [one for one in classes if issubclass(CONFIG_MAPPING[name], getattr(one, "config_class", None) or ())]
+    return next(iter((*fitting, *classes)), None)
 
 
 def config_of(name: str, way: frozenset[str]) -> Any:
-    """The type's configuration, shrunk."""
+    """Return the type's configuration, shrunk."""
     config_class = CONFIG_MAPPING[name]
-    kept = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
-    kept.pop("model_type", None)
-    return config_class(**kept)
+    small = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
+    return config_class(**{key: value for key, value in small.items() if key != "model_type"})
 
 
 def _first_sizes(name: str) -> dict[str, Any]:
-    """What the configuration must be made with: DETR's needs a backbone that no package brings."""
+    """Return what the configuration must be made with: DETR's needs a backbone that no package brings."""
     if name == "funnel":
         return {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 16, "n_head": 4, "d_model": 64}
     if name == "omdet-turbo":
@@ -187,30 +181,28 @@ def _first_sizes(name: str) -> dict[str, Any]:
     if name not in ("detr", "conditional_detr", "table-transformer", "deformable_detr", "dab-detr"):
         return {}
     stages = ["stage2", "stage3", "stage4"] if name == "deformable_detr" else ["stage4"]
-    backbone = tf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], layer_type="basic", out_features=stages
-    )
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "layer_type": "basic"}
     plain = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
-    return plain | {"backbone_config": backbone}
+    return plain | {"backbone_config": tf.ResNetConfig(**sizes, out_features=stages)}
 
 
-def shrunk(given: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
-    """A configuration as a dictionary, smaller; those inside it too."""
-    config = copy.deepcopy(given)
+def shrunk(config: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
+    """Return a configuration, as a dictionary, with smaller sizes, also in its inner configurations."""
+    config = copy.deepcopy(config)
     kinds, pattern = _pattern(config)
-    depth = len(pattern) if kinds else 2
     per_layer = config.pop("per_layer_config", None)
     _without_stages(config)
-    found = {name: _smaller(name, value, config, way, kinds, pattern, depth) for name, value in config.items()}
+    depth = len(pattern) if kinds else 2
+    small = {name: _smaller(name, value, config, way, kinds, pattern, depth) for name, value in config.items()}
     if isinstance(per_layer, dict):
-        kept = {index: one for index, one in per_layer.items() if int(index) < (len(kinds) if kinds else 2)}
-        places = {index: pattern.index(kinds[int(index)]) if kinds else index for index in kept}
-        found["per_layer_config"] = {places[index]: shrunk(one, way) for index, one in kept.items()}
-    return found
+        layers = {index: one for index, one in per_layer.items() if int(index) < (len(kinds) if kinds else 2)}
+        places = {index: pattern.index(kinds[int(index)]) if kinds else index for index in layers}
+        small["per_layer_config"] = {places[index]: shrunk(one, way) for index, one in layers.items()}
+    return small
 
 
 def _pattern(config: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The kinds of the layers as they are, and a shorter list with each kind once; nothing where they have none."""
+    """Return the kinds of the layers, and a shorter list with each kind once; empty lists if there are none."""
     kinds = next((config[name] for name in LISTS_OF_LAYERS if isinstance(config.get(name), list) and config[name]), [])
     counted = any(isinstance(config.get(name), int) and config[name] == len(kinds) for name in DEPTHS)
     if not counted or not all(isinstance(kind, str) for kind in kinds):
@@ -225,32 +217,30 @@ def _shorter(values: list[Any]) -> list[Any]:
 
 def _without_stages(config: dict[str, Any]) -> None:
     """Drop the names of stages that go with the number of layers."""
-    outs = ["out_features", "_out_features", "out_indices", "_out_indices", "stage_names"]
+    names = ["out_features", "_out_features", "out_indices", "_out_indices", "stage_names"]
     staged = bool(config.get("out_features") and (config.get("depths") or config.get("hidden_sizes")))
     flat = not isinstance(config.get("depths"), list) and "num_hidden_layers" in config
-    for name in outs if flat else outs[1:] if staged else ():
+    for name in names if flat else names[1:] if staged else ():
         config.pop(name, None)
 
 
 def _smaller(
     name: str, value: Any, config: dict[str, Any], way: frozenset[str], kinds: list[str], pattern: list[str], depth: int
 ) -> Any:
-    """One entry of a configuration."""
+    """Return one entry of a configuration, smaller."""
     if isinstance(value, dict):
         if name in ("rope_parameters", "rope_scaling"):
             return _rope(value, _turned(config))
         return shrunk(value, way) if name.endswith("config") or "model_type" in value else value
     if value is None:
         return UNSET.get(name)
-    if isinstance(value, list) and len(kinds) > 2 and len(value) == len(kinds) and name != "depths":
-        if value == kinds:
-            return pattern
-        if all(isinstance(one, str) for one in value):
-            return _shorter([value[kinds.index(kind)] for kind in dict.fromkeys(kinds)])[:depth]
-        return value[:depth]
-    if isinstance(value, list) and name == "mlp_layer_types" and len(value) > 2:
-        return (list(dict.fromkeys(value)) + [value[-1]] * depth)[:depth]
     if isinstance(value, list):
+        if len(kinds) > 2 and len(value) == len(kinds) and name != "depths":
+            if value != kinds and all(isinstance(one, str) for one in value):
+                return _shorter([value[kinds.index(kind)] for kind in dict.fromkeys(kinds)])[:depth]
+            return pattern if value == kinds else value[:depth]
+        if name == "mlp_layer_types" and len(value) > 2:
+            return (list(dict.fromkeys(value)) + [value[-1]] * depth)[:depth]
         return _list(name, value, way, depth)
     return _number(name, value, config, way, depth) if type(value) is int else value
 
@@ -272,53 +262,41 @@ def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], 
     if name in DEPTHS:
         return min(value, depth)
     if name.endswith("token_id") and value >= VOCABULARY:
-        other = 301 if "video" in name else 302 if "audio" in name else 303
-        return TOKENS.get(name, other)
+        return TOKENS.get(name, 301 if "video" in name else 302 if "audio" in name else 303)
     if name.endswith("token_index") and value >= VOCABULARY:
         return 300 if "image" in name else 301
-    return value if "full width" in way else _size(name, value, config, way)
-
-
-def _size(name: str, value: int, config: dict[str, Any], way: frozenset[str]) -> int:
-    latent = bool(config.get("kv_lora_rank"))
+    if "full width" in way:
+        return value
     if name in ("embed_dim", "hidden_size", "embedding_size") and isinstance(config.get("depths"), list):
         return value
     if name in KEY_HEADS and value > 1:
-        return 4 if latent or "ungrouped" in way else 2
+        return 4 if config.get("kv_lora_rank") or "ungrouped" in way else 2
     if name == "head_dim" and isinstance(config.get("qk_rope_head_dim"), int):
         return 8
-    sizes = [
-        (WIDTHS, min(value, 64)),
-        (INNER, min(value, 96)),
-        (HEADS, 4 if value > 0 else value),
-        (HEAD_SIZES, 16),
-        (IMAGES, min(value, 64 if "larger image" in way else 32)),
-        ({"patch_size"}, min(value, 8)),
-        (MOST, min(value, MOST.get(name, value))),
-    ]
-    return next((size for names, size in sizes if name in names), value)
+    sizes = [(WIDTHS, min(value, 64)), (INNER, min(value, 96)), (HEADS, 4 if value > 0 else value), (HEAD_SIZES, 16)]
+    sizes += [(IMAGES, min(value, 64 if "larger image" in way else 32)), ({"patch_size"}, min(value, 8))]
+    return next((size for names, size in sizes if name in names), min(value, MOST.get(name, value)))
 
 
 def _turned(config: dict[str, Any]) -> int:
-    """How many coordinates of a head the rotation turns."""
+    """Return how many coordinates of a head the rotation turns."""
     rope = config.get("rope_parameters") or {}
     share = (rope if isinstance(rope, dict) else {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return int((8 if isinstance(config.get("qk_rope_head_dim"), int) else 16) * (share or 1.0))
 
 
-def _rope(given: dict[str, Any], turned: int) -> dict[str, Any]:
-    half = turned // 2
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+def _rope(rope: dict[str, Any], turned: int) -> dict[str, Any]:
+    small: dict[str, Any] = {}
+    for name, value in rope.items():
         if isinstance(value, dict):
-            found[name] = _rope(value, turned)
+            small[name] = _rope(value, turned)
         elif name == "mrope_section" and isinstance(value, list) and len(value) == 3:
-            found[name] = [half - 2 * (turned // 6), turned // 6, turned // 6]
+            small[name] = [turned // 2 - 2 * (turned // 6), turned // 6, turned // 6]
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            found[name] = [1.0] * half
+            small[name] = [1.0] * (turned // 2)
         else:
-            found[name] = 64 if name == "original_max_position_embeddings" and isinstance(value, int) else value
-    return found
+            small[name] = 64 if name == "original_max_position_embeddings" and isinstance(value, int) else value
+    return small
 
 
 def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -327,8 +305,11 @@ def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cleaned(config: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in config.items() if name not in DROPPED}
-    return {name: _cleaned(value) if isinstance(value, dict) else value for name, value in kept.items()}
+    return {
+        name: _cleaned(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in DROPPED
+    }
 
 
 SHARP = re.compile(
@@ -366,35 +347,32 @@ def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator)
 
 
 def plain_inputs(model: Any) -> dict[str, Tensor]:
-    """Inputs by the signature of the model's forward pass, two sequences of 12 tokens; made without attnlens."""
+    """Return inputs by the signature of the model's forward pass, two sequences of 12 tokens, without attnlens."""
     config, draw = model.config, torch.Generator().manual_seed(0)
-    taken, main = inspect.signature(model.forward).parameters, model.main_input_name
+    names, main = inspect.signature(model.forward).parameters, model.main_input_name
     both = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     if main == "input_ids" or both:
-        found["input_ids"] = torch.randint(16, 272, (2, 12), generator=draw)
-        if "attention_mask" in taken:
-            found["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
-    if "decoder_input_ids" in taken and config.is_encoder_decoder:
-        found["decoder_input_ids"] = torch.randint(16, 272, (2, 10), generator=draw)
-    if "pixel_values" in taken and (main == "pixel_values" or both):
-        size = _said(config, "image_size", "input_size", "img_size", otherwise=64)
-        channels = _said(config, "num_channels", "in_channels", "in_chans", otherwise=3)
+        inputs["input_ids"] = torch.randint(16, 272, (2, 12), generator=draw)
+        if "attention_mask" in names:
+            inputs["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
+    if "decoder_input_ids" in names and config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(16, 272, (2, 10), generator=draw)
+    if "pixel_values" in names and (main == "pixel_values" or both):
+        size = _setting(config, "image_size", "input_size", "img_size", default=64)
+        channels = _setting(config, "num_channels", "in_channels", "in_chans", default=3)
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-        found["pixel_values"] = torch.randn(2, channels, *sides, generator=draw)
+        inputs["pixel_values"] = torch.randn(2, channels, *sides, generator=draw)
     if main == "input_values":
-        found["input_values"] = torch.randn(2, 16_000, generator=draw)
+        inputs["input_values"] = torch.randn(2, 16_000, generator=draw)
     if main == "input_features":
-        mel = _said(config, "num_mel_bins", "feature_size", "input_feat_per_channel", otherwise=80)
-        frames = 2 * _said(config, "max_source_positions", otherwise=100)
-        found["input_features"] = torch.randn(2, mel, frames, generator=draw)
-    return found
+        mel = _setting(config, "num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
+        frames = 2 * _setting(config, "max_source_positions", default=100)
+        inputs["input_features"] = torch.randn(2, mel, frames, generator=draw)
+    return inputs
 
 
-def _said(config: Any, *names: str, otherwise: int) -> Any:
+def _setting(config: Any, *names: str, default: int) -> Any:
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    for one in (config, *filter(None, inner)):
-        for name in names:
-            if isinstance(value := vars(one).get(name), int | list | tuple):
-                return value
-    return otherwise
+    values = (vars(one).get(name) for one in (config, *filter(None, inner)) for name in names)
+    return next((value for value in values if isinstance(value, int | list | tuple)), default)

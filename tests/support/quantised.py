@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,29 @@ import transformers as tf
 from hostile import edited, stored, weights
 
 Tensors = dict[str, torch.Tensor]
+Encoder = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 HIDDEN, GROUP = 48, 16
 
 
-def _in_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float8 codes, a scale for each block (those at the edges are smaller), and what they stand for."""
-    rows, columns = -(-weight.shape[0] // height), -(-weight.shape[1] // width)
-    scale, codes, plain = torch.zeros(rows, columns), torch.zeros_like(weight), torch.zeros_like(weight)
-    for i in range(rows):
-        for j in range(columns):
-            place = slice(i * height, i * height + height), slice(j * width, j * width + width)
-            scale[i, j] = weight[place].abs().max() / 448
-            codes[place] = (weight[place] / scale[i, j]).to(torch.float8_e4m3fn).float()
-            plain[place] = codes[place] * scale[i, j]
-    return codes.to(torch.float8_e4m3fn), scale, plain
+def float8(scale_name: str, blocks: Callable[[torch.Tensor], tuple[int, int]]) -> Encoder:
+    """Encode as float8 with a scale for each block (smaller at the edges); `blocks` returns their height and width."""
+
+    def encode(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        sides = blocks(weight)
+        (rows, height), (columns, width) = ((-(-n // side), side) for n, side in zip(weight.shape, sides, strict=True))
+        padded = torch.zeros(rows * height, columns * width)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        scale = padded.reshape(rows, height, columns, width).abs().amax((1, 3)) / 448
+        spread = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[: weight.shape[0], : weight.shape[1]]
+        codes = (weight / spread).to(torch.float8_e4m3fn)
+        scale = scale.reshape(()) if scale.numel() == 1 else scale
+        return {f"{name}.weight": codes, f"{name}.{scale_name}": scale}, codes.float() * spread
+
+    return encode
 
 
-def fp8_blocks(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    codes, scale, plain = _in_blocks(weight, 20, 20)
-    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}, plain
-
-
-def fp8_tensor(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    codes, scale, plain = _in_blocks(weight, *weight.shape)
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scale.reshape(())}, plain
-
-
-def fp8_rows(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    codes, scale, plain = _in_blocks(weight, 1, weight.shape[1])
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, plain
-
-
-def _packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Codes in words of 32 bits along the rows, one by one, the lowest bits first."""
+def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Pack codes into words of 32 bits along the rows, the lowest bits first."""
     count = 32 // bits
     words = torch.zeros(codes.shape[0], -(-codes.shape[1] // count), dtype=torch.int64)
     for column in range(codes.shape[1]):
@@ -54,43 +45,36 @@ def _packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torc
 
 
 def _grouped(weight: torch.Tensor, bits: int, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Codes, zeros and scales of each row's groups of inputs, and what they stand for; all with a row an output."""
-    groups = int(index.max()) + 1
-    low, high = (torch.stack([of(weight[:, index == g]) for g in range(groups)], 1) for of in (_least, _most))
+    """Return codes, zeros and scales of each row's groups of inputs, one row per output, and the decoded weight."""
+    groups = [weight[:, index == group] for group in range(int(index.max()) + 1)]
+    low = torch.stack([group.min(1).values for group in groups], 1).clamp(max=-1e-3)
+    high = torch.stack([group.max(1).values for group in groups], 1).clamp(min=1e-3)
     scale = ((high - low) / (2**bits - 1)).half().float()
     zeros = (-low / scale).round().clamp(1, 2**bits - 1)
     codes = (weight / scale[:, index] + zeros[:, index]).round().clamp(0, 2**bits - 1)
     return codes, zeros, scale, (codes - zeros[:, index]) * scale[:, index]
 
 
-def _least(part: torch.Tensor) -> torch.Tensor:
-    return part.min(1).values.clamp(max=-1e-3)
-
-
-def _most(part: torch.Tensor) -> torch.Tensor:
-    return part.max(1).values.clamp(min=1e-3)
-
-
 def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> tuple[Tensors, torch.Tensor]:
     index = torch.arange(weight.shape[1]).flip(0) // GROUP  # as act-order leaves it
     codes, zeros, scale, plain = _grouped(weight, bits, index)
-    tensors = {"qweight": _packed(codes, bits).T, "qzeros": _packed(zeros.T - 1, bits), "scales": scale.T.half()}
+    tensors = {"qweight": packed(codes, bits).T, "qzeros": packed(zeros.T - 1, bits), "scales": scale.T.half()}
     tensors |= {"g_idx": index.int()}
-    return {f"{name}.{part}": tensor.contiguous() for part, tensor in tensors.items()}, plain
+    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
 
 
 def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, zeros, scale, plain = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
     order = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight columns stands in its word
-    tensors = {"qweight": _packed(codes.T, 4, order), "qzeros": _packed(zeros.T, 4, order), "scales": scale.T.half()}
-    return {f"{name}.{part}": tensor.contiguous() for part, tensor in tensors.items()}, plain
+    tensors = {"qweight": packed(codes.T, 4, order), "qzeros": packed(zeros.T, 4, order), "scales": scale.T.half()}
+    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
 
 
 def pack_quantized(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, zeros, scale, plain = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
-    tensors = {"packed": _packed(codes, 4), "zero_point": _packed(zeros.T, 4).T, "scale": scale}
+    tensors = {"packed": packed(codes, 4), "zero_point": packed(zeros.T, 4).T, "scale": scale}
     tensors |= {"shape": torch.tensor(weight.shape)}
-    return {f"{name}.weight_{part}": tensor.contiguous() for part, tensor in tensors.items()}, plain
+    return {f"{name}.weight_{part}": tensor for part, tensor in tensors.items()}, plain
 
 
 def int_quantized(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -107,7 +91,7 @@ def eight_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def four_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """nf4 whose largest of each block are codes too; the values of a code are of no matter, since they are stored."""
+    """Encode as nf4 with coded absmax; any table of values serves, since it is stored."""
     values, outer = torch.linspace(-1, 1, 16) ** 3, torch.linspace(-1, 1, 256)
     blocks = weight.reshape(-1, 32)
     largest = blocks.abs().amax(1)
@@ -133,53 +117,74 @@ def four_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {f"{name}.weight{part}": tensor for part, tensor in tensors.items()}, plain
 
 
-def _groups(bits: int) -> dict[str, Any]:
-    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+def groups(bits: int, **more: Any) -> dict[str, Any]:
+    """Return compressed-tensors' settings of all layers."""
+    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits} | more}}
 
 
-METHODS: dict[str, tuple[Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
-    "fp8 in blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [20, 20]}),
-    "fp8 per tensor": (fp8_tensor, {"quant_method": "fp8"}),
-    "fp8 by rows": (fp8_rows, {"quant_method": "fbgemm_fp8"}),
+COMPRESSED = {"quant_method": "compressed-tensors"}
+METHODS: dict[str, tuple[Encoder, dict[str, Any]]] = {
+    "fp8 in blocks": (
+        float8("weight_scale_inv", lambda _: (20, 20)),
+        {"quant_method": "fp8", "weight_block_size": [20, 20]},
+    ),
+    "fp8 per tensor": (float8("weight_scale", lambda weight: tuple(weight.shape)), {"quant_method": "fp8"}),
+    "fp8 by rows": (float8("weight_scale", lambda weight: (1, weight.shape[1])), {"quant_method": "fbgemm_fp8"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
-    "gptq, eight bits": (lambda name, weight: gptq(name, weight, 8), {"quant_method": "gptq", "bits": 8}),
+    "gptq, eight bits": (partial(gptq, bits=8), {"quant_method": "gptq", "bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
-    "packed": (
-        pack_quantized,
-        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": _groups(4)},
-    ),
-    "int8": (
-        int_quantized,
-        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": _groups(8)},
-    ),
+    "packed": (pack_quantized, COMPRESSED | {"format": "pack-quantized", "config_groups": groups(4)}),
+    "int8": (int_quantized, COMPRESSED | {"format": "int-quantized", "config_groups": groups(8)}),
     "float8": (
-        fp8_rows,
-        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": _groups(8)},
+        float8("weight_scale", lambda weight: (1, weight.shape[1])),
+        COMPRESSED | {"format": "float-quantized", "config_groups": groups(8)},
     ),
     "LLM.int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4": (four_bits, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
 
 
-def saved(place: Path) -> Tensors:
-    """A tiny Llama, and its tensors."""
+@cache
+def _llama() -> tf.LlamaForCausalLM:
     torch.manual_seed(3)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
     for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
         projection.weight.data *= 20
-    model.save_pretrained(place)
+    return model
+
+
+@cache
+def _encoded(encode: Encoder) -> tuple[Tensors, Tensors]:
+    """Return the tensors of the Llama with its projections as codes, and what they decode to."""
+    return encoded({name: part.detach() for name, part in _llama().named_parameters()}, encode)
+
+
+def encoded(tensors: Tensors, encode: Encoder) -> tuple[Tensors, Tensors]:
+    """Return a model's tensors with its projections as codes, and its decoded tensors."""
+    plain, codes = dict(tensors), dict(tensors)
+    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
+        parts, plain[f"{name}.weight"] = encode(name, codes.pop(f"{name}.weight"))
+        codes |= {part: tensor.contiguous() for part, tensor in parts.items()}
+    return codes, plain
+
+
+def saved(place: Path) -> Tensors:
+    """Save a tiny Llama, and return its tensors."""
+    _llama().save_pretrained(place)
     return weights(place)
 
 
-def quantised(place: Path, method: str) -> Tensors:
-    """A tiny Llama whose projections are codes of that method, and what all its tensors stand for."""
+def quantised(place: Path, method: str, **changes: Any) -> Tensors:
+    """Save a tiny Llama whose projections are codes of that method, and return its decoded tensors."""
     encode, settings = METHODS[method]
-    tensors = saved(place)
-    plain = dict(tensors)
-    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
-        codes, plain[f"{name}.weight"] = encode(name, tensors.pop(f"{name}.weight"))
-        tensors |= codes
-    stored(place, tensors)
+    return save_codes(place, encode, settings | changes)
+
+
+def save_codes(place: Path, encode: Encoder, settings: dict[str, Any]) -> Tensors:
+    """Save a tiny Llama with its projections as these codes, and return its decoded tensors."""
+    _llama().save_pretrained(place)
+    codes, plain = _encoded(encode)
+    stored(place, codes)
     edited(place / "config.json", quantization_config=settings)
-    return plain
+    return dict(plain)
