@@ -153,9 +153,6 @@ def test_a_module_without_a_softmax_is_distinguished_from_one_that_does_not_run(
     assert hooks.run_survey(model, inputs).missed == {"bert.embeddings.by_hand": reason, "bert.idle": None}
 
 
-# half precision
-
-
 @pytest.mark.parametrize("name", families.REACHED)
 def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
     model = families.build(name).bfloat16()

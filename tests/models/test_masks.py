@@ -144,9 +144,6 @@ def test_chosen_queries_and_keys_of_a_sequence_have_its_logits():
     assert some.value.shape == (1, 2, 4, 4)
 
 
-# models with unusual masks
-
-
 def swin():
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": 4}
     return drawn(tf.SwinModel(tf.SwinConfig(**sizes))), {"pixel_values": torch.randn(2, 3, 16, 16)}

@@ -13,7 +13,6 @@ import families
 import model_types
 import numpy as np
 import processors
-import program
 import pytest
 import tiny
 import torch
@@ -22,6 +21,7 @@ from loaded import loaded
 from PIL import Image
 
 import attnlens
+from attnlens.cli.entry import exit_code
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.models import hooks, texts
 from attnlens.models.texts import media
@@ -43,8 +43,6 @@ def with_processor(name: str, folder: Path) -> Any:
     processors.save(model.model, folder)
     return replace(model, folder=folder)
 
-
-# random inputs
 
 PREPARED: dict[str, tuple[dict[str, tuple[int, ...]], list[str]]] = {
     "vit": ({"pixel_values": (2, 3, 32, 32)}, ["encoder"]),
@@ -164,9 +162,6 @@ def test_a_processor_with_hostile_settings_is_left_out_with_a_note(tmp_path: Pat
             assert "The model's processor fails on a random image" in "".join(batches.notes)
 
 
-# towers
-
-
 @pytest.fixture(scope="module")
 def llava() -> Any:
     return of_type("llava")
@@ -214,9 +209,6 @@ def test_a_tower_that_fails_on_noise_is_left_out_with_a_note(monkeypatch: pytest
     assert reasons == {"it does not run on this input"}
     swapped = attnlens.swap_kernel(model, "rbf", windows=2, length=12)
     assert {site.part for site in swapped.swap.sites} == {"decoder"}
-
-
-# files
 
 
 def processed(folder: Path, name: str) -> Any:
@@ -319,7 +311,7 @@ def test_unreadable_files_are_refused(sees: Any, hears: Any, tmp_path: Path) -> 
     refused(TextError, "has 8000 samples per second; the model expects 16000", hears, audio=[slow])
 
 
-def test_models_that_do_not_take_a_file_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
+def test_models_that_do_not_take_a_file_are_refused(sees: Any, hears: Any, tmp_path: Path, capsys: Any) -> None:
     path, text, bare = picture(tmp_path / "a.png", 3), tmp_path / "text.txt", tmp_path / "bare"
     text.write_text(PROSE.text)
     refused(UsageError, "does not take image input", hears, image=[path])
@@ -339,12 +331,8 @@ def test_models_that_do_not_take_a_file_are_refused(sees: Any, hears: Any, tmp_p
         attnlens.swap_kernel(sees, "rank:4", image=[path])
     with pytest.raises(UsageError, match="image would be ignored"):
         attnlens.inspect(sees, image=[path], source="weights")
-    done = program.attnlens("inspect", "demo", "--image", path)
-    assert done.returncode == 2
-    assert "keyword of the function" in done.stderr
-
-
-# pairs
+    assert exit_code(["inspect", "demo", "--image", path]) == 2
+    assert "keyword of the function" in capsys.readouterr().err
 
 
 def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests that traced attention is the model's own: against the interface's capture, naive scores and planted weights."""
+"""Tests that traced attention is the model's own, against the interface's capture and naive scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnlens.analyzers import registry
 from attnlens.analyzers.registry import Analyzer
 from attnlens.errors import UnreadableError
 from attnlens.kernels.attention import attend
-from attnlens.models import hooks, weights
+from attnlens.models import hooks
 from attnlens.models.trace import trace_attention
 from attnlens.models.trace.mode import find_lead
 from attnlens.records import Call, Site
@@ -69,9 +69,6 @@ def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason() -> None:
         with hooks.implementation(model, "eager"):
             _, reasons = collect(model, lambda model=model, inputs=inputs: hooks.forward(model, inputs))
         assert [reason.startswith(start) for reason in reasons] == [True, True], reasons
-
-
-# hand-written families
 
 
 def surveyed(name: str) -> tuple[nn.Module, dict[str, Tensor], list[hooks.SiteCall]]:
@@ -132,55 +129,13 @@ def test_biases_of_bloom_and_deberta_are_their_own_terms_of_positions() -> None:
         assert bias.std() > 0.1, "control: there are such terms"
 
 
-Layout = Callable[[nn.Module], tuple[Tensor, Tensor]]
-PLANTED: dict[str, Layout] = {
-    "mpnet": lambda part: (part.q.weight.view(4, 10, 40), part.k.weight.view(4, 10, 40)),
-    "deberta_v2": lambda part: (part.query_proj.weight.view(4, 10, 40), part.key_proj.weight.view(4, 10, 40)),
-    "gptj": lambda part: (part.q_proj.weight.view(4, 10, 40), part.k_proj.weight.view(4, 10, 40)),
-    "gpt_neo": lambda part: (part.q_proj.weight.view(4, 10, 40), part.k_proj.weight.view(4, 10, 40)),
-    "bloom": lambda part: part.query_key_value.weight.view(4, 3, 10, 40).unbind(1)[:2],
-    "falcon": lambda part: (part.query_key_value.weight[:40].view(4, 10, 40), part.query_key_value.weight[40:50][None]),
-}
-"""Views of the rows of W_Q and W_K of every head in a family's own layout."""
-WRONG: dict[str, Layout] = {
-    "bloom": lambda part: part.query_key_value.weight.view(3, 4, 10, 40).unbind(0)[:2],
-    "falcon": lambda part: (part.query_key_value.weight[10:50].view(4, 10, 40), part.query_key_value.weight[:10][None]),
-}
-"""The same, read as another layout."""
-
-
-def planted(name: str, layout: Layout) -> list[Tensor]:
-    """weights.definiteness of all heads if head 0 has W_Q = W_K and head 2 W_Q = −W_K."""
-    model, inputs, sites = surveyed(name)
-    for part in {reached.module for reached in sites}:
-        query, key = layout(part)
-        query[0], query[2] = key[0], -key[2 % len(key)]  # falcon has one key head
-    one = {key: value[:, :1] for key, value in inputs.items()}
-    read = weights.factors(model, hooks.survey(model, one), hooks.survey(model, inputs))
-    symmetry = next(part for part in registry.select_analyzers(["symmetry"]) if part.source == "weights").function
-    return [symmetry(factors.query_key)["weights.definiteness"] for factors in read]
-
-
-def test_planted_weights_of_hand_written_families_have_definiteness_one_and_minus_one() -> None:
-    for name, layout in PLANTED.items():
-        for definiteness in planted(name, layout):
-            assert definiteness[[0, 2]].tolist() == pytest.approx([1, -1], abs=1e-7), name
-            assert definiteness[1].abs() < 0.9, "control: a random head"
-    for name, layout in WRONG.items():
-        assert all(definiteness[0].abs() < 0.9 for definiteness in planted(name, layout)), name
-
-
-# hand-written modules
-
-
 class Attention(nn.Module):
-    """Attention written by hand, with a way to change its scores and its weights."""
+    """Attention written by hand, with functions that change its scores and apply its weights."""
 
     def __init__(self, scores: Callable[..., Tensor], weigh: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
-        width = HEADS * WIDTH
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.other, self.mix = nn.Linear(width, width), nn.Parameter(torch.randn(HEADS, HEADS))
+        self.query, self.key, self.value, self.other = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4))
+        self.mix = nn.Parameter(torch.randn(HEADS, HEADS))
         self.temperature = nn.Parameter(torch.rand(HEADS, 1, 1) + 0.5)
         self.positions = nn.Parameter(torch.randn(HEADS, TOKENS, WIDTH))
         self.scores, self.weigh = scores, weigh or (lambda self, weights, value: weights @ value)
@@ -189,9 +144,8 @@ class Attention(nn.Module):
         return map_(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states
-        query, key, value = (self.heads(map_, x) for map_ in (self.query, self.key, self.value))
-        weights = self.scores(self, query, key, x).softmax(-1)
+        query, key, value = (self.heads(map_, hidden_states) for map_ in (self.query, self.key, self.value))
+        weights = self.scores(self, query, key, hidden_states).softmax(-1)
         return self.weigh(self, weights, value).transpose(1, 2).flatten(2)
 
 
@@ -231,36 +185,29 @@ READ: dict[str, Callable[..., Tensor]] = {
     "a term of positions": lambda self, q, k, x: product(q, k) + product(q, self.positions.expand(2, -1, -1, -1) * 1),
     "values written in": lambda self, q, k, x: write(torch.zeros(2, HEADS, TOKENS, TOKENS), product(q, k)),
 }
+SUM, MULTIPLE = (
+    "its scores are a sum of 2 products of queries and keys",
+    "its scores are not a multiple of ⟨query, key⟩",
+)
+OF_INPUTS, PAIRS = (
+    "the factor of its scores depends on its inputs",
+    "the factor of its scores is not the same for all pairs",
+)
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "two products": (
-        lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k),
-        "its scores are a sum of 2 products of queries and keys",
-    ),
+    "two products": (lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k), SUM),
     "disentangled, with a learned mix": (
         lambda self, q, k, x: self.temperature * product(q, k) + self.mix[0, 0] * product(k, self.heads(self.other, x)),
-        "its scores are a sum of 2 products of queries and keys",
+        SUM,
     ),
-    "heads mixed": (
-        lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k)),
-        "its scores are not a multiple of ⟨query, key⟩",
-    ),
-    "a factor of the inputs": (
-        lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None],
-        "the factor of its scores depends on its inputs",
-    ),
-    "a factor of the inputs, added to nothing": (
+    "heads mixed": (lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k)), MULTIPLE),
+    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), MULTIPLE),
+    "a factor of the inputs": (lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None], OF_INPUTS),
+    "the same, added to nothing": (
         lambda self, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean()),
-        "the factor of its scores depends on its inputs",
+        OF_INPUTS,
     ),
-    "a factor for each pair": (
-        lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS),
-        "the factor of its scores is not the same for all pairs",
-    ),
-    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), "its scores are not a multiple of ⟨query, key⟩"),
-    "transposed": (
-        lambda self, q, k, x: product(q, k).mT.contiguous(),
-        "the factor of its scores is not the same for all pairs",
-    ),
+    "a factor for each pair": (lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS), PAIRS),
+    "transposed": (lambda self, q, k, x: product(q, k).mT.contiguous(), PAIRS),
     "not a number": (lambda self, q, k, x: product(q, k) + 0 * torch.inf, "NaN is added to its scores"),
     "a column more": (lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1), "its softmax has the axes"),
 }

@@ -95,9 +95,6 @@ def test_planted_latent_attention_has_definiteness_one_and_minus_one() -> None:
     assert of_weights(factors_of(model)[0].query_key)["weights.definiteness"][0] < 0.99, "control: gains count"
 
 
-# products of weights instead of the Jacobian
-
-
 def enlarged(model: Any) -> Any:
     """The model with queries and keys 60 times as large, gains and biases neither 1 nor 0."""
     draw = torch.Generator().manual_seed(1)

@@ -84,8 +84,6 @@ def test_anything_but_a_common_rotation_is_refused():
             fit_rotation(query, key, EXACT)
 
 
-# positions on a grid
-
 PLACES = torch.tensor([[0, 0], [0, 0], *[[row, column] for row in range(3) for column in range(4)]]).double()
 """Two tokens without a place, and a grid of three rows."""
 BY_PLACE = Rotation(  # half of the pairs turn with the row, half with the column
@@ -122,9 +120,6 @@ def test_planted_heads_under_places_have_definiteness_one_and_minus_one():
         definiteness = of_weights(factors.query_key)["weights.definiteness"]
         assert definiteness[:2].tolist() == pytest.approx([1, -1], abs=1e-6)
         assert definiteness[2:].abs().max() < 0.9, "control: random heads"
-
-
-# gains and weights of 0
 
 
 def gemma(dead=(), layers=(0,), model=None):
@@ -196,8 +191,6 @@ def test_gains_behind_the_rotation_are_not_a_rotation():
     assert even.qk_norm
 
 
-# frequencies and layers
-
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -245,9 +238,6 @@ def test_a_layer_reads_the_same_alone_and_among_all():
             for name, measure in theirs.measures.items():
                 same = None if measure.value is None else pytest.approx(measure.value, rel=1e-8, abs=1e-9)
                 assert ours.measures[name].value == same
-
-
-# precision
 
 
 def halved(name, dtype):
