@@ -52,7 +52,9 @@ def test_configurations_columns_and_other_forms_of_files(tmp_path):
         (tmp_path / name / "test.txt").write_text(line + "\n")
     configs = [{"config_name": name, "data_dir": name} for name in ("old", "new")]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    assert texts.read(f"datasets:{tmp_path},config=new").text == BOOK[1] + "\n"
+    content = texts.read(f"datasets:{tmp_path},config=new")
+    assert content.text == BOOK[1] + "\n"
+    assert content.name == f"datasets:{tmp_path.name},config=new,split=test,column=text"
     with pytest.raises(TextError, match=r"'old', 'new'|'new', 'old'"):
         texts.read(f"datasets:{tmp_path}")
     (tmp_path / "csv").mkdir()
@@ -64,7 +66,7 @@ def test_configurations_columns_and_other_forms_of_files(tmp_path):
 def test_rows_are_read_only_as_far_as_windows_are_cut(folder, monkeypatch):
     (folder / "test.jsonl").unlink()
     for number in range(3):
-        write_rows(folder / f"test-{number:05}-of-00003.jsonl", BOOK[50 * number :][:50])
+        write_rows(folder / f"test-{number:05}-of-00003.jsonl", BOOK[20 * number :][:20])
     (folder / "test-00002-of-00003.jsonl").write_text("{cut off")
     with pytest.raises(TextError, match="can't be read"):
         texts.read(f"datasets:{folder}")
@@ -92,6 +94,8 @@ def test_missing_parts_of_a_dataset_are_named(folder, tmp_path, monkeypatch):
         with pytest.raises(AttnlensError) as caught:
             texts.read(f"datasets:books{suffix}")
         assert all(message in str(caught.value) for message in messages), caught.value
+    write_rows(folder / "test.jsonl", ["  indented \n"])
+    assert texts.read("datasets:books").text == "  indented \n", "control: only line ends are normalised"
     write_rows(folder / "test.jsonl", [" "])
     with pytest.raises(TextError, match="empty"):
         texts.read_each(["datasets:books"])

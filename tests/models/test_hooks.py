@@ -92,6 +92,12 @@ def test_sites_are_named_by_path_and_call_and_keep_their_numbers_over_batches():
         for _ in range(3):
             hooks.forward(albert, inputs)
     assert seen == list(sites) * 3
+    inputs = families.inputs("bert", bert)
+    surveyed = hooks.survey(bert, inputs)
+    with hooks.record_inputs(surveyed) as latest:
+        hooks.forward(bert, inputs)
+    for reached in surveyed:
+        torch.testing.assert_close(latest[reached.module], reached.arguments["hidden_states"])
 
 
 def test_implementations_and_registered_names_are_restored_even_after_an_error():

@@ -101,6 +101,11 @@ def test_scale_chosen_keys_and_position_bias_of_a_call_are_read():
     chosen = torch.tensor([[[0, 2], [1, 0], [2, 0]]], dtype=torch.int32)
     call = read(torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(), indices=chosen)
     assert call.allowed.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]], "an indexer's keys under the mask"
+    few, many = draw(1, 2, 3, 4), draw(1, 4, 3, 4, seed=1)
+    for key, value in ((few, many), (many, few)):  # heads that share a key or a value are neighbours
+        call = read_call(torch.nn.Identity(), many, key, value, None, {})
+        for ours, theirs in ((call.key, key), (call.value, value)):
+            assert all(torch.equal(ours[:, head], theirs[:, head * theirs.shape[1] // 4]) for head in range(4))
     beside, numbers, seen = relative(), relative(heads=1), visibility().expand(4, 2, 6, 6)
     call = read(torch.zeros(4, 2, 6, 6), torch.where(visibility(), numbers, LEAST), position_bias=beside)
     close(call.bias.expand(4, 2, 6, 6)[seen], (beside + numbers).expand(4, 2, 6, 6)[seen])
@@ -171,10 +176,9 @@ def drawn(model):
 
 def boolean_swin(reached):
     """Shifted windows: which patches were neighbours in the image, and the table of relative positions."""
-    mask = reached.arguments["attention_mask"]
-    return (mask == 0).repeat(reached.call.query.shape[0] // len(mask), 1, 1)[:, None], (
-        reached.module.relative_position_bias()
-    )
+    mask = reached.arguments["attention_mask"] == 0
+    repeated = mask.repeat(reached.call.query.shape[0] // len(mask), 1, 1)
+    return repeated[:, None], reached.module.relative_position_bias()
 
 
 def boolean_eomt(reached):

@@ -179,20 +179,12 @@ READ: dict[str, Callable[..., Tensor]] = {
     "a factor for each head": lambda self, q, k, x: product(q, k) * self.temperature,
     "less its maximum": lambda self, q, k, x: (s := product(q, k) / 3) - s.amax(-1, keepdim=True),
     "causal": lambda self, q, k, x: product(q, k).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -1e9),
-    "causal by a factor": lambda self, q, k, x: (
-        product(q, k) * (b := torch.ones(TOKENS, TOKENS).tril()) - 1e4 * (1 - b)
-    ),
+    "causal by a factor": lambda self, q, k, x: product(q, k) * (b := torch.ones(6, 6).tril()) - 1e4 * (1 - b),
     "a term of positions": lambda self, q, k, x: product(q, k) + product(q, self.positions.expand(2, -1, -1, -1) * 1),
     "values written in": lambda self, q, k, x: write(torch.zeros(2, HEADS, TOKENS, TOKENS), product(q, k)),
 }
-SUM, MULTIPLE = (
-    "its scores are a sum of 2 products of queries and keys",
-    "its scores are not a multiple of ⟨query, key⟩",
-)
-OF_INPUTS, PAIRS = (
-    "the factor of its scores depends on its inputs",
-    "the factor of its scores is not the same for all pairs",
-)
+SUM, MULTIPLE = "its scores are a sum of 2 products of queries", "its scores are not a multiple of ⟨query, key⟩"
+OF_INPUTS, PAIRS = "the factor of its scores depends on its inputs", "the factor of its scores is not the same for all"
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "two products": (lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k), SUM),
     "disentangled, with a learned mix": (
@@ -202,10 +194,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "heads mixed": (lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k)), MULTIPLE),
     "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), MULTIPLE),
     "a factor of the inputs": (lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None], OF_INPUTS),
-    "the same, added to nothing": (
-        lambda self, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean()),
-        OF_INPUTS,
-    ),
+    "added to nothing": (lambda _, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean()), OF_INPUTS),
     "a factor for each pair": (lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS), PAIRS),
     "transposed": (lambda self, q, k, x: product(q, k).mT.contiguous(), PAIRS),
     "not a number": (lambda self, q, k, x: product(q, k) + 0 * torch.inf, "NaN is added to its scores"),
