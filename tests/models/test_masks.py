@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as tf
 
 from attnlens.analyzers.registry import select_analyzers
+from attnlens.errors import ModelError
 from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, weights
@@ -98,9 +100,18 @@ def test_a_deep_position_bias_is_not_a_mask(name):
 def test_scale_chosen_keys_and_position_bias_of_a_call_are_read():
     assert read(torch.ones(1, 2, 3, 16)).scale == 0.25, "one over the root of the head's width"
     assert read(torch.ones(1, 2, 3, 16), scaling=2.0).scale == 2.0
+    for options, words in (({"scaling": 1j}, "scales its scores by a complex number"), ({"sinks": 1}, "separate sink")):
+        with pytest.raises(ModelError, match=words):
+            read(torch.ones(1, 2, 3, 16), **options)
+    query, module = torch.ones(1, 2, 3, 4), torch.nn.Identity()
+    module.indexer = SimpleNamespace(build_block_mask=lambda blocks, *_: torch.where(blocks, 0.0, LEAST))
     chosen = torch.tensor([[[0, 2], [1, 0], [2, 0]]], dtype=torch.int32)
-    call = read(torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(), indices=chosen)
-    assert call.allowed.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]], "an indexer's keys under the mask"
+    blocks = torch.tensor([[[[True, False, True], [True, True, False], [True, False, True]]]])
+    for mask in (torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(), None):  # an indexer's keys under the mask
+        for indices in ({"indices": chosen}, {"block_indices": blocks}):
+            call = read_call(module, query, query, query, mask, indices)
+            assert call.allowed.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]]
+            assert not call.causal
     few, many = draw(1, 2, 3, 4), draw(1, 4, 3, 4, seed=1)
     for key, value in ((few, many), (many, few)):  # heads that share a key or a value are neighbours
         call = read_call(torch.nn.Identity(), many, key, value, None, {})

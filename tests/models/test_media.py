@@ -24,7 +24,7 @@ import attnlens
 from attnlens.cli.entry import exit_code
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.models import hooks, texts
-from attnlens.models.texts import media
+from attnlens.models.texts import cutting, media
 from attnlens.models.texts.media import Feed
 from attnlens.models.texts.targets import NOTHING, feed
 
@@ -269,6 +269,8 @@ def test_each_window_follows_the_next_image(tmp_path: Path) -> None:
     assert texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=2, image=files)).notes == ()
     with pytest.raises(UsageError, match="2 files are more than --windows 1"):
         texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=1, image=files))
+    with pytest.raises(UsageError, match="one file of each kind, but there are 2 for image and 1 for audio"):
+        cutting._count_files({"image": files, "audio": files[:1]}, 9)
 
 
 def test_sounds_of_any_width_are_fed_as_the_processor_prepares_them(hears: Any, tmp_path: Path) -> None:
