@@ -1,4 +1,4 @@
-"""Tests texts that are rows of datasets: what is read, how far, how it is called, and what is refused."""
+"""Tests texts that are rows of datasets: how rows are read, cut off and named, and what is refused."""
 
 import json
 import sys
@@ -11,14 +11,15 @@ import attnlens as library
 from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, ShardFinished, TextError, UsageError
 from attnlens.models import texts
-from attnlens.models.texts import sequences as sources
+from attnlens.models.texts import sequences
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]
 FEW = {"source": "tokens", "layers": [0], "windows": 4, "length": 32}
+NAME = "datasets:books,split=test,column=text"
 
 
-def shard(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path, lines):
+    path.write_text("".join(json.dumps({"text": line, "line": number}) + "\n" for number, line in enumerate(lines)))
 
 
 @pytest.fixture
@@ -26,29 +27,23 @@ def folder(tmp_path):
     """A dataset of two splits in files of jsonl."""
     place = tmp_path / "books"
     place.mkdir()
-    for split, start in (("test", 0), ("train", 200)):
-        shard(place / f"{split}.jsonl", [{"text": line, "line": n} for n, line in enumerate(BOOK[start : start + 200])])
+    write_rows(place / "test.jsonl", BOOK[:200])
+    write_rows(place / "train.jsonl", BOOK[200:400])
     return place
 
 
-def test_a_dataset_is_read_as_a_file_of_its_rows_is(folder, tmp_path):
-    (tmp_path / "rows.txt").write_text("".join(line + "\n" for line in BOOK[:200]))
-    one, other = (
-        library.inspect("demo", text=name, **FEW) for name in (f"datasets:{folder}", str(tmp_path / "rows.txt"))
-    )
-    assert one.heads == other.heads
-    assert one.settings.text.sha256 == other.settings.text.sha256
-    assert one.settings.text.name == "datasets:books,split=test,column=text"
-
-
-def test_the_program_takes_a_dataset_for_what_it_evaluates_and_calibrates_on(folder, tmp_path):
+def test_program_reads_datasets_for_evaluation_and_calibration(folder, tmp_path):
     words = ("--text", "datasets:./books", "--calibration", "datasets:books,split=train", "--json", "r.json")
     done = attnlens("swap-kernel", "demo", *SMALL, "--kernel", "rank:8", "--fit", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     settings = json.loads((tmp_path / "r.json").read_text())["settings"]
-    assert settings["text"]["name"] == "datasets:books,split=test,column=text"
-    rows = "".join(line + "\n" for line in BOOK[200:400])
-    assert settings["calibration"]["sha256"] == sha256(rows.encode()).hexdigest()
+    assert settings["text"]["name"] == NAME
+    for split, lines in (("text", BOOK[:200]), ("calibration", BOOK[200:400])):
+        assert settings[split]["sha256"] == sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
+    result = attnlens("inspect", "demo", *SMALL, "--text", "datasets:books", "--json", "books/test.jsonl", cwd=tmp_path)
+    refused(result, "--json would replace books/test.jsonl", "dataset that --text reads")
+    offline = attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b", "--offline")
+    refused(offline, "--offline", "Leave out --offline")
 
 
 def test_configurations_columns_and_other_forms_of_files(tmp_path):
@@ -57,93 +52,87 @@ def test_configurations_columns_and_other_forms_of_files(tmp_path):
         (tmp_path / name / "test.txt").write_text(line + "\n")
     configs = [{"config_name": name, "data_dir": name} for name in ("old", "new")]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    assert texts.read(f"datasets:{tmp_path},config=new").text == BOOK[1] + "\n"
+    content = texts.read(f"datasets:{tmp_path},config=new")
+    assert content.text == BOOK[1] + "\n"
+    assert content.name == f"datasets:{tmp_path.name},config=new,split=test,column=text"
     with pytest.raises(TextError, match=r"'old', 'new'|'new', 'old'"):
         texts.read(f"datasets:{tmp_path}")
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("verse,book\nIn the beginning,Genesis\n")
-    found = texts.read(f"datasets:{tmp_path / 'csv'},split=train,column=book")
-    assert (found.text, found.name) == ("Genesis\n", "datasets:csv,split=train,column=book")
+    content = texts.read(f"datasets:{tmp_path / 'csv'},split=train,column=book")
+    assert (content.text, content.name) == ("Genesis\n", "datasets:csv,split=train,column=book")
 
 
 def test_rows_are_read_only_as_far_as_windows_are_cut(folder, monkeypatch):
     (folder / "test.jsonl").unlink()
     for number in range(3):
-        shard(folder / f"test-{number:05}-of-00003.jsonl", [{"text": line} for line in BOOK[50 * number :][:50]])
+        write_rows(folder / f"test-{number:05}-of-00003.jsonl", BOOK[20 * number :][:20])
     (folder / "test-00002-of-00003.jsonl").write_text("{cut off")
     with pytest.raises(TextError, match="can't be read"):
         texts.read(f"datasets:{folder}")
-    monkeypatch.setattr(sources, "LONGEST", 2000)
-    found = texts.read(f"datasets:{folder}")
-    assert found.text == "\n".join(BOOK)[:2000]
-    assert found.name == "datasets:books,split=test,column=text (the first 2,000 characters)"
+    monkeypatch.setattr(sequences, "LONGEST", 2000)
+    content = texts.read(f"datasets:{folder}")
+    assert content.text == "\n".join(BOOK)[:2000]
+    assert content.name == f"{NAME} (the first 2,000 characters)"
 
 
-def test_a_dataset_that_is_a_script_is_not_run(tmp_path):
+REFUSALS = {
+    ",split=dev": ("no split 'dev'; it has train, test.", "books,split=train"),
+    ",column=verse": ("no text in the column 'verse'; its columns are text, line.", "column="),
+    ",column=line": ("Row 1", "has no text in the column 'line'", "column="),
+    ",config=large": ("'large' not found", "'default'"),
+    ",splt=test": ("Cannot parse", "split=S"),
+    ",split=": ("Cannot parse", "split=S"),
+    ",split=test,split=train": ("Cannot parse", "split=S"),
+    "-of-nobody": ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME"),
+}
+
+
+def test_missing_parts_of_a_dataset_are_named(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for suffix, messages in REFUSALS.items():
+        with pytest.raises(AttnlensError) as caught:
+            texts.read(f"datasets:books{suffix}")
+        assert all(message in str(caught.value) for message in messages), caught.value
+    write_rows(folder / "test.jsonl", ["  indented \n"])
+    assert texts.read("datasets:books").text == "  indented \n", "control: only line ends are normalised"
+    write_rows(folder / "test.jsonl", [" "])
+    with pytest.raises(TextError, match="empty"):
+        texts.read_each(["datasets:books"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(TextError, match="script"):
-        texts.read(f"datasets:{tmp_path / 'mine'}")
-    assert not (tmp_path / "ran").exists()
+        texts.read("datasets:./mine")
+    assert not (tmp_path / "ran").exists(), "code of a dataset is not run"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"attnlens\[datasets\]"):
+        texts.read("datasets:books")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (",split=dev", ("no split 'dev'; it has train, test.", "books,split=train")),
-        (",column=verse", ("no text in the column 'verse'; its columns are text, line.", "column=")),
-        (",column=line", ("Row 1", "has no text in the column 'line'", "column=")),
-        (",config=large", ("'large' not found", "'default'")),
-        (",splt=test", ("Cannot parse", "split=S")),
-        (",split=", ("Cannot parse", "split=S")),
-        (",split=test,split=train", ("Cannot parse", "split=S")),
-        ("-of-nobody", ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME")),
-    ],
-)
-def test_what_a_dataset_does_not_have_is_named(folder, tmp_path, words, said):
-    refused(attnlens("inspect", "demo", *SMALL, "--text", f"datasets:books{words}", cwd=tmp_path), *said)
-
-
-def test_a_dataset_of_the_hub_is_not_asked_for_where_it_can_not_be_had(monkeypatch):
+def test_an_unreachable_hub_is_named(monkeypatch):
     refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b"), "a/b", "can't be read", "folder")
-    offline = attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b", "--offline")
-    refused(offline, "--offline", "Leave out --offline")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    monkeypatch.setattr(sources, "reachable", lambda endpoint: False)
+    monkeypatch.setattr(sequences, "reachable", lambda endpoint: False)
     with pytest.raises(TextError, match=r"a/b is not a local folder, and the hub can't be reached\.\nGo online"):
         texts.read("datasets:a/b")
 
 
-def test_without_the_library_its_extra_is_named(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"attnlens\[datasets\]"):
-        texts.read(f"datasets:{folder}")
-
-
-def test_an_empty_dataset_is_no_text(folder):
-    shard(folder / "test.jsonl", [{"text": " "}])
-    with pytest.raises(TextError, match="empty"):
-        texts.read_each([f"datasets:{folder}"])
-
-
-def test_an_output_replaces_no_file_of_a_dataset(folder, tmp_path):
-    result = attnlens("inspect", "demo", *SMALL, "--text", "datasets:books", "--json", "books/test.jsonl", cwd=tmp_path)
-    refused(result, "--json would replace books/test.jsonl", "dataset that --text reads")
-
-
-def test_no_unit_is_used_again_if_the_rows_have_changed(folder, tmp_path):
-    asked = {"text": f"datasets:{folder}", "work": tmp_path / "work", **FEW}
-    digests = []
-    for line in ("", "And it was so."):
-        if line:
-            shard(folder / "test.jsonl", [{"text": one} for one in (line, *BOOK[:200])])
+def test_rows_read_as_a_file_of_them_and_changed_rows_void_finished_units(folder, tmp_path):
+    options, reports = {"text": f"datasets:{folder}", "work": tmp_path / "work", **FEW}, []
+    for lines in (BOOK[:200], ["And it was so.", *BOOK[:200]]):
+        write_rows(folder / "test.jsonl", lines)
         with pytest.raises(ShardFinished):
-            library.inspect("demo", **asked, shard="1/1")
-        digests.append(library.inspect("demo", **asked).settings.text.sha256)
-    assert digests[0] != digests[1]
+            library.inspect("demo", **options, shard="1/1")
+        reports.append(library.inspect("demo", **options))
+    assert reports[0].settings.text.sha256 != reports[1].settings.text.sha256
+    (tmp_path / "rows.txt").write_text("".join(line + "\n" for line in BOOK[:200]))
+    plain = library.inspect("demo", text=str(tmp_path / "rows.txt"), **FEW)
+    assert plain.heads == reports[0].heads
+    assert plain.heads != reports[1].heads
+    assert plain.settings.text.sha256 == reports[0].settings.text.sha256
 
 
-def test_the_words_of_a_dataset():
+def test_specification_of_a_dataset_is_parsed():
     assert dataset_rows("book.txt") is None
     assert dataset_rows("datasets:a/b,config=c,split=d,column=e") == DatasetRows("a/b", "c", "d", "e")
     for words in ("datasets:", "datasets:,split=a", "datasets:a,b", "datasets:a,name=b"):

@@ -1,4 +1,4 @@
-"""Tests that watching attention changes nothing by itself, misses nothing, and leaves nothing behind."""
+"""Tests that watching attention changes no output, reaches every site, and restores the model."""
 
 import itertools
 import sys
@@ -19,8 +19,9 @@ identity = sys.modules[hooks.identity_error.__module__]  # `hooks.survey` is the
 
 TOKENS = 12
 RBF = hooks.Replacement(parsed("rbf:gamma=1"))
-REACHED = families.REACHED
-CAUSAL = families.CAUSAL
+BOTH = ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
+PARTS = {name: ["decoder"] * 2 for name in families.CAUSAL}
+PARTS |= {"bert": ["encoder"] * 2, "vit": ["encoder"] * 2, "bart": BOTH, "t5": BOTH, "whisper": BOTH}
 
 
 def precise(name):
@@ -33,182 +34,132 @@ def fed(name, model, **more):
     return hooks.as_dtype(families.inputs(name, model, **more), torch.float64)
 
 
-def changed(model, inputs, alter):
-    """Relative change of the outputs when every call is altered before it is answered with the model's own kernel."""
+def sites_of(model, inputs):
+    return tuple(reached.site for reached in hooks.survey(model, inputs))
+
+
+def change(model, inputs, alter):
+    """Relative change of the outputs if every call is altered before the model's own kernel answers it."""
     with torch.no_grad():
-        own = hooks.real_outputs(hooks.forward(model, inputs), inputs)
-        with hooks.answer_calls(model, lambda call: attend(alter(call), hooks.OWN)):
-            again = hooks.real_outputs(hooks.forward(model, inputs), inputs)
-    return max(float((a - b).norm() / a.norm()) for a, b in zip(own, again, strict=True))
+        return hooks.difference(model, inputs, hooks.answer_calls(model, lambda call: attend(alter(call), hooks.OWN)))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", REACHED)
-def test_own_kernel_through_the_door_is_the_models_own_output(name, padded):
+@pytest.mark.parametrize("name", families.REACHED)
+def test_recomputed_attention_gives_the_familys_outputs_and_needs_its_mask(name):
     model = precise(name)
-    assert hooks.identity_error(model, fed(name, model, padded=padded)) <= 2e-6
+    for padded in (False, True):
+        assert hooks.identity_error(model, fed(name, model, padded=padded)) <= 2e-6
+    inputs = fed(name, model)
+    if name in PARTS:
+        assert [site.part for site in sites_of(model, inputs)] == PARTS[name]
+    if "decoder" in PARTS.get(name, ()) and name not in ("t5", "whisper"):
+        assert change(model, inputs, lambda call: replace(call, allowed=None, causal=False)) > 1e-3
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, "bart"])
-def test_a_dropped_mask_is_seen(name):
-    model = precise(name)
-    assert changed(model, fed(name, model), lambda call: replace(call, allowed=None, causal=False)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "field"), [("gemma2", "softcap"), ("gpt_oss", "sinks"), ("t5", "bias")], ids=["softcap", "sinks", "bias"]
-)
-def test_a_dropped_argument_is_seen(name, field):
-    model = precise(name)
-    assert changed(model, fed(name, model), lambda call: replace(call, **{field: None})) > 1e-3
-
-
-def test_mispaired_key_heads_are_seen():
+def test_a_dropped_argument_or_a_mispaired_key_head_changes_the_outputs():
+    for name, field in (("gemma2", "softcap"), ("gpt_oss", "sinks"), ("t5", "bias")):
+        model = precise(name)
+        assert change(model, fed(name, model), lambda call, field=field: replace(call, **{field: None})) > 1e-3, name
     model = precise("llama")
     alter = lambda call: replace(call, key=call.key.flip(1), value=call.value.flip(1))  # noqa: E731  # one expression
-    assert changed(model, fed("llama", model), alter) > 1e-3
+    assert change(model, fed("llama", model), alter) > 1e-3
 
 
-def test_a_window_narrower_than_the_text_is_in_the_mask():
+def test_a_sliding_window_is_in_the_mask_and_a_query_that_sees_nothing_has_an_empty_row():
     model = precise("mistral")
-    reached = hooks.survey(model, fed("mistral", model))
-    seen = reached[0].call.visible().sum(-1)
-    assert seen.max() == model.config.sliding_window < TOKENS
-
-
-def test_sites_are_named_by_path_and_call():
-    albert = families.build("albert")
-    sites = [found.site for found in hooks.survey(albert, families.inputs("albert", albert))]
-    assert len({site.path for site in sites}) == 1
-    assert [(site.ordinal, site.layer, site.repeated) for site in sites] == [(0, 0, True), (1, 1, True), (2, 2, True)]
-    assert len({site.name for site in sites}) == 3
-    bert = families.build("bert")
-    names = [found.site.name for found in hooks.survey(bert, families.inputs("bert", bert))]
-    assert names == [f"bert.encoder.layer.{layer}.attention.self" for layer in (0, 1)]
-
-
-@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
-def test_encoder_decoder_and_cross_attention_are_told_apart(name):
-    model = families.build(name)
-    parts = [found.site.part for found in hooks.survey(model, families.inputs(name, model))]
-    assert parts == ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
-
-
-@pytest.mark.parametrize("name", ["bert", "vit"])
-def test_bidirectional_attention_is_an_encoders(name):
-    model = families.build(name)
-    assert {found.site.part for found in hooks.survey(model, families.inputs(name, model))} == {"encoder"}
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_causal_attention_is_a_decoders(name):
-    model = families.build(name)
-    assert {found.site.part for found in hooks.survey(model, families.inputs(name, model))} == {"decoder"}
-
-
-def implementations(model):
-    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
-
-
-def test_everything_is_restored_even_after_an_error():
-    model = families.build("clip")
-    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
-    before = implementations(model)
-    assert "eager" in before
-    assert "sdpa" in before
-    with pytest.raises(ZeroDivisionError), hooks.answer_calls(model, lambda _call: 1 / 0):
-        hooks.forward(model, families.inputs("clip", model))
-    assert implementations(model) == before
-
-
-def test_the_registered_names_go_away():
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    model = families.build("bert")
-    before = set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())
-    hooks.survey(model, families.inputs("bert", model))
-    assert (set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())) == before
-
-
-@pytest.mark.parametrize(("name", "why"), [("yoso", "its own attention code"), ("mamba", "no softmax attention")])
-def test_a_model_out_of_reach_is_refused_by_name(name, why):
-    model = families.build(name)
-    with pytest.raises(ModelError) as refusal:
-        hooks.survey(model, families.inputs(name, model))
-    assert type(model).__name__ in refusal.value.problem
-    assert why in refusal.value.problem
-    assert "\n" not in refusal.value.problem
-    assert "Llama" in refusal.value.remedy, "what does work is named"
-    assert "\n" not in refusal.value.remedy
-
-
-def test_layers_keep_their_numbers_over_batches():
-    model = families.build("albert")
-    inputs = families.inputs("albert", model)
-    sites = tuple(found.site for found in hooks.survey(model, inputs))
-    seen = []
-    with torch.no_grad(), hooks.watch(model, sites, lambda site, _call: seen.append(site)):
-        for _ in range(3):
-            hooks.forward(model, inputs)
-    assert seen == list(sites) * 3
-
-
-def test_replacing_the_kernel_changes_the_chosen_sites_only():
-    model = precise("gpt2")
-    inputs = fed("gpt2", model)
-    sites = tuple(found.site for found in hooks.survey(model, inputs))
-    with torch.no_grad():
-        own = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(hooks.OWN))):
-            same = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, {}):
-            none = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, dict.fromkeys(sites[1:], RBF)):
-            other = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-    torch.testing.assert_close(same, own)
-    torch.testing.assert_close(none, own)
-    assert (other - own).norm() > 1e-3 * own.norm()
-
-
-def test_a_swap_that_misses_a_site_is_an_error():
-    model = families.build("bart")
-    sites = tuple(found.site for found in hooks.survey(model, families.inputs("bart", model)))
-    ids = families.inputs("bart", model)["input_ids"]
-    with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, dict.fromkeys(sites, RBF)):
-        model.get_encoder()(input_ids=ids)
-
-
-def test_a_query_that_may_see_nothing_has_an_empty_row():
+    (reached, *_) = hooks.survey(model, fed("mistral", model))
+    assert reached.call.visible().sum(-1).max() == model.config.sliding_window < TOKENS
     model = families.build("gpt2")
     inputs = families.inputs("gpt2", model)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, :4] = 0
-    found = hooks.survey(model, inputs)[0]
-    attention = found.call.query_key(found.site).attention
-    assert torch.equal(attention[0, :, :4], torch.zeros_like(attention[0, :, :4]))
+    (reached, *_) = hooks.survey(model, inputs)
+    attention = reached.call.query_key(reached.site).attention
+    assert (attention[0, :, :4] == 0).all()
     torch.testing.assert_close(attention[0, :, 4:].sum(-1), torch.ones(4, TOKENS - 4, dtype=torch.float64))
 
 
-def test_a_module_without_a_softmax_is_told_from_one_that_is_not_run():
-    model = families.build("bert")
+def test_sites_are_named_by_path_and_call_and_keep_their_numbers_over_batches():
+    bert, albert = families.build("bert"), families.build("albert")
+    names = [site.name for site in sites_of(bert, families.inputs("bert", bert))]
+    assert names == [f"bert.encoder.layer.{layer}.attention.self" for layer in (0, 1)]
+    inputs, seen = families.inputs("albert", albert), []
+    sites = sites_of(albert, inputs)
+    assert len({site.path for site in sites}) == 1
+    assert [(site.ordinal, site.layer, site.repeated) for site in sites] == [(0, 0, True), (1, 1, True), (2, 2, True)]
+    assert len({site.name for site in sites}) == 3
+    with torch.no_grad(), hooks.watch(albert, sites, lambda site, _call: seen.append(site)):
+        for _ in range(3):
+            hooks.forward(albert, inputs)
+    assert seen == list(sites) * 3
+    inputs = families.inputs("bert", bert)
+    surveyed = hooks.survey(bert, inputs)
+    with hooks.record_inputs(surveyed) as latest:
+        hooks.forward(bert, inputs)
+    for reached in surveyed:
+        torch.testing.assert_close(latest[reached.module], reached.arguments["hidden_states"])
 
+
+def test_implementations_and_registered_names_are_restored_even_after_an_error():
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    def state(model):
+        chosen = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+        return chosen, set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())
+
+    model = families.build("clip")
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    inputs, before = families.inputs("clip", model), state(model)
+    assert {"eager", "sdpa"} <= {*before[0]}
+    hooks.survey(model, inputs)
+    with pytest.raises(ZeroDivisionError), hooks.answer_calls(model, lambda _call: 1 / 0):
+        hooks.forward(model, inputs)
+    assert state(model) == before
+
+
+def test_a_model_without_reachable_attention_is_refused_by_name():
+    for name, why in (("yoso", "its own attention code"), ("mamba", "no softmax attention")):
+        model = families.build(name)
+        with pytest.raises(ModelError) as refusal:
+            hooks.survey(model, families.inputs(name, model))
+        assert type(model).__name__ in refusal.value.problem
+        assert why in refusal.value.problem
+        assert "Llama" in refusal.value.remedy, "families that work are named"
+        assert "\n" not in refusal.value.problem + refusal.value.remedy
+
+
+def test_replacing_the_kernel_changes_the_chosen_sites_only_and_must_reach_them():
+    model = precise("gpt2")
+    inputs = fed("gpt2", model)
+    sites = sites_of(model, inputs)
+    error = partial(hooks.difference, model, inputs)
+    assert error(hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(hooks.OWN)))) < 1e-12
+    assert error(hooks.replace(model, sites, {})) < 1e-12
+    assert error(hooks.replace(model, sites, dict.fromkeys(sites[1:], RBF))) > 1e-3
+    model = families.build("bart")
+    inputs = families.inputs("bart", model)
+    sites = sites_of(model, inputs)
+    with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, dict.fromkeys(sites, RBF)):
+        model.get_encoder()(input_ids=inputs["input_ids"])
+
+
+def test_a_module_without_a_softmax_is_distinguished_from_one_that_does_not_run():
     class HandWrittenAttention(torch.nn.Module):
         def forward(self, x):
             return x
 
+    model = families.build("bert")
     inputs = families.inputs("bert", model)
     model.bert.idle = HandWrittenAttention()
     assert hooks.run_survey(model, inputs).missed == {"bert.idle": None}
     model.bert.embeddings.by_hand = HandWrittenAttention()
     model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
-    assert hooks.run_survey(model, inputs).missed == {
-        "bert.embeddings.by_hand": "it has no softmax over query–key products that weights the values",
-        "bert.idle": None,
-    }
+    reason = "it has no softmax over query–key products that weights the values"
+    assert hooks.run_survey(model, inputs).missed == {"bert.embeddings.by_hand": reason, "bert.idle": None}
 
 
-@pytest.mark.parametrize("name", REACHED)
+@pytest.mark.parametrize("name", families.REACHED)
 def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
     model = families.build(name).bfloat16()
     inputs = hooks.as_dtype(families.inputs(name, model), torch.bfloat16)
@@ -218,62 +169,47 @@ def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
     assert largest < 2e-7, "the modules' own softmax may be in float32"
     own = identity.recompute
     monkeypatch.setattr(identity, "recompute", lambda call: own(replace(call, scale=1.01 * call.scale)))
-    assert 1e-3 < identity.largest_site_error(model, inputs, partial(identity.widen, model)) < 0.1, "a misreading"
-    assert {part.dtype for part in model.parameters()} == {torch.bfloat16}, "given back"
+    assert 1e-3 < identity.largest_site_error(model, inputs, partial(identity.widen, model)) < 0.1, "control"
+    assert {part.dtype for part in model.parameters()} == {torch.bfloat16}, "restored"
 
 
 def test_one_attention_module_at_a_time_is_widened():
-    model = families.build("llama").bfloat16()
-    most = max(sum(part.numel() for part in layer.self_attn.parameters()) for layer in model.model.layers)
-    wide = []
+    model, wide = families.build("llama").bfloat16(), []
+    largest = max(sum(part.numel() for part in layer.self_attn.parameters()) for layer in model.model.layers)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda *_: wide.append(sum(p.numel() for p in model.parameters() if p.dtype == torch.float64))
         )
     assert hooks.identity_error(model, families.inputs("llama", model)) < 1e-7
-    assert set(wide) == {0, most}
+    assert set(wide) == {0, largest}
 
 
-def test_a_model_that_does_not_repeat_itself_or_can_not_run_in_float64_is_measured_in_its_own_type():
+def test_a_random_model_or_one_that_stays_in_half_precision_keeps_its_first_error(monkeypatch):
     model = families.build("bert").bfloat16()
     inputs = families.inputs("bert", model)
-    assert hooks.identity_error(model, inputs) < 1e-7, "a control"
-    single = model.bert.encoder.layer[0].attention.self.query.register_forward_hook(lambda *found: found[-1].bfloat16())
+    assert hooks.identity_error(model, inputs) < 1e-7, "control"
+    half = model.bert.encoder.layer[0].attention.self.query.register_forward_hook(lambda *args: args[-1].bfloat16())
     assert hooks.identity_error(model, inputs) > 1e-5
-    single.remove()
+    half.remove()
     passes = itertools.count(1)
-    model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
+    random = model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
     assert hooks.identity_error(model, inputs) > 1e-5
+    random.remove()
+    original = identity.answer_calls
+    untouched = lambda *args, **more: nullcontext() if "content" in more else original(*args, **more)  # noqa: E731
+    monkeypatch.setattr(identity, "answer_calls", untouched)
+    assert hooks.identity_error(model, inputs) > 1e-3, "a module that requests no attention proves nothing"
 
 
-def test_what_the_door_gives_back_is_contiguous_as_transformers_own_functions_are():
-    model = families.build("bert")
-    inputs = families.inputs("bert", model)
-    seen = []
+def test_answers_reach_the_module_contiguous():
     from transformers.modeling_utils import AttentionInterface
 
+    model, seen = families.build("bert"), []
     with hooks.answer_calls(model, lambda call: attend(call, hooks.OWN).transpose(1, 2).contiguous().transpose(1, 2)):
         name = model.config._attn_implementation
         own = AttentionInterface()[name]
-
-        def watched(*args, **more):
-            seen.append(own(*args, **more)[0])
-            return seen[-1], None
-
+        watched = lambda *args, **more: (seen.append(own(*args, **more)[0]) or seen[-1], None)  # noqa: E731
         AttentionInterface._global_mapping[name] = watched
-        hooks.forward(model, inputs)
+        hooks.forward(model, families.inputs("bert", model))
     assert seen
     assert all(part.is_contiguous() for part in seen)
-
-
-def test_a_module_that_asks_for_no_attention_by_itself_proves_nothing(monkeypatch):
-    model = families.build("llama").bfloat16()
-    inputs = families.inputs("llama", model)
-    assert hooks.identity_error(model, inputs) < 1e-7, "a control"
-    honest = identity.answer_calls
-
-    def untouched(model, answer, **more):
-        return nullcontext() if "content" in more else honest(model, answer, **more)
-
-    monkeypatch.setattr(identity, "answer_calls", untouched)
-    assert hooks.identity_error(model, inputs) > 1e-3, "the first error stands"

@@ -1,208 +1,246 @@
-"""Tests that the Jacobian's factors are the model's weights, and that what is not bilinear is refused."""
+"""Tests that the factors are the model's weights in every layout, and that what is not bilinear is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import families
+import model_types
 import pytest
 import torch
-import transformers
-from factors import ROTARY, read
+import transformers as tf
+from factors import ROTARY, agrees, factors_of, random_model, read
 from heads import turns
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlens.errors import NotBilinearError
-from attnlens.models import hooks
+from attnlens.errors import NotBilinearError, UnreadableError
+from attnlens.models import hooks, weights
 from attnlens.models.weights.probe import FewTokens, norms_inside
 from attnlens.models.weights.probe import linear as linear_norms
 
-
-def per_head(weight, heads):
-    """A Linear's (out, in) weight as (heads, in, head_dim)."""
-    return weight.double().view(heads, -1, weight.shape[1]).mT
+close = torch.testing.assert_close
 
 
-def linear(query, key):
-    """Hand reader for modules with separate projections at these attribute names."""
-
-    def hand(module, call):
-        return (
-            per_head(getattr(module, query).weight, call.query.shape[1]),
-            per_head(getattr(module, key).weight, call.key.shape[1]),
-        )
-
-    return hand
+def separate(query: str, key: str) -> Callable[[Any], Sequence[Tensor]]:
+    return lambda part: (part.get_submodule(query).weight, part.get_submodule(key).weight)
 
 
-def gpt2(module, call):
-    weight = module.c_attn.weight.T
-    size = weight.shape[0] // 3
-    heads = call.query.shape[1]
-    return per_head(weight[:size], heads), per_head(weight[size : 2 * size], heads)
-
-
-def gpt_neox(module, call):
-    weight = module.query_key_value.weight
-    fused = weight.view(call.query.shape[1], 3, -1, weight.shape[1]).double()
-    return fused[:, 0].mT, fused[:, 1].mT
-
-
-def phi3(module, call):
-    head_dim = call.query.shape[-1]
-    q, k = call.query.shape[1] * head_dim, call.key.shape[1] * head_dim
-    weight = module.qkv_proj.weight
-    return per_head(weight[:q], call.query.shape[1]), per_head(weight[q : q + k], call.key.shape[1])
-
-
-def gained(module, call):
+def gained(part: Any, query: Tensor | None = None) -> Sequence[Tensor]:
     """QK-norm: W times the norm's gain, measured as the norm of a vector of ones."""
-    query, key = linear("q_proj", "k_proj")(module, call)
-    ones = torch.ones(call.query.shape[-1])
-    return query * module.q_norm(ones).double(), key * module.k_norm(ones).double()
+    sides = ((part.q_proj.weight if query is None else query, part.q_norm), (part.k_proj.weight, part.k_norm))
+    sizes = [(rows, norm, len(norm.weight)) for rows, norm in sides]
+    return [rows.view(-1, n, rows.shape[-1]) * norm(torch.ones(n))[:, None] for rows, norm, n in sizes]
 
 
-PROJ = linear("q_proj", "k_proj")
+def grouped(rows: Tensor) -> Sequence[Tensor]:
+    """Groups of two queries, a key, which the module repeats, and a value (Falcon 40B)."""
+    return rows[:, :2], rows[:, 2:3].expand(-1, 2, -1, -1)
+
+
+PROJ = separate("q_proj", "k_proj")
 HAND = {
-    "bert": linear("query", "key"),
-    "roberta": linear("query", "key"),
-    "distilbert": linear("q_lin", "k_lin"),
-    "albert": linear("query", "key"),
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "opt": PROJ,
-    "llama": PROJ,
-    "mistral": PROJ,
-    "qwen2": PROJ,
-    "qwen3": gained,
-    "gemma2": PROJ,
-    "gemma3": gained,
-    "phi3": phi3,
-    "cohere": PROJ,
-    "gpt_oss": PROJ,
-    "t5": linear("q", "k"),
-    "bart": PROJ,
-    "whisper": PROJ,
-    "vit": None,
-    "clip": PROJ,
+    **dict.fromkeys(("bert", "roberta", "albert"), separate("query", "key")),
+    **dict.fromkeys(("opt", "llama", "mistral", "qwen2", "gemma2", "cohere", "gpt_oss", "bart", "whisper"), PROJ),
+    **dict.fromkeys(("clip", "vit", "gptj", "gpt_neo"), PROJ),
+    **dict.fromkeys(("qwen3", "gemma3"), gained),
+    "distilbert": separate("q_lin", "k_lin"),
+    **dict.fromkeys(("t5", "mpnet"), separate("q", "k")),
+    "deberta_v2": separate("query_proj", "key_proj"),
+    "gpt2": lambda part: part.c_attn.weight.T.chunk(3)[:2],
+    **dict.fromkeys(("gpt_neox", "bloom"), lambda part: part.query_key_value.weight.view(4, 3, 10, -1).unbind(1)[:2]),
+    "falcon": lambda part: part.query_key_value.weight.split([40, 10, 10])[:2],
+    "phi3": lambda part: part.qkv_proj.weight.split([60, 20, 20])[:2],
+    "dbrx": lambda part: part.Wqkv.weight.split([64, 32, 32])[:2],
+    **dict.fromkeys(("mpt", "modernbert"), lambda part: part.Wqkv.weight.chunk(3)[:2]),
+    "gpt_bigcode": lambda part: part.c_attn.weight.split([64, 16, 16])[:2],
+    "codegen": lambda part: part.qkv_proj.weight.view(4, 3, 16, -1).unbind(1)[0::2],
+    # a gate follows each head's queries
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), lambda p: gained(p, p.q_proj.weight.view(4, 2, 16, -1)[:, 0])),
+    "falcon new": lambda part: grouped(part.query_key_value.weight.view(2, 4, 16, -1)),
 }
-FOLDED = {"opt": lambda d: d**-0.5, "whisper": lambda d: d**-0.5}
+"""Rows of W_Q and W_K in a family's own layout."""
+NORMED = ("qwen3", "gemma3", "qwen3_next", "qwen3_5_text")
 
 
-@pytest.mark.parametrize("name", [name for name in HAND if HAND[name]])
-def test_factors_are_the_weights_that_stand_in_the_model(name):
-    model = families.build(name)
-    inputs = families.inputs(name, model, batch=1)
-    for found, factors in zip(hooks.survey(model, inputs), read(model, name), strict=True):
-        query, key = HAND[name](found.module, found.call)
-        head_dim = found.call.query.shape[-1]
-        if name in FOLDED and found.call.scale == 1.0:
-            query = query * FOLDED[name](head_dim)
+@pytest.mark.parametrize("name", HAND)
+def test_factors_are_the_weights_in_the_model(name: str) -> None:
+    if name in families.FAMILIES:
+        model = families.build(name)
+        inputs = families.inputs(name, model, batch=1 + (name in families.TRACED))
+    else:
+        model, inputs = model_types.build(name.removesuffix(" new")).eval(), {"input_ids": torch.arange(10)[None] + 3}
+    if name == "falcon new":
+        model.config.update({"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False})
+        model = random_model(tf.FalconForCausalLM(model.config)).float()
+    for reached, factors in zip(hooks.survey(model, inputs), read(model, inputs=inputs), strict=True):
+        call = reached.call
+        query, key = (
+            rows.detach().double().reshape(heads.shape[1], -1, rows.shape[-1]).mT
+            for rows, heads in zip(HAND[name](reached.module), (call.query, call.key), strict=True)
+        )
+        if name in ("opt", "whisper") and call.scale == 1.0:  # the scale is part of W_Q
+            query = query * call.query.shape[-1] ** -0.5
+        if name == "deberta_v2":  # its scale, √(3 · 10) for scores of three terms, is part of W_K
+            key = key * 30**-0.5
         if name == "gpt_oss":  # YaRN's factor is part of cos and sin, and so of the effective weights
             query, key = (part * model.model.rotary_emb.attention_scaling for part in (query, key))
-        torch.testing.assert_close(factors.maps.query, query, rtol=2e-6, atol=2e-6 * float(query.abs().max()))
-        torch.testing.assert_close(factors.maps.key, key, rtol=2e-6, atol=2e-6 * float(key.abs().max()))
-        assert factors.query_key.scale == found.call.scale
-        group = len(query) // len(key)
-        paired = factors.query_key.paired_key
-        torch.testing.assert_close(paired, factors.maps.key.repeat_interleave(group, 0), rtol=0, atol=0)
-        if group > 1:
+        close(factors.maps.query, query, rtol=2e-6, atol=2e-6 * float(query.abs().max()))
+        close(factors.maps.key, key, rtol=2e-6, atol=2e-6 * float(key.abs().max()))
+        assert (factors.maps.query - query.flip(0)).norm() > 0.1 * query.norm(), "control: heads in another order"
+        scale = pytest.approx(call.scale, rel=1e-6) if name in families.TRACED else call.scale
+        assert factors.query_key.scale == scale
+        group, paired = len(query) // len(key), factors.query_key.paired_key
+        assert torch.equal(paired, factors.maps.key.repeat_interleave(group, 0))
+        if 1 < len(key) < len(query):
             assert not torch.equal(paired, factors.maps.key.repeat(group, 1, 1)), "control: not h % key heads"
-        swapped = (factors.maps.query - query.flip(0)).norm()
-        assert swapped > 0.1 * query.norm(), "control: heads in another order would be seen"
+        assert factors.qk_norm == (name in NORMED) == ("QK-norm" in factors.route)
+        if name in families.FAMILIES:
+            assert (factors.rotation is not None) == (name in (*ROTARY, "gptj"))
+        if factors.rotation is not None:  # a group of rotations
+            matrices, unit = turns(factors.rotation), torch.eye(factors.rotation.size, dtype=torch.float64)
+            close(matrices[0], unit, atol=1e-5, rtol=0)
+            close(matrices @ matrices.mT, unit.expand_as(matrices), atol=1e-4, rtol=0)
+            close(matrices[7] @ matrices[4].mT, matrices[3], atol=1e-4, rtol=0)
+            assert (matrices[1] - unit).norm() > 0.1
 
 
-def test_vision_factors_are_the_weights():
-    model = families.build("vit")
-    inputs = families.inputs("vit", model, batch=1)
-    for found, factors in zip(hooks.survey(model, inputs), read(model, "vit"), strict=True):
-        names = {name: module for name, module in found.module.named_modules() if isinstance(module, torch.nn.Linear)}
-        query = next(module for name, module in names.items() if name.split(".")[-1] in ("query", "q_proj"))
-        torch.testing.assert_close(factors.maps.query, per_head(query.weight, found.call.query.shape[1]))
-
-
-def test_biases_are_read_and_left_out_of_the_form():
+def test_biases_are_left_out_of_the_form_but_not_of_that_on_inputs() -> None:
     model = families.build("bert")
-    factors = read(model, "bert")[0]
-    module = model.bert.encoder.layer[0].attention.self
-    torch.testing.assert_close(factors.maps.query_bias.flatten(), module.query.bias.double())
+    factors, module = read(model, "bert")[0], model.bert.encoder.layer[0].attention.self
+    close(factors.maps.query_bias.flatten(), module.query.bias.double())
     assert module.query.bias.norm() > 0
-    torch.testing.assert_close(factors.query_key.query, factors.maps.query)
+    close(factors.query_key.query, factors.maps.query)
+    on_inputs = factors.on_inputs  # a row more
+    close(on_inputs.query, torch.cat((factors.maps.query, factors.maps.query_bias), 1))
+    close(on_inputs.key, torch.cat((factors.maps.key, factors.maps.key_bias), 1))
+    assert [factors.on_inputs is None for factors in read(families.build("llama"), "llama")] == [True, True], "rotary"
+    parts = [(factors.site.part, factors.on_inputs is None) for factors in read(families.build("bart"), "bart")]
+    assert {*parts} == {("encoder", False), ("decoder", False), ("cross", True)}
 
 
-@pytest.mark.parametrize("name", list(HAND))
-def test_only_rotary_families_have_a_rotation(name):
-    model = families.build(name)
-    assert all((factors.rotation is not None) == (name in ROTARY) for factors in read(model, name))
-
-
-@pytest.mark.parametrize("name", ROTARY)
-def test_the_rotation_is_a_group_of_rotations(name):
-    rotation = turns(read(families.build(name), name)[0].rotation)
-    unit = torch.eye(rotation.shape[-1], dtype=torch.float64)
-    torch.testing.assert_close(rotation[0], unit, atol=1e-5, rtol=0)
-    torch.testing.assert_close(rotation @ rotation.mT, unit.expand_as(rotation), atol=1e-4, rtol=0)
-    torch.testing.assert_close(rotation[7] @ rotation[4].mT, rotation[3], atol=1e-4, rtol=0)
-    assert (rotation[1] - unit).norm() > 0.1
-
-
-def test_qk_norm_keeps_the_gain_and_says_so():
-    factors = read(families.build("qwen3"), "qwen3")[0]
-    assert factors.qk_norm
-    assert "QK-norm" in factors.route
-    assert not read(families.build("llama"), "llama")[0].qk_norm
-
-
-def test_a_norm_beside_the_path_is_not_taken_for_qk_norm():
-    assert not any(factors.qk_norm for factors in read(families.build("albert"), "albert"))
-
-
-def causal(config, model_class):
-    torch.manual_seed(0)
-    model = model_class(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model, {"input_ids": torch.arange(10)[None] + 3}
-
-
-def test_layer_norm_with_bias_is_not_bilinear():
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56}
-    config = transformers.PhiConfig(vocab_size=99, **sizes, qk_layernorm=True)
-    model, inputs = causal(config, transformers.PhiForCausalLM)
-    found = read(model, inputs=inputs)
-    assert all(isinstance(error, NotBilinearError) for error in found)
-    assert "not bilinear" in found[0].problem
-
-
-def test_nan_in_one_head_leaves_the_others():
+def test_nan_in_one_head_leaves_the_others() -> None:
     model = families.build("llama")
-    projection = model.model.layers[0].self_attn.q_proj.weight
-    projection[:10] = torch.nan
+    model.model.layers[0].self_attn.q_proj.weight[:10] = torch.nan
     factors = read(model, "llama")[0]
     assert factors.maps.query[0].isnan().all()
     assert factors.maps.query[1:].isfinite().all()
     assert factors.rotation.angles.isfinite().all()
 
 
-def test_a_part_that_is_called_norm_and_is_none_is_passed_over():
-    config = transformers.RobertaPreLayerNormConfig(**families.ENCODER)
-    model, inputs = causal(config, transformers.RobertaPreLayerNormForMaskedLM)
-    assert not any(factors.qk_norm for factors in read(model, inputs=inputs))
+def test_a_layer_norm_with_bias_is_not_bilinear_and_one_before_the_module_is_not_qk_norm() -> None:
+    cases = (
+        (tf.PhiForCausalLM, tf.PhiConfig(**families.ENCODER | {"hidden_size": 48}, qk_layernorm=True)),
+        (tf.RobertaPreLayerNormForMaskedLM, tf.RobertaPreLayerNormConfig(**families.ENCODER)),
+    )
+    for model_class, config in cases:
+        torch.manual_seed(0)
+        model = model_class(config).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        for result in read(model, inputs={"input_ids": torch.arange(10)[None] + 3}):
+            if model_class is tf.PhiForCausalLM:
+                assert isinstance(result, NotBilinearError)
+                assert "not bilinear" in result.problem
+            else:
+                assert not result.qk_norm
 
 
-def test_a_centred_norm_keeps_its_gain_and_its_centring():
-    holder = torch.nn.Module()
-    holder.q_norm = torch.nn.LayerNorm(8, bias=False)
-    torch.nn.init.uniform_(holder.q_norm.weight, 0.5, 2)
+def test_a_centred_norm_keeps_its_gain_and_its_centring() -> None:
+    holder = nn.Module()
+    holder.q_norm = nn.LayerNorm(8, bias=False)
+    nn.init.uniform_(holder.q_norm.weight, 0.5, 2)
     x = 3 + torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     with linear_norms(norms_inside(holder)):
-        found = holder.q_norm(x)
+        normed = holder.q_norm(x)
     expected = holder.q_norm.weight * (x - x.mean(-1, keepdim=True))
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)  # but for the norm's eps
-    assert (found - holder.q_norm.weight * x).norm() > found.norm(), "the control: uncentred it is another one"
+    close(normed.double(), expected.double(), rtol=1e-5, atol=1e-5)  # but for the norm's eps
+    assert (normed - holder.q_norm.weight * x).norm() > normed.norm(), "control: uncentred it is another one"
 
 
-@pytest.mark.parametrize(("tokens", "multiplied"), [((1, 1, 8), 1), ((1, 5, 8), 5)])
-def test_a_repeated_token_is_multiplied_by_the_weights_once(tokens, multiplied):
-    weight, hidden = torch.randn(4, 8), torch.randn(tokens).expand(1, 5, 8)
-    with FlopCounterMode(display=False) as counter, FewTokens():
-        result = torch.nn.functional.linear(hidden, weight)
-    assert counter.get_total_flops() == 2 * multiplied * weight.numel()
-    assert torch.allclose(result, hidden @ weight.T)
-    assert result.is_contiguous(), "modules may change it in place"
+def test_a_repeated_token_is_multiplied_by_the_weights_once() -> None:
+    for distinct in (1, 5):
+        weight, hidden = torch.randn(4, 8), torch.randn(1, distinct, 8).expand(1, 5, 8)
+        with FlopCounterMode(display=False) as counter, FewTokens():
+            result = nn.functional.linear(hidden, weight)
+        assert counter.get_total_flops() == 2 * distinct * weight.numel()
+        assert torch.allclose(result, hidden @ weight.T)
+        assert result.is_contiguous(), "modules may change it in place"
+
+
+class Cosine(tf.PreTrainedModel):
+    """A model that is one attention module, which normalises queries and keys by hand."""
+
+    config_class = tf.PretrainedConfig
+
+    def __init__(self, unit: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(tf.PretrainedConfig())
+        self.attention = nn.Module()
+        self.attention.query, self.attention.key = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.attention.forward, self.unit = self.attend, unit
+
+    def attend(self, hidden_states: Tensor) -> Tensor:
+        maps = (self.attention.query, self.attention.key)
+        query, key = (map_(hidden_states).unflatten(-1, (3, 4)).transpose(1, 2) for map_ in maps)
+        weights = (3 * self.unit(query) @ self.unit(key).mT).softmax(-1)
+        return (weights @ key).transpose(1, 2).flatten(2)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor]:
+        return (self.attention(hidden_states),)
+
+
+BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.normalize": lambda x: nn.functional.normalize(x, dim=-1),
+    "rsqrt": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+    "norm": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "vector_norm": lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+    "root": lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
+    "not a norm": lambda x: x * x.square().mean(-1, keepdim=True).sqrt() + x.relu(),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_norm_written_by_hand_keeps_its_direction(name: str) -> None:
+    torch.manual_seed(0)
+    model = Cosine(BY_HAND[name]).eval().requires_grad_(False)
+    first, window = (hooks.survey(model, {"hidden_states": torch.randn(1, count, 12)}) for count in (1, 7))
+    (factors,) = weights.factors(model, first, window)
+    if name == "not a norm":
+        assert isinstance(factors, UnreadableError)
+        assert "not bilinear" in factors.problem
+        return
+    assert factors.qk_norm
+    assert not factors.latent
+    expected = 3 * model.attention.query.weight.double().view(3, 4, 12).mT
+    close(factors.maps.query, expected, rtol=0, atol=1e-6)
+
+
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+UNUSUAL: dict[str, tuple[bool, bool]] = {
+    **dict.fromkeys(("dinov3_vit", "pixtral", "mlcd_vision_model", "eomt_dinov3"), (True, False)),
+    "llama4_text": (True, True), "nanochat": (True, True), "xlnet": (False, False), "squeezebert": (False, False),
+    "detr": (False, False), "swin": (False, False), "swinv2": (False, True),
+}  # fmt: skip
+"""Model type → whether its queries are rotated, and normalised."""
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_factors_of_unusual_inputs_give_the_models_own_attention(name: str) -> None:
+    if name.startswith("swin"):
+        config = (tf.SwinConfig if name == "swin" else tf.Swinv2Config)(**SWIN)
+        model = random_model(tf.AutoModel.from_config(config))
+    else:
+        model = model_types.build(name).eval()
+        model = random_model(model) if name == "detr" else model
+    rotary, normed = UNUSUAL[name]
+    for factors in factors_of(model):
+        assert factors.qk_norm == normed
+        if rotary and not normed:
+            assert not factors.rotation.by_distance, "positions on a grid"
+        if name == "detr":  # it adds positions to its queries and keys
+            module = model.get_submodule(factors.site.path)
+            close(factors.maps.query, module.q_proj.weight.view(4, -1, module.q_proj.in_features).mT, rtol=0, atol=1e-6)
+            assert factors.rotation is factors.on_inputs is None
+            assert factors.maps.query_bias.shape[1] > 1, "one bias for each position"
+    assert agrees(model)

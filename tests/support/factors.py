@@ -1,16 +1,50 @@
 """Weight factors of tiny models."""
 
 import families
+import torch
+from loaded import loaded
 
-from attnlens.models import hooks, weights
+from attnlens.errors import UnreadableError
+from attnlens.models import hooks, texts, weights
+from attnlens.runs.doctor import check_sites
+
+ROTARY = ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere", "gpt_oss"]
 
 
 def read(model, name=None, inputs=None):
-    """(factors, site) of every site, from one token and from the window."""
+    """The factors, or the error, of every site of a family: from one token and from the window."""
     inputs = inputs or families.inputs(name, model, batch=1)
     one = {key: value[:, :1] if key.endswith(("ids", "mask")) else value for key, value in inputs.items()}
-    first, window = hooks.survey(model, one), hooks.survey(model, inputs)
-    return list(weights.factors(model, first, window))
+    return list(weights.factors(model, hooks.survey(model, one), hooks.survey(model, inputs)))
 
 
-ROTARY = ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere", "gpt_oss"]
+def random_inputs(model, tokens):
+    """The inputs that attnlens generates, in the model's own precision."""
+    return hooks.as_dtype(texts.placeholder(loaded(model), tokens, 0).batches[0].inputs, model.dtype)
+
+
+def factors_of(model):
+    """The factors of every site, from one generated token and from seven."""
+    results = list(weights.factors(model, *(hooks.survey(model, random_inputs(model, tokens)) for tokens in (1, 7))))
+    assert results
+    assert not [error for error in results if isinstance(error, UnreadableError)], results
+    return results
+
+
+def agrees(model):
+    """Whether the factors give the model's own attention on generated inputs."""
+    inputs = random_inputs(model, 7)
+    first = hooks.survey(model, random_inputs(model, 1))
+    return all(check.verdict == "agrees" for check in check_sites(model, first, hooks.survey(model, inputs), inputs))
+
+
+def random_model(model):
+    """The model in float64 with weights that are neither uniform nor small; gains stay near 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for parameter in model.double().eval().requires_grad_(False).parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model

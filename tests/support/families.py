@@ -1,13 +1,14 @@
-"""Tiny random models that stand for the families, with attention that is neither uniform nor one-hot.
+"""Tiny random models of each family, with attention that is neither uniform nor one-hot.
 
-`build(name)` makes one, `inputs(name, model)` feeds it. Sizes are chosen so that nothing coincides by accident: six
-query heads on two key heads where the family groups them (head h // 3, never h % 2), head_dim 10 beside d_model 40 or
+`build(name)` makes a model, `inputs(name, model)` its inputs. Sizes are chosen so that nothing coincides by accident:
+six query heads on two key heads in families with groups (head h // 3, never h % 2), head_dim 10 beside d_model 40 or
 48, biases and norms that are not trivial, a sliding window and a softcap that bite.
 `tests/models/test_families.py` tests these properties.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -25,195 +26,84 @@ SPREAD: dict[str, float] = {
 about 2 when they are divided by √head_dim. Models that normalise after each block mix their tokens more and want more;
 T5 and GPT-Neo do not divide, Gemma divides by √24, and behind a QK-norm it has no effect."""
 NORM_GAIN = {"qwen3": 1.4, "gemma3": 1.8}
-"""What the gains of the QK-norms are multiplied by (Gemma's gain is 1 + its weight, hence added)."""
+"""Factors of the gains of QK-norms (Gemma's gain is 1 + its weight, hence added)."""
 
 TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BLOCKS = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56}
 SEQ2SEQ: dict[str, Any] = TEXT | {
-    "d_model": 40,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 56,
-    "decoder_ffn_dim": 56,
+    "d_model": 40, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56,
+}  # fmt: skip
+ENCODER: dict[str, Any] = TEXT | BLOCKS | {"max_position_embeddings": 64}
+GROUPED = ENCODER | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+PIXELS: dict[str, Any] = BLOCKS | {"image_size": 12, "patch_size": 4}
+OPENAI: dict[str, Any] = TEXT | {"n_embd": 40, "n_layer": 2, "n_head": 4}
+KINDS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = GROUPED | {"query_pre_attn_scalar": 24}
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 40, "d_kv": 12, "d_ff": 56, "num_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0,
+    "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+WHISPER = SEQ2SEQ | {
+    "num_mel_bins": 8, "max_source_positions": 15, "max_target_positions": 64, "decoder_start_token_id": 1,
+    "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+BART = SEQ2SEQ | {"max_position_embeddings": 64, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+DISTILBERT = TEXT | {"dim": 40, "n_layers": 2, "n_heads": 4, "hidden_dim": 56, "max_position_embeddings": 64}
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}}
+CLIP = {
+    "text_config": ENCODER | {"projection_dim": 16}, "vision_config": PIXELS | {"projection_dim": 16},
+    "projection_dim": 16,
+}  # fmt: skip
+PHI3 = {name: size for name, size in GROUPED.items() if name != "head_dim"} | {"hidden_size": 60}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
+DEBERTA: dict[str, Any] = ENCODER | {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 6, "norm_rel_ebd": "layer_norm",
+    "share_att_key": True, "type_vocab_size": 0,
+}  # fmt: skip
+GPT_NEO = TEXT | {
+    "hidden_size": 40, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+    "window_size": 5, "max_position_embeddings": 64,
+}  # fmt: skip
+FALCON = {name: size for name, size in ENCODER.items() if name != "intermediate_size"}
+
+SETTINGS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "bert": (tf.BertForMaskedLM, tf.BertConfig, ENCODER),
+    "roberta": (tf.RobertaForMaskedLM, tf.RobertaConfig, ENCODER | {"pad_token_id": 1, "bos_token_id": 0}),
+    "distilbert": (tf.DistilBertForMaskedLM, tf.DistilBertConfig, DISTILBERT),
+    "albert": (tf.AlbertForMaskedLM, tf.AlbertConfig, ENCODER | {"num_hidden_layers": 3, "embedding_size": 24}),
+    "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, OPENAI | {"n_positions": 64}),
+    "gpt_neox": (tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig, ENCODER | PARTIAL),
+    "opt": (tf.OPTForCausalLM, tf.OPTConfig, ENCODER | {"ffn_dim": 56, "word_embed_proj_dim": 40}),
+    "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, GROUPED | {"attention_bias": True}),
+    "mistral": (tf.MistralForCausalLM, tf.MistralConfig, GROUPED | {"sliding_window": 5}),
+    "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, GROUPED),
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, GROUPED),
+    "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, GEMMA | {"attn_logit_softcapping": 3.0, "sliding_window": 5}),
+    "gemma3": (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, GEMMA | KINDS),
+    "phi3": (tf.Phi3ForCausalLM, tf.Phi3Config, PHI3 | {"sliding_window": None}),
+    "cohere": (tf.CohereForCausalLM, tf.CohereConfig, GROUPED | {"use_qk_norm": False}),
+    "gpt_oss": (tf.GptOssForCausalLM, tf.GptOssConfig, GROUPED | KINDS | EXPERTS),
+    "t5": (tf.T5ForConditionalGeneration, tf.T5Config, T5),
+    "bart": (tf.BartForConditionalGeneration, tf.BartConfig, BART),
+    "whisper": (tf.WhisperForConditionalGeneration, tf.WhisperConfig, WHISPER),
+    "vit": (tf.ViTModel, tf.ViTConfig, PIXELS),
+    "clip": (tf.CLIPModel, tf.CLIPConfig, CLIP),
+    "bloom": (tf.BloomForCausalLM, tf.BloomConfig, TEXT | {"hidden_size": 40, "n_layer": 2, "n_head": 4}),
+    "mpnet": (tf.MPNetForMaskedLM, tf.MPNetConfig, ENCODER),
+    "deberta_v2": (tf.DebertaV2ForMaskedLM, tf.DebertaV2Config, DEBERTA),
+    "gptj": (tf.GPTJForCausalLM, tf.GPTJConfig, OPENAI | {"rotary_dim": 4, "n_positions": 64}),
+    "gpt_neo": (tf.GPTNeoForCausalLM, tf.GPTNeoConfig, GPT_NEO),
+    "falcon": (tf.FalconForCausalLM, tf.FalconConfig, FALCON | {"multi_query": True, "alibi": True}),
+    "mamba": (tf.MambaForCausalLM, tf.MambaConfig, TEXT | {"hidden_size": 40, "num_hidden_layers": 2, "state_size": 6}),
+    "yoso": (tf.YosoForMaskedLM, tf.YosoConfig, ENCODER),
 }
-ENCODER: dict[str, Any] = TEXT | {
-    "hidden_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 56,
-    "max_position_embeddings": 64,
-}
-GROUPED: dict[str, Any] = ENCODER | {
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-}
-PIXELS: dict[str, Any] = {
-    "hidden_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 56,
-    "image_size": 12,
-    "patch_size": 4,
-}
-
-
-def _distilbert() -> Any:
-    return tf.DistilBertConfig(**TEXT, dim=40, n_layers=2, n_heads=4, hidden_dim=56, max_position_embeddings=64)
-
-
-def _albert() -> Any:
-    return tf.AlbertConfig(**ENCODER | {"num_hidden_layers": 3}, embedding_size=24)
-
-
-def _gpt2() -> Any:
-    return tf.GPT2Config(**TEXT, n_embd=40, n_layer=2, n_head=4, n_positions=64)
-
-
-def _opt() -> Any:
-    return tf.OPTConfig(**ENCODER, ffn_dim=56, word_embed_proj_dim=40)
-
-
-def _gemma2() -> Any:
-    return tf.Gemma2Config(**GROUPED, query_pre_attn_scalar=24, attn_logit_softcapping=3.0, sliding_window=5)
-
-
-def _gemma3() -> Any:
-    kinds = ["sliding_attention", "full_attention"]
-    return tf.Gemma3TextConfig(**GROUPED, query_pre_attn_scalar=24, sliding_window=5, layer_types=kinds)
-
-
-def _gpt_oss() -> Any:
-    kinds = ["sliding_attention", "full_attention"]
-    return tf.GptOssConfig(
-        **GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, layer_types=kinds, attention_bias=True
-    )
-
-
-def _gpt_neox() -> Any:
-    rotary = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
-    return tf.GPTNeoXConfig(**ENCODER, rope_parameters=rotary)
-
-
-def _phi3() -> Any:
-    sizes = {name: size for name, size in GROUPED.items() if name != "head_dim"} | {"hidden_size": 60}
-    return tf.Phi3Config(**sizes, sliding_window=None)
-
-
-def _t5() -> Any:
-    return tf.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=40,
-        d_kv=12,
-        d_ff=56,
-        num_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-
-
-def _bart() -> Any:
-    return tf.BartConfig(**SEQ2SEQ, max_position_embeddings=64, decoder_start_token_id=2, forced_eos_token_id=None)
-
-
-def _whisper() -> Any:
-    return tf.WhisperConfig(
-        **SEQ2SEQ,
-        num_mel_bins=8,
-        max_source_positions=15,
-        max_target_positions=64,
-        decoder_start_token_id=1,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-
-
-def _clip() -> Any:
-    text = ENCODER | {"max_position_embeddings": 64, "projection_dim": 16}
-    return tf.CLIPConfig(text_config=text, vision_config=PIXELS | {"projection_dim": 16}, projection_dim=16)
-
-
-def _mamba() -> Any:
-    return tf.MambaConfig(**TEXT, hidden_size=40, num_hidden_layers=2, state_size=6)
-
-
-def _bloom() -> Any:
-    return tf.BloomConfig(**TEXT, hidden_size=40, n_layer=2, n_head=4)
-
-
-def _mpnet() -> Any:
-    return tf.MPNetConfig(**ENCODER)
-
-
-def _deberta() -> Any:
-    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 6}
-    return tf.DebertaV2Config(**ENCODER, **relative, norm_rel_ebd="layer_norm", share_att_key=True, type_vocab_size=0)
-
-
-def _gptj() -> Any:
-    return tf.GPTJConfig(**TEXT, n_embd=40, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
-
-
-def _gpt_neo() -> Any:
-    kinds = [[["global", "local"], 1]]
-    return tf.GPTNeoConfig(
-        **TEXT,
-        hidden_size=40,
-        num_layers=2,
-        num_heads=4,
-        attention_types=kinds,
-        window_size=5,
-        max_position_embeddings=64,
-    )
-
-
-def _falcon() -> Any:
-    sizes = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
-    return tf.FalconConfig(**TEXT, **sizes, multi_query=True, alibi=True)
-
-
-def _yoso() -> Any:
-    return tf.YosoConfig(**ENCODER)
-
-
 FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
-    "bert": (tf.BertForMaskedLM, lambda: tf.BertConfig(**ENCODER)),
-    "roberta": (tf.RobertaForMaskedLM, lambda: tf.RobertaConfig(**ENCODER | {"pad_token_id": 1, "bos_token_id": 0})),
-    "distilbert": (tf.DistilBertForMaskedLM, _distilbert),
-    "albert": (tf.AlbertForMaskedLM, _albert),
-    "gpt2": (tf.GPT2LMHeadModel, _gpt2),
-    "gpt_neox": (tf.GPTNeoXForCausalLM, _gpt_neox),
-    "opt": (tf.OPTForCausalLM, _opt),
-    "llama": (tf.LlamaForCausalLM, lambda: tf.LlamaConfig(**GROUPED, attention_bias=True)),
-    "mistral": (tf.MistralForCausalLM, lambda: tf.MistralConfig(**GROUPED, sliding_window=5)),
-    "qwen2": (tf.Qwen2ForCausalLM, lambda: tf.Qwen2Config(**GROUPED)),
-    "qwen3": (tf.Qwen3ForCausalLM, lambda: tf.Qwen3Config(**GROUPED)),
-    "gemma2": (tf.Gemma2ForCausalLM, _gemma2),
-    "gemma3": (tf.Gemma3ForCausalLM, _gemma3),
-    "phi3": (tf.Phi3ForCausalLM, _phi3),
-    "cohere": (tf.CohereForCausalLM, lambda: tf.CohereConfig(**GROUPED, use_qk_norm=False)),
-    "gpt_oss": (tf.GptOssForCausalLM, _gpt_oss),
-    "t5": (tf.T5ForConditionalGeneration, _t5),
-    "bart": (tf.BartForConditionalGeneration, _bart),
-    "whisper": (tf.WhisperForConditionalGeneration, _whisper),
-    "vit": (tf.ViTModel, lambda: tf.ViTConfig(**PIXELS)),
-    "clip": (tf.CLIPModel, _clip),
-    "bloom": (tf.BloomForCausalLM, _bloom),
-    "mpnet": (tf.MPNetForMaskedLM, _mpnet),
-    "deberta_v2": (tf.DebertaV2ForMaskedLM, _deberta),
-    "gptj": (tf.GPTJForCausalLM, _gptj),
-    "gpt_neo": (tf.GPTNeoForCausalLM, _gpt_neo),
-    "falcon": (tf.FalconForCausalLM, _falcon),
-    "mamba": (tf.MambaForCausalLM, _mamba),
-    "yoso": (tf.YosoForMaskedLM, _yoso),
+    name: (model, lambda config=config, settings=settings: config(**copy.deepcopy(settings)))
+    for name, (model, config, settings) in SETTINGS.items()
 }
-
+"""Name → class of the model, and a function that makes its configuration."""
 
 REFUSED = ("mamba", "yoso")
 """Families that have no attention, or none with a softmax."""
@@ -221,22 +111,8 @@ TRACED = ("bloom", "mpnet", "deberta_v2", "gptj", "gpt_neo", "falcon")
 """Families that compute their attention by hand."""
 REACHED = tuple(name for name in FAMILIES if name not in REFUSED)
 CAUSAL = (
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "cohere",
-    "gpt_oss",
-    "bloom",
-    "gptj",
-    "gpt_neo",
-    "falcon",
+    *("gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere"),
+    *("gpt_oss", "bloom", "gptj", "gpt_neo", "falcon"),
 )
 """Families whose self-attention sees the past alone."""
 
@@ -270,18 +146,8 @@ def _draw(name: str, key: str, module: nn.Module, parameter: Tensor) -> None:
 
 
 QUERY_KEY = (
-    "query",
-    "key.",
-    "q_proj",
-    "k_proj",
-    "q_lin",
-    "k_lin",
-    "c_attn",
-    "qkv_proj",
-    "Attention.q.",
-    "Attention.k.",
-    "attn.q.",
-    "attn.k.",
+    *("query", "key.", "q_proj", "k_proj", "q_lin", "k_lin", "c_attn", "qkv_proj"),
+    *("Attention.q.", "Attention.k.", "attn.q.", "attn.k."),
 )
 """Parts of the names of W_Q and W_K, also where W_V shares their matrix."""
 
@@ -295,14 +161,11 @@ def _inputs_of(module: nn.Module, parameter: Tensor) -> int:
     return parameter[0].numel()
 
 
+Side = Literal["left", "right"]
+
+
 def inputs(
-    name: str,
-    model: Any,
-    batch: int = 2,
-    tokens: int = 12,
-    padded: bool = False,
-    side: Literal["left", "right"] = "right",
-    seed: int = 0,
+    name: str, model: Any, batch: int = 2, tokens: int = 12, padded: bool = False, side: Side = "right", seed: int = 0
 ) -> dict[str, Tensor]:
     """Random inputs of that family's model; `padded` leaves the first sequence whole and cuts the others by 4, 5, ….
 

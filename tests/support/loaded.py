@@ -42,10 +42,10 @@ def swap_or_heal(model: Any, kernel: str, **options: Any) -> attnlens.Report:
 
 def package(name: str) -> Path:
     """The folder of an installed package that carries a trained model; where there is none the test is skipped."""
-    found = find_spec(name)
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"the package {name}, which carries a trained model, is not installed")
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
 
 
 @functools.cache
@@ -65,28 +65,27 @@ def cut(own: loading.Loaded, layers: int) -> loading.Loaded:
 
 
 def fewer_words(own: loading.Loaded, contents: Sequence[texts.Content]) -> loading.Loaded:
-    """A copy of a model whose tokenizer is BPE, with the words alone that texts are made of: they are read as before.
+    """A copy of a model with a BPE tokenizer, whose vocabulary is reduced to the tokens of these texts.
 
-    Kept is each of its tokens with those that it is merged from, so that every merge that happened happens again.
+    It contains each of their tokens with those that it is merged from, so that the texts are read as before.
     """
     spelled = json.loads(own.tokenizer.backend_tokenizer.to_str())
-    bpe, special = spelled["model"], {one["content"] for one in spelled["added_tokens"]}
+    bpe, special = spelled["model"], {token["content"] for token in spelled["added_tokens"]}
     pairs = {"".join(pair): pair for pair in (m.split(" ") if isinstance(m, str) else m for m in bpe["merges"])}
-    left = [token for content in contents for token in own.tokenizer.tokenize(content.text)]
-    kept = special | {token for token in bpe["vocab"] if len(token) == 1}
-    while left:
-        token = left.pop()
-        left += [part for part in pairs.get(token, ()) if part not in kept]
-        kept.add(token)
-    ids = sorted(bpe["vocab"][token] for token in kept)
+    waiting = [token for content in contents for token in own.tokenizer.tokenize(content.text)]
+    words = special | {token for token in bpe["vocab"] if len(token) == 1}
+    while waiting:
+        token = waiting.pop()
+        waiting += [part for part in pairs.get(token, ()) if part not in words]
+        words.add(token)
+    ids = sorted(bpe["vocab"][token] for token in words)
     place = {number: new for new, number in enumerate(ids)}
     bpe["vocab"] = {token: place[number] for token, number in bpe["vocab"].items() if number in place}
-    bpe["merges"] = [[*pair] for token, pair in pairs.items() if token in kept]
-    for one in spelled["added_tokens"]:
-        one["id"] = place[one["id"]]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(spelled)), **own.tokenizer.special_tokens_map
-    )
+    bpe["merges"] = [[*pair] for token, pair in pairs.items() if token in words]
+    for token in spelled["added_tokens"]:
+        token["id"] = place[token["id"]]
+    rust = Tokenizer.from_str(json.dumps(spelled))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **own.tokenizer.special_tokens_map)
     model = copy.deepcopy(own.model)
     few = torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight[ids].clone())
     model.set_input_embeddings(few)
@@ -102,7 +101,7 @@ def family(name: str) -> loading.Loaded:
 
 def sites_of(model: Any, inputs: dict[str, torch.Tensor], part: Part | None = None) -> tuple[Site, ...]:
     """Every site that these inputs reach, or those of one part."""
-    return tuple(found.site for found in hooks.survey(model, inputs) if part in (None, found.site.part))
+    return tuple(site.site for site in hooks.survey(model, inputs) if part in (None, site.site.part))
 
 
 def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

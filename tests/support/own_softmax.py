@@ -12,41 +12,37 @@ from torch.overrides import TorchFunctionMode
 from attnlens.errors import FAILURES, ModelError
 from attnlens.models import hooks
 
-SOFTMAXES = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
 
-
-class _Recording(TorchFunctionMode):
+class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.weights: list[Tensor] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **kwargs or {})
-        if function in SOFTMAXES and result.dim() >= 3:
-            self.found.append(result.detach())
+        if function in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax) and result.dim() >= 3:
+            self.weights.append(result.detach())
         return result
 
 
 def softmaxes(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Every softmax of three or more axes in the model's pass under transformers' eager attention."""
-    with torch.no_grad(), hooks.implementation(model, "eager"), _Recording() as mode:
+    with torch.no_grad(), hooks.implementation(model, "eager"), _Recorder() as mode:
         try:
             hooks.forward(model, inputs)
         except FAILURES as error:
             raise ModelError(f"It does not run under transformers' eager attention: {error}", "") from error
-    return mode.found
+    return mode.weights
 
 
 def difference(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
     """‖P − P_own‖ / ‖P_own‖ at the worst site, P_own the nearest softmax of its shape; None where a site has none."""
-    own = softmaxes(model, inputs)
-    worst: list[float | None] = []
-    for found in hooks.survey(model, inputs):
-        query_key = found.call.query_key(found.site)
-        ours = query_key.attention
+    own, worst = softmaxes(model, inputs), list[float | None]()
+    for reached in hooks.survey(model, inputs):
+        ours = reached.call.query_key(reached.site).attention
         seeing = ours.sum(-1, keepdim=True) > 0
-        near = [other for one in own for other in _alike(one, ours) if bool(other.isfinite().all())]
-        errors = [float((seeing * (ours - one)).norm() / (seeing * one).norm()) for one in near]
+        alike = [other for one in own for other in _alike(one, ours) if bool(other.isfinite().all())]
+        errors = [float((seeing * (ours - one)).norm() / (seeing * one).norm()) for one in alike]
         worst.append(min(errors, default=None))
     return None if None in worst or not worst else max(worst)
 
@@ -56,8 +52,5 @@ def _alike(one: Tensor, ours: Tensor) -> Iterator[Tensor]:
     for matrix in (one, one[..., :-1]):
         if matrix.shape[-2:] == ours.shape[-2:] and matrix.numel() == ours.numel():
             for axis in range(1, max(2, matrix.dim() - 2)):
-                yield (
-                    matrix.movedim(axis, -3).double().reshape(ours.shape)
-                    if matrix.dim() > 4
-                    else (matrix.double().reshape(ours.shape))
-                )
+                moved = matrix.movedim(axis, -3) if matrix.dim() > 4 else matrix
+                yield moved.double().reshape(ours.shape)

@@ -25,80 +25,75 @@ NAMES = {
     "max_image_tiles": ("max_num_tiles",),
     "feature_size": ("num_mel_bins", "input_feat_per_channel"),
 }
-"""What a model's config calls a processor's setting where it has another name."""
-
-
+"""A processor's setting → other names of it in a model's config."""
 CLASSES = {"wav2vec2-bert": "SeamlessM4TFeatureExtractor", "glm_ocr": "Glm46VImageProcessorPil"}
-"""What checkpoints of a type say where it is not what transformers' table says."""
-
+"""Classes named by checkpoints of a type instead of those in transformers' table."""
 ALSO: dict[str, dict[str, Any]] = {
     "clap": {"truncation": "rand_trunc"},
-    "gemma4": {"max_soft_tokens": 70},
-    "gemma4_vision": {"max_soft_tokens": 70},
+    **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4_vision")},
 }
-"""Settings that checkpoints of a type have and its config does not say."""
-
+"""Settings in checkpoints of a type that its config lacks."""
 SMALL, LARGEST = 64, 224
 """Sides of images: that are cut into patches of any number, and of a model whose config names none."""
+KINDS: dict[str, tuple[media.Modality, Any]] = {
+    "image_processor": ("image", IMAGE_PROCESSOR_MAPPING_NAMES),
+    "feature_extractor": ("audio", FEATURE_EXTRACTOR_MAPPING_NAMES),
+}
 
 
 def save(model: Any, folder: Path) -> None:
     """Write the settings of the processors of images and sounds that the model runs with, if there are any."""
-    found: dict[str, Any] = {}
-    for key, table in (
-        ("image_processor", IMAGE_PROCESSOR_MAPPING_NAMES),
-        ("feature_extractor", FEATURE_EXTRACTOR_MAPPING_NAMES),
-    ):
+    path, working = folder / SETTINGS, dict[str, Any]()
+    for key, (modality, table) in KINDS.items():
         try:
-            made = class_of(model.config.model_type, table)
-            if made is None:
-                continue
-            settings = json.loads(processor_of(made, model).to_json_string())
-            (folder / SETTINGS).write_text(json.dumps({key: settings}))
-            runs(model, "image" if key == "image_processor" else "audio", folder)
-            found[key] = settings
+            class_ = class_of(model.config.model_type, table)
+            if class_ is not None:
+                settings = json.loads(processor_of(class_, model).to_json_string())
+                path.write_text(json.dumps({key: settings}))
+                run(model, modality, folder)
+                working[key] = settings
         except (*FAILURES, OSError, ImportError, AttnlensError):
             continue
-    (folder / SETTINGS).unlink(missing_ok=True)
-    if found:
-        (folder / SETTINGS).write_text(json.dumps(found))
+    path.unlink(missing_ok=True)
+    if working:
+        path.write_text(json.dumps(working))
 
 
 def class_of(name: str, table: Any) -> Any:
     """The processor of a model type, or of the type whose encoder it is; None without one that needs no torchvision."""
     kind = "Image" if table is IMAGE_PROCESSOR_MAPPING_NAMES else "Feature"
-    table = dict(table) | {other: made for other, made in CLASSES.items() if kind in made}
+    table = dict(table) | {other: class_ for other, class_ in CLASSES.items() if kind in class_}
     known = [other for other in table if name == other or name.startswith(f"{other}_")]
-    found = table[max(known, key=len)] if known else None
-    return getattr(transformers, str(found.get("pil") if isinstance(found, dict) else found), None)
+    entry = table[max(known, key=len)] if known else None
+    return getattr(transformers, str(entry.get("pil") if isinstance(entry, dict) else entry), None)
 
 
-def processor_of(made: Any, model: Any) -> Any:
+def processor_of(class_: Any, model: Any) -> Any:
     """That processor with the sizes in the model's config."""
-    own = made().to_dict()
-    changed = {name: media.setting(model, *NAMES.get(name, (name,))) for name in own if not name.endswith("_type")}
+    default = class_().to_dict()
+    changed = {name: media.setting(model, *NAMES.get(name, (name,))) for name in default if not name.endswith("_type")}
     side = media.setting(model, "image_size", "crop_size", "input_size", "img_size")
     side = max(side) if isinstance(side, list | tuple) else side or LARGEST
-    if "temporal_patch_size" in own:  # its sizes are numbers of pixels
+    if "temporal_patch_size" in default:  # its sizes are numbers of pixels
         changed["size"] = {"shortest_edge": SMALL**2, "longest_edge": SMALL**2}
     for name in ("size", "crop_size", "max_image_size"):
-        if isinstance(own.get(name), dict) and isinstance(side, int) and "temporal_patch_size" not in own:
-            changed[name] = dict.fromkeys(own[name], side)
-    if "chunk_length" in own and (length := media.setting(model, "max_source_positions")):
-        changed["chunk_length"] = 2 * length * own["hop_length"] // own["sampling_rate"]
-    if "max_patches" in own:  # an image is cut into about that many, whatever its size
+        if isinstance(default.get(name), dict) and isinstance(side, int) and "temporal_patch_size" not in default:
+            changed[name] = dict.fromkeys(default[name], side)
+    if "chunk_length" in default and (length := media.setting(model, "max_source_positions")):
+        changed["chunk_length"] = 2 * length * default["hop_length"] // default["sampling_rate"]
+    if "max_patches" in default:  # an image is cut into about that many, whatever its size
         changed["max_patches"] = SMALL
     changed = {name: value for name, value in changed.items() if value is not None}
     if isinstance(changed.get("patch_size"), list | tuple):
         changed["patch_size"] = changed["patch_size"][-1]
-    return made(**changed, **ALSO.get(model.config.model_type, {}))
+    return class_(**changed, **ALSO.get(model.config.model_type, {}))
 
 
-def runs(model: Any, modality: media.Modality, folder: Path) -> None:
-    """Raise if the model does not run on what the processor makes."""
-    found = media.media_of(model, folder)
+def run(model: Any, modality: media.Modality, folder: Path) -> None:
+    """Raise if the model does not run on the processor's output."""
+    accepted = media.media_of(model, folder)
     del media._cache[model]  # later trials have other settings
-    assert found.processors[modality] is not None
+    assert accepted.processors[modality] is not None
     if not reads_ids(model) and not decodes_text(model):
         with torch.no_grad():
-            model(**media.Feed(model, found, 0).take([0]))
+            model(**media.Feed(model, accepted, 0).take([0]))

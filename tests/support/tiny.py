@@ -8,6 +8,7 @@ import transformers as tf
 from tokenizers.pre_tokenizers import ByteLevel
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz.,"]
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
 
 
 def _numbered(tokens: list[str]) -> dict[str, int]:
@@ -21,19 +22,14 @@ def _scored(special: list[str]) -> list[tuple[str, float]]:
 def tokenizer(name: str) -> Any:
     """Wrappings: bert [CLS] … [SEP], roberta <s> … </s>, albert [CLS] … [SEP], t5 … </s>, llama <s> …, gpt2 none."""
     if name == "bert":
-        return tf.BertTokenizer(
-            vocab=_numbered(
-                ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
-            )
-        )
+        return tf.BertTokenizer(vocab=_numbered(PIECES))
     if name == "albert":
         return tf.AlbertTokenizer(vocab=_scored(["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]))
     if name == "t5":
         return tf.T5Tokenizer(vocab=_scored(["<pad>", "</s>", "<unk>"]), extra_ids=0)
     if name == "llama":
-        return tf.LlamaTokenizer(
-            vocab=_numbered(["<unk>", "<s>", "</s>", "▁", *LETTERS]), merges=[], add_bos_token=True
-        )
+        vocabulary = _numbered(["<unk>", "<s>", "</s>", "▁", *LETTERS])
+        return tf.LlamaTokenizer(vocab=vocabulary, merges=[], add_bos_token=True)
     letters = sorted(ByteLevel.alphabet())
     if name == "roberta":
         return tf.RobertaTokenizer(vocab=_numbered(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *letters]), merges=[])
