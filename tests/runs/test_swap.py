@@ -64,6 +64,21 @@ def logits(model, inputs):
         return hooks.forward(model, inputs).logits.double()
 
 
+def naive_predictions(model, layers=None, heads=None, **cut):
+    """Log probabilities at predicted positions, (predictions, classes): the model's own, and under RBF by hand."""
+    pairs = []
+    for fed in feed(model, batches(model, **cut), task_of(model.model), 0):
+        chosen = ... if fed.targets is None else fed.targets != NOTHING
+        own = logits(model.model, fed.inputs)[chosen]
+        with under(model.model, fed.inputs, "rbf", layers, heads):
+            pairs.append((own, logits(model.model, fed.inputs)[chosen]))
+    return [torch.cat(part).log_softmax(-1) for part in zip(*pairs, strict=True)]
+
+
+def mean_divergence(p, q):
+    return pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+
+
 # --- kernels whose effect is known ------------------------------------------------------------------------------------
 
 
@@ -200,8 +215,15 @@ def test_the_loss_before_is_the_models_own(name, pack, demo):
     assert swap_kernel(model, "rbf", pack=pack, **READ).swap.loss.before == pytest.approx(total / tokens, rel=1e-5)
 
 
-def test_fifteen_percent_of_the_tokens_are_masked_by_seed_and_never_special_ones(lines):
+def test_fifteen_percent_of_the_tokens_are_masked_by_seed_and_never_special_ones(lines, tmp_path):
     model = family("bert")
+    (tmp_path / "words.txt").write_text("a\nb c d\n")
+    cut = batches(model, text=(str(tmp_path / "words.txt"),), pack=False, sequences=2)
+    for seed in range(20):  # a line of one word has that word to guess, whatever is drawn
+        masked = feed(model, cut, "masked", seed)[0].targets != NOTHING
+        assert masked[0].tolist() == [False, True, False, False, False]
+        assert not masked[1, [0, -1]].any()
+        assert masked[1].any()
     special = torch.tensor(model.tokenizer.all_special_ids)
     for cut in ({"sequences": 64, "tokens": 60}, {"text": (lines,), "pack": False, "tokens": 12}):
         cut = batches(model, **cut)
@@ -225,18 +247,6 @@ def test_fifteen_percent_of_the_tokens_are_masked_by_seed_and_never_special_ones
         swap_kernel(loaded(families.build("bert"), tiny.tokenizer("llama")), "rbf", **READ)
 
 
-def test_a_line_of_one_word_has_that_word_to_guess(tmp_path):
-    """Whatever is drawn, never the tokens around it, and never the padding behind it."""
-    (tmp_path / "words.txt").write_text("a\nb c d\n")
-    model = family("bert")
-    cut = batches(model, text=(str(tmp_path / "words.txt"),), pack=False, sequences=2)
-    for seed in range(20):
-        masked = feed(model, cut, "masked", seed)[0].targets != NOTHING
-        assert masked[0].tolist() == [False, True, False, False, False]
-        assert not masked[1, [0, -1]].any()
-        assert masked[1].any()
-
-
 def classifier(model_class, config, body):
     """A classifier with a tiny model's attention."""
     torch.manual_seed(0)
@@ -250,17 +260,12 @@ def test_a_classifier_is_measured_against_its_own_choice():
     config = tf.BertConfig(**families.ENCODER, num_labels=5)
     model = classifier(tf.BertForSequenceClassification, config, families.build("bert").bert)
     swap = swap_kernel(model, "rbf", **READ).swap
-    own, new = [], []
-    for batch in batches(model):
-        own.append(logits(model.model, batch.inputs))
-        with under(model.model, batch.inputs, "rbf"):
-            new.append(logits(model.model, batch.inputs))
-    own, new = torch.cat(own), torch.cat(new)
-    choice = own.argmax(-1)
+    p, q = naive_predictions(model)
+    choice = p.argmax(-1)
     assert swap.task == "classification"
-    assert swap.loss.before == pytest.approx(float(cross_entropy(own, choice)), rel=1e-5)
-    assert swap.loss.after == pytest.approx(float(cross_entropy(new, choice)), rel=1e-5)
-    assert swap.top1_agreement == pytest.approx(float((new.argmax(-1) == choice).double().mean()))
+    assert swap.loss.before == pytest.approx(float(cross_entropy(p, choice)), rel=1e-5)
+    assert swap.loss.after == pytest.approx(float(cross_entropy(q, choice)), rel=1e-5)
+    assert swap.top1_agreement == pytest.approx(float((q.argmax(-1) == choice).double().mean()))
     assert swap.mask_error is not None, "its hidden states have one row per token"
     assert swap.causality_error is None
     assert "every other" in swap.reasons["causality_error"]
@@ -316,18 +321,10 @@ def test_predictions_on_noise_are_compared_without_a_loss(name):
         assert "noise" in swap.reasons[field]
     assert any("noise" in note for note in swap.notes)
     assert not any("loss: " in note for note in swap.notes), "the decoder repeats nothing that it could have heard"
-    kl, agree = [], []
-    for fed in feed(model, batches(model, **cut), swap.task, 0):
-        own = logits(model.model, fed.inputs)
-        with under(model.model, fed.inputs, "rbf"):
-            new = logits(model.model, fed.inputs)
-        chosen = ... if fed.targets is None else fed.targets != NOTHING
-        p, q = (each[chosen].log_softmax(-1) for each in (own, new))
-        kl.append((p.exp() * (p - q)).sum(-1))
-        agree.append((p.argmax(-1) == q.argmax(-1)).double())
-    assert swap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
+    p, q = naive_predictions(model, **cut)
+    assert swap.kl == mean_divergence(p, q)
     assert swap.kl > 1e-3
-    assert swap.top1_agreement == pytest.approx(float(torch.cat(agree).mean()))
+    assert swap.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
 
 
 def test_noise_is_named_and_neither_calibrates_nor_has_a_budget(lines):
@@ -538,19 +535,13 @@ def test_a_small_divergence_keeps_its_digits_in_float32():
     [("gpt2", [1], None), ("bert", None, [0, 3]), ("llama", [0], [1, 4]), ("albert", [1], [0])],
 )
 def test_exactly_the_chosen_heads_are_swapped(name, layers, heads):
-    model, kl = family(name), []
+    model = family(name)
     report = swap_kernel(model, "rbf", layers=layers, heads=heads, **READ)
     swap, sites = report.swap, len(sites_of(model.model, batches(model).batches[0].inputs))
     assert [site.layer for site in swap.sites] == (layers or list(range(sites)))
     assert all(site.heads == (heads or list(range(4))) for site in swap.sites)
     assert report.coverage.heads == sum(len(site.heads) for site in swap.sites)
-    for fed in feed(model, batches(model), task_of(model.model), 0):
-        predicted = fed.targets != NOTHING
-        own = logits(model.model, fed.inputs)[predicted].log_softmax(-1)
-        with under(model.model, fed.inputs, "rbf", layers, heads):
-            new = logits(model.model, fed.inputs)[predicted].log_softmax(-1)
-        kl.append((own.exp() * (own - new)).sum(-1))
-    assert swap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
+    assert swap.kl == mean_divergence(*naive_predictions(model, layers, heads))
     assert swap.kl < swap_kernel(model, "rbf", **READ).swap.kl or layers is None
 
 
