@@ -37,8 +37,6 @@ def shared_notes(report):
     return [note for note in report.swap.notes if "also occur in the calibration text" in note]
 
 
-# --- the share --------------------------------------------------------------------------------------------------------
-
 passages = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
 
 
@@ -94,9 +92,6 @@ def test_consecutive_windows_are_one_passage_and_lines_are_not(demo):
     assert texts.passages([lines]) == lines.ids
 
 
-# --- texts that share -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("length", "several"),
     [(24, False), (128, True), *(pytest.param(n, n > 20, marks=pytest.mark.full) for n in (16, 64))],
@@ -146,9 +141,6 @@ def test_a_repetitive_text_needs_another_for_calibration(demo, tmp_path):
         fitted(demo, text=text)
     assert "--text" in refusal.value.remedy
     assert fitted(demo, write(tmp_path, FAR, "far.txt"), text=text).swap.loss is not None
-
-
-# --- one text for both, and several texts -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}], ids=str)

@@ -46,9 +46,6 @@ def printed(report):
     return " ".join(summary(report).split())
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["auto", "eager"])
 def test_uniform_is_the_mean_of_the_visible_values(path):
     query, key, value = (drawn((2, 3, 12, 8), seed) for seed in range(3))
@@ -122,9 +119,6 @@ def test_a_window_that_holds_all_keys_is_no_control():
     assert sink_window(None, replace(CAUSAL, tokens=68)) is None
     assert sink_window(None, replace(CAUSAL, tokens=69)) is not None
     assert sink_window(63.0, CAUSAL).spelling == "window:1"
-
-
-# --- controls of a run ------------------------------------------------------------------------------------------------
 
 
 def test_controls_are_measured_like_the_same_kernel_as_a_swap(report, demo):
@@ -220,9 +214,6 @@ def test_each_text_has_a_perplexity(demo, tmp_path):
         assert part.perplexity.ci95[0] < part.perplexity.delta < part.perplexity.ci95[1]
 
 
-# --- losses by place and distance -------------------------------------------------------------------------------------
-
-
 def test_evidence_is_the_nearest_earlier_pair():
     ids = torch.randint(4, (6, 50), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([ids[:, 1:], torch.full((6, 1), NOTHING)], 1)
@@ -272,9 +263,6 @@ def test_losses_by_place_average_to_the_loss_and_all_kernels_have_the_same_far_t
     assert len({row.beyond_window.tokens for row in rows}) == 1
     alone = swap_kernel(demo, "elu", **READ | {"controls": False}).swap
     assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
-
-
-# --- summaries --------------------------------------------------------------------------------------------------------
 
 
 def test_the_summary_says_which_controls_of_its_size_cost_less_than_a_kernel(report, demo):

@@ -30,9 +30,6 @@ def drawn(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# --- statistics -------------------------------------------------------------------------------------------------------
-
-
 def test_p_values_are_those_of_all_permutations():
     """Naively: every order of six heads, Spearman's ρ each, and the largest of three measures."""
     measures, harm = drawn(0, 3, 6), drawn(1, 6)
@@ -95,9 +92,6 @@ def test_the_reliability_is_that_of_the_noise():
         assert share == pytest.approx(2 * half / (1 + half), abs=0.03)
     assert split_half(noise, even, Design.plain(40)) < 0.1
     assert math.isnan(split_half(noise[:1], even[:1], Design.plain(1)))
-
-
-# --- predictors of a sweep --------------------------------------------------------------------------------------------
 
 
 def test_measures_are_those_of_inspect_and_correlations_those_of_spearman(demo, swept):
@@ -190,9 +184,6 @@ def test_heads_that_diverge_or_lack_a_measure_are_left_out_and_counted(demo, mon
     swap = swap_kernel(demo, "rbf", sweep="heads", windows=8, length=24, **BARE).swap
     assert [effect.delta for effect in swap.sweep] == [None] * 32
     assert (swap.prediction.diverged, swap.predictors) == (32, [])
-
-
-# --- outputs ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_program_prints_writes_and_reads_predictors(tmp_path):
