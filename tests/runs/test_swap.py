@@ -26,7 +26,7 @@ from attnlens.maths.statistics import Design, paired_difference
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, feed, task_of
 from attnlens.runs import differences as comparing
-from attnlens.runs.outputs import divergence, enough_memory
+from attnlens.runs.outputs import divergence, enough_memory, speed
 from attnlens.runs.swap import sites as gates
 from attnlens.runs.swap.pipeline import swap_kernel
 
@@ -478,6 +478,10 @@ def test_a_small_divergence_keeps_its_digits_in_float32():
     assert (divergence(own, new) / exact - 1).abs().max() < 2e-3 < (plain / exact - 1).abs().max()
 
 
+def test_speed_is_the_median_over_passes_without_the_first():
+    assert (speed([10], [5.0]), speed([10, 10, 10], [5.0, 1.0, 2.0])) == (2, 7.5)
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "heads"),
     [("gpt2", [1], None), ("bert", None, [0, 3]), ("llama", [0], [1, 4]), ("albert", [1], [0])],
@@ -602,7 +606,7 @@ def test_the_program_writes_the_report_of_the_function_with_a_reason_for_each_mi
 
 @pytest.mark.parametrize("more", [{"sweep": "heads"}, {"fit": True}, {"train": 2}], ids=str)
 def test_the_same_inputs_and_seed_give_the_same_bytes(demo, more):
-    read = {"layers": [1], "heads": [0, 5], **READ, **more}
+    read = {"layers": [1], "heads": [0, 5]} | SMALL | more
     first, second, other = (bytes_of(swap_or_heal(demo, "rbf", seed=seed, **read)) for seed in (5, 5, 6))
     assert first == second != other
 
@@ -611,7 +615,8 @@ def test_the_model_is_unchanged_after_every_run(demo):
     before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
     inputs = batches(demo).batches[0].inputs
     own = outputs(demo.model, inputs)
-    attnlens.heal(demo, "rbf", train=2, **READ)
+    healed = attnlens.heal(demo, "rbf", train=2, **READ | {"controls": True}).swap
+    assert "Controls are measured on the model before healing." in healed.notes
     swap_kernel(demo, "rbf", sweep="layers", **READ)
     with pytest.raises(OutputError):
         swap_kernel(demo, "rbf", save="/dev/null/model", **READ)

@@ -119,7 +119,6 @@ def test_copies_of_parts_are_refused_by_their_share_and_short_ones_noted(demo, t
     (note,) = shared_notes(fitted(demo, write(tmp_path, f"{OWN[40:160]}\n{FAR}")))
     assert 5 < float(note.split(" %")[0]) < 10
     assert not shared_notes(fitted(demo, write(tmp_path, FAR)))
-    assert not shared_notes(fitted(demo))
     assert not shared_notes(fitted(family("vit"), windows=4, length=None, placement="spread"))
 
 
@@ -155,13 +154,15 @@ def test_the_evaluated_text_and_its_copies_are_refused(tmp_path, more):
 def test_without_a_named_text_other_windows_are_read(demo, tmp_path):
     here, there = write(tmp_path, OWN, "text.txt"), write(tmp_path, FAR, "far/text.txt")
     for placement in ("first", "spread", "random"):
-        report = fitted(demo, text=here, placement=placement)
+        report = fitted(demo, text=here, placement=placement, length=16)
         assert report.settings.calibration == report.settings.text
         own, other = report.settings.texts[0].windows, report.settings.calibrations[0].windows
         assert (len(own), len(other)) == (8, 32)
         assert not set(own) & set(other)
+        assert not shared_notes(report)
     assert "other windows of text.txt" in markdown(report)
-    assert "other windows of" not in markdown(fitted(demo, there, text=here)), "another text of the same name"
+    other = markdown(fitted(demo, there, text=here, length=16))
+    assert "other windows of" not in other, "another text of the same name"
 
 
 def test_texts_of_one_name_are_two_and_of_one_content_are_refused(demo, tmp_path):
@@ -195,7 +196,9 @@ def test_a_budget_needs_enough_text_without_repetition(tmp_path, monkeypatch):
 
 def test_a_note_says_that_fit_has_no_effect_on_kernels_that_are_always_fitted(demo):
     for words, noted in (("rank:8", True), ("primal:4", True), ("rbf", False)):
-        fit, plain = (swap_kernel(demo, words, fit=fit, **READ | {"length": 16}).swap for fit in (True, False))
+        fit, plain = (
+            swap_kernel(demo, words, fit=fit, **READ | {"windows": 2, "length": 16}).swap for fit in (True, False)
+        )
         assert any("--fit" in note for note in fit.notes) == noted
         assert not any("--fit" in note for note in plain.notes)
         assert not noted or plain.loss == fit.loss, words

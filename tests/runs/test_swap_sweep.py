@@ -58,9 +58,11 @@ def test_the_effect_of_unequal_lines_is_weighted_by_their_tokens(tmp_path, demo)
     text = tmp_path / "lines.txt"
     text.write_text("And God said.\nLet there be light: and there was light, and God saw the light.\nAmen, amen.\n")
     read = {"text": str(text), "pack": False, "windows": 3, "length": 32, "batch_size": 2} | BARE
-    for effect in swap_kernel(demo, "rbf", sweep="layers", layers=[0, 2], **read).swap.sweep:
-        alone = swap_kernel(demo, "rbf", layers=[effect.layer], **read).swap
-        assert effect.delta == pytest.approx(alone.loss.delta, abs=1e-6)
+    for model in (demo, loaded(families.build("bert").bert)):
+        for effect in swap_kernel(model, "rbf", sweep="layers", layers=[0, 1], **read).swap.sweep:
+            alone = swap_kernel(model, "rbf", layers=[effect.layer], **read).swap
+            expected = alone.loss.delta if model is demo else 1 - alone.hidden_cosine
+            assert effect.delta == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_effect_of_a_fitted_kernel_is_that_of_a_separate_fit(demo):
