@@ -55,9 +55,10 @@ def test_each_effect_is_that_of_a_separate_swap(name, what):
 
 
 def test_the_effect_of_unequal_lines_is_weighted_by_their_tokens(tmp_path, demo):
+    """A line of one token predicts nothing."""
     text = tmp_path / "lines.txt"
-    text.write_text("And God said.\nLet there be light: and there was light, and God saw the light.\nAmen, amen.\n")
-    read = {"text": str(text), "pack": False, "windows": 3, "length": 32, "batch_size": 2} | BARE
+    text.write_text("A\nAnd God said.\nLet there be light: and there was light, and God saw the light.\nAmen, amen.\n")
+    read = {"text": str(text), "pack": False, "windows": 4, "length": 32, "batch_size": 2} | BARE
     for model in (demo, loaded(families.build("bert").bert)):
         for effect in swap_kernel(model, "rbf", sweep="layers", layers=[0, 1], **read).swap.sweep:
             alone = swap_kernel(model, "rbf", layers=[effect.layer], **read).swap
