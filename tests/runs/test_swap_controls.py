@@ -20,7 +20,7 @@ from attnlens.models.texts.targets import NOTHING
 from attnlens.records import Agreement, Call, Site
 from attnlens.runs import differences
 from attnlens.runs.outputs import TokenLosses, evidence
-from attnlens.runs.swap.kernel_run import build_controls, format_kernels
+from attnlens.runs.swap.kernel_run import build_controls, choose_window, format_kernels
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 16, "length": 64, "generate": 0}
@@ -78,9 +78,14 @@ def test_a_control_that_differs_by_layer_is_spelled_as_a_range():
     sites = [Site(f"layer.{layer}", 0, layer, "decoder") for layer in range(3)]
     for ranks, expected in {(4, 4, 4): "76", (4, 4, 6): "76–84 by layer", (4, 6, 16): "76–all by layer"}.items():
         swaps = {site: Replacement(ranked(rank)) for site, rank in zip(sites, ranks, strict=True)}
-        controls = {control.role: control.model for control in build_controls(swaps, dict.fromkeys(sites, CAUSAL))}
-        kernels = [swap.kernel for swap in controls["same size"].swaps.values()]
-        assert format_kernels(kernels) == f"sink-window:4,{expected}"
+        shapes = dict.fromkeys(sites, CAUSAL)
+        controls = build_controls(swaps, shapes)
+        kernels = [swap.kernel for swap in controls[0].model.swaps.values()]
+        assert (controls[0].role, format_kernels(kernels)) == ("same size", f"sink-window:4,{expected}")
+        assert ranks[-1] != 6 or choose_window(swaps, controls, shapes) == 84, "the widest"
+    small = {sites[0]: HeadShape(heads=2, head_dim=1, value_dim=16, tokens=128, causal=True)}
+    (control, *_) = build_controls({sites[0]: Replacement(parsed("uniform"))}, small)
+    assert control.model.swaps[sites[0]].kernel.spelling == "window:1", "a state of one key and its value"
     kernels = map(parsed, ("window:2", "sink-window:1,2", "window:3"))
     assert format_kernels(kernels) == "window:2–3/sink-window:1,2 by layer"
 

@@ -161,6 +161,10 @@ def test_a_planted_relation_is_significant_and_an_unrelated_measure_is_not():
     assert [(each.measure, each.holds) for each in predictors] == [("planted", True), ("unrelated", False)]
     assert predictors[0].rho < -0.99
     assert prediction.ceiling > 0.99
+    weak = {f"weak {seed}": 0.45 * harm.log() + drawn(seed, 32) for seed in range(2, 10)}
+    uncorrected = [each for each in planted(harm, weak, noise=1e-3)[0] if each.p_value < 0.05 < each.p_corrected]
+    assert any(math.prod(each.layers_ci95) > 0 for each in uncorrected)
+    assert not any(each.holds for each in uncorrected)
     (one,), prediction = planted(harm[:12], {"planted": harm[:12]}, windows=1, layers=1)
     assert (one.layers_ci95, one.sequences_ci95, prediction.ceiling, one.holds) == (None, None, None, False)
     assert {"layers_ci95", "sequences_ci95"} <= set(one.reasons)
