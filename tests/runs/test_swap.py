@@ -397,6 +397,8 @@ def test_the_padding_of_the_gate_leaves_real_tokens_their_positions(demo, left, 
     real, shorter = padded["attention_mask"].bool(), fed["attention_mask"][:, : -gates.PADDING].bool()
     columns = shorter.shape[1]
     assert torch.equal(padded["input_ids"][real], fed["input_ids"][:, :columns][shorter])
+    short = gates._pad_randomly(demo, {name: part[:, :3] for name, part in fed.items()}, 1, left=left)
+    assert torch.equal(short["attention_mask"].sum(1), fed["attention_mask"][:, :2].sum(1)), "at most half is padding"
     alone, new = logits(demo.model, fed)[:, :columns], logits(demo.model, padded)
     torch.testing.assert_close(new[real], alone[shorter], rtol=1e-4, atol=1e-4)
 
