@@ -78,12 +78,13 @@ def test_texts_that_end_at_the_same_token_agree_to_the_end():
 
 
 def test_the_median_is_the_lower_one_and_counts_prompts_that_never_differ(demo):
-    own = continue_prompts(demo.model, prompts(demo.model, 4), 6)
+    own = continue_prompts(demo.model, prompts(demo.model, 6), 6)
     own.tokens[0, 0] += 1
     own.tokens[2, 1] += 1
+    own.tokens[3, 2] += 1
     result = agreement(demo.model, Continued(own.prompts, own.tokens, own.ends), nullcontext)
-    assert result.until == [0, 2, 6, 6]
-    assert (result.median, result.quartiles, result.never) == (2, (0, 6), 2)
+    assert result.until == [0, 2, 3, 6, 6, 6]
+    assert (result.median, result.quartiles, result.never) == (3, (2, 6), 3)
 
 
 def test_padding_on_the_left_changes_no_continuation(demo):

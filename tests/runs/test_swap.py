@@ -22,6 +22,7 @@ from attnlens.errors import IdentityError, ModelError, OutputError, TextError, U
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, weights
 from attnlens.kernels.registry import KERNELS, kernel
+from attnlens.kernels.spelling import HeadShape
 from attnlens.maths.statistics import Design, paired_difference
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, feed, task_of
@@ -507,8 +508,13 @@ def test_only_the_chosen_part_and_sites_with_the_chosen_heads_are_swapped():
     vision = families.PIXELS | {"projection_dim": 16}
     config = tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
     torch.manual_seed(0)
-    swap = swap_kernel(loaded(tf.CLIPModel(config).eval().requires_grad_(False)), "rbf", heads=[6], **READ).swap
-    assert [(site.heads, site.part) for site in swap.sites] == [([6], "decoder")] * 2
+    swap = swap_kernel(loaded(tf.CLIPModel(config).eval().requires_grad_(False)), "rbf", heads=[4], **READ).swap
+    assert [(site.heads, site.part) for site in swap.sites] == [([4], "decoder")] * 2
+    for name, causal in (("bert", False), ("llama", True)):
+        model = families.build(name)
+        reached = hooks.survey(model, families.inputs(name, model, padded=True))
+        shapes = gates.head_shapes(reached, {reached[0].site: (1, 2)})
+        assert list(shapes.values()) == [HeadShape(heads=2, head_dim=10, value_dim=10, tokens=12, causal=causal)]
 
 
 REFUSALS = {

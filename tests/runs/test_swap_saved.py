@@ -200,7 +200,7 @@ def rewrite(folder, **changes):
 
 def sites_with(layer=0, **changes):
     """The sites of demo in attnlens.json, with one changed."""
-    site = {"ordinal": 0, "part": "decoder", "repeated": False, "heads": None}
+    site = {"ordinal": 0, "part": "decoder", "repeated": False, "heads": [1, 4]}
     sites = [{"path": f"transformer.h.{number}.attn", "layer": number} | site for number in range(4)]
     sites[layer] |= changes
     return sites
@@ -227,12 +227,18 @@ CHANGES = {
 def test_an_attnlens_json_that_does_not_fit_the_model_is_refused(copy):
     file = copy / "attnlens.json"
     original = file.read_text()
+    rewrite(copy, sites=sites_with())
+    load_swapped(copy).close()  # the control
     for name, value in ((field, value) for field, values in CHANGES.items() for value in values):
         rewrite(copy, **{name: value})
         with pytest.raises(ModelError, match=INVALID) as refusal:
             pytest.fail(f"loaded: {name}={value}, {load_swapped(copy)}")
         assert "\n" not in refusal.value.problem
         file.write_text(original)
+    rewrite(copy, files=json.loads(original)["files"] | {"other.safetensors": "0" * 64})
+    with pytest.raises(ModelError, match=r"other\.safetensors is missing"):
+        load_swapped(copy)
+    file.write_text(original)
     rewrite(copy, swapped=[0.5])
     with pytest.raises(ModelError, match=r"swapped\.0: "):
         load_swapped(copy)
