@@ -19,10 +19,13 @@ watch.import_rooms()  # before any other import of attnlens
 
 import fake_hub  # noqa: E402
 import hostile  # noqa: E402
+from loaded import BARE  # noqa: E402
 
 from attnlens.models import loading  # noqa: E402
 from attnlens.models.texts import sequences  # noqa: E402
 from attnlens.models.texts.sequences import SAMPLE_NAMES, Content  # noqa: E402
+from attnlens.report.report import Report  # noqa: E402
+from attnlens.runs.swap.pipeline import swap_kernel  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
 torch.set_num_threads(1)
@@ -73,6 +76,18 @@ def _tokenized_once() -> Iterator[None]:
 def demo() -> loading.Loaded:
     """The demo model, for tests that leave it as it is."""
     return loading.load("demo")
+
+
+@pytest.fixture(scope="session")
+def swapped(demo: loading.Loaded) -> Report:
+    """The report of demo under the RBF kernel, with controls and greedy continuations."""
+    return swap_kernel(demo, "rbf", windows=8, length=32)
+
+
+@pytest.fixture(scope="session")
+def swept(demo: loading.Loaded) -> Report:
+    """The report of a sweep over the heads of demo under the RBF kernel, with predictors."""
+    return swap_kernel(demo, "rbf", sweep="heads", windows=8, length=24, **BARE)
 
 
 @pytest.fixture(scope="session")

@@ -19,26 +19,23 @@ ROUNDING = 1e-5
 
 def attention(call: Call, gamma: float) -> Tensor:
     """softmax(−γ·scale·‖q − k‖² + bias, over the keys allowed) v."""
-    heads = call.query.shape[1]
+    heads, visible = call.query.shape[1], call.visible()
     query, key, value = (
         part.double().repeat_interleave(heads // part.shape[1], 1) for part in (call.query, call.key, call.value)
     )
-    scores = -gamma * call.scale * torch.cdist(query, key).square()
-    if call.bias is not None:
-        scores = scores + call.bias
-    seen = call.visible()
-    if seen is not None:
-        scores = scores.masked_fill(~seen, torch.finfo(torch.float64).min)
+    scores = -gamma * call.scale * torch.cdist(query, key).square() + (0 if call.bias is None else call.bias)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, torch.finfo(torch.float64).min)
     if call.sinks is not None:
         sink = call.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2).to(call.value.dtype)
+        scores, value = torch.cat([scores, sink], -1), torch.nn.functional.pad(value, (0, 0, 0, 1))
     return (scores.softmax(-1) @ value).transpose(1, 2).to(call.value.dtype)
 
 
 def difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float:
     """‖naive − replaced‖ / ‖naive‖ of the model's outputs, all sites with the RBF kernel.
 
-    It is that of float64 where a choice inside the model (a detector's best boxes) makes much of rounding.
+    It is that of float64 if a choice inside the model (a detector's best boxes) amplifies rounding.
     """
     error = _difference(model, inputs, gamma)
     if error <= ROUNDING:
@@ -49,10 +46,10 @@ def difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float:
 
 
 def _difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float:
-    sites = tuple(found.site for found in hooks.survey(model, inputs))
+    sites = tuple(reached.site for reached in hooks.survey(model, inputs))
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(f"rbf:gamma={gamma}")))
+    traced = [model.get_submodule(site.path) for site in sites if site.traced]
     with torch.no_grad():
-        traced = [model.get_submodule(site.path) for site in sites if site.traced]
         with hooks.answer_calls(model, lambda call: attention(call, gamma), modules=traced):
             naive = hooks.real_outputs(hooks.forward(model, inputs), inputs)
         with hooks.replace(model, sites, swaps):
@@ -62,6 +59,6 @@ def _difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float
 
 def _distance(naive: Tensor, ours: Tensor) -> float:
     """‖naive − ours‖ / ‖naive‖ over the logits that the model doesn't set to the lowest number."""
-    kept = naive != torch.finfo(naive.dtype).min
-    change, size = (naive - ours)[kept].double().norm(), naive[kept].double().norm()
+    finite = naive != torch.finfo(naive.dtype).min
+    change, size = (naive - ours)[finite].double().norm(), naive[finite].double().norm()
     return float(change / size.clamp_min(torch.finfo(torch.float64).tiny))
