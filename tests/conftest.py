@@ -23,6 +23,8 @@ import hostile  # noqa: E402
 from attnlens.models import loading  # noqa: E402
 from attnlens.models.texts import sequences  # noqa: E402
 from attnlens.models.texts.sequences import SAMPLE_NAMES, Content  # noqa: E402
+from attnlens.report.report import Report  # noqa: E402
+from attnlens.runs.inspect.pipeline import inspect  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
 torch.set_num_threads(1)
@@ -73,6 +75,12 @@ def _tokenized_once() -> Iterator[None]:
 def demo() -> loading.Loaded:
     """The demo model, for tests that leave it as it is."""
     return loading.load("demo")
+
+
+@pytest.fixture(scope="session")
+def inspected(demo: loading.Loaded) -> Report:
+    """Weights and four windows of 32 tokens of the demo model, inspected; for tests that only read the report."""
+    return inspect(demo, windows=4, length=32)
 
 
 @pytest.fixture(scope="session")
