@@ -109,9 +109,6 @@ def test_the_position_is_rotary_absolute_or_unknown(name, expected):
     assert attnlens.inspect(family("bert"), source="weights", **FEW).model.conventions.position == "absolute"
 
 
-# --- what a model reads and predicts ----------------------------------------------------------------------------------
-
-
 def test_the_task_of_a_model_depends_on_what_its_predictions_see():
     for name, task in (("llava", "causal"), ("paligemma", "hidden"), ("gemma3", "causal"), ("xlm", "masked")):
         model = of_type(name)

@@ -101,9 +101,6 @@ def of_layer(found: Comparison, layer: int | None, kv_head: int | None = None) -
     return {(head.layer, head.head) for head in found.heads if head.layer == layer and kv_head in (None, head.kv_head)}
 
 
-# --- planted damage and harmless changes ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "at"), CASES)
 def test_damage_is_named_where_it_is_and_nowhere_else(name, at):
     report = report_of(name, *at.items())
@@ -270,9 +267,6 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
     assert all(row.delta is None and "requires the exponential kernel" in row.reason for row in other)
 
 
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> Path:
     """Two reports with their windows, of the demo and of the demo with a damaged head."""
@@ -383,9 +377,6 @@ def test_the_program_writes_every_kind_of_file_and_refuses_with_exit_code_2(repo
     assert files["csv"].read_text().count("\n") == len(written.rows) + 1
     ended(command.attnlens("compare", sides[0], "-"), "stdin")
     ended(command.attnlens("compare", *sides, "--json", tmp_path / "no" / "x.json"), "does not exist")
-
-
-# --- what is said of a change is true ---------------------------------------------------------------------------------
 
 
 def changed(

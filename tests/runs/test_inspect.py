@@ -55,9 +55,6 @@ def pieces(folder, starts, size):
     return paths
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, inspected):
     for head in inspected.heads:
         matrix = by_hand(demo.model, head.layer, head.head)
@@ -177,9 +174,6 @@ def test_padding_never_enters_a_statistic(name, demo, tmp_path):
         for measure in names:
             if measure in together and together[measure] is not None:
                 assert together[measure] == pytest.approx(single[measure], rel=1e-4, abs=1e-6, nan_ok=True), measure
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_minilm_is_read_whole():
@@ -320,8 +314,6 @@ def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(t
         assert "layers of the checkpoint, which have 1" in coverage.sentence
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
 NONSENSE = [
     *({"layers": value} for value in ("x", [], [1.5], 3, [True], [9])),
     *({"heads": value} for value in ([], [-1])),
@@ -366,9 +358,6 @@ def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert attnlens.inspect(Path("demo"), source="weights", length=4).coverage.heads == 8, "not the 32 of `demo`"
     refused(ModelError, lambda: attnlens.inspect(Path("org/name")), "no such folder")
-
-
-# --- what was read, and what is missing -------------------------------------------------------------------------------
 
 
 def test_settings_describe_what_was_read(demo, tmp_path):
@@ -454,9 +443,6 @@ def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
         assert coverage.sentence.startswith(sentence)
 
 
-# --- extreme heads ----------------------------------------------------------------------------------------------------
-
-
 def heads_of(values, calls, name):
     """One head per value, each called so often."""
     return [
@@ -498,9 +484,6 @@ def test_extremes_are_ranks_with_value_and_percentile_and_shared_weights_are_ran
         assert ("(all 3 calls)" in found[0].text) == (lines == 1)
         assert {each.head for each in found} == {20}
     assert extremes(heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm"), ends("largest", "weights.norm")) == []
-
-
-# --- attention rows ---------------------------------------------------------------------------------------------------
 
 
 def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measured(demo, inspected):

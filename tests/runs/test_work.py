@@ -88,9 +88,6 @@ def same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_of_every_type_and_shape_come_back_bit_for_bit(store):
     floats = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
     for dtype in (*floats, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
@@ -143,9 +140,6 @@ def test_a_file_depends_on_its_unit_alone_and_its_name_is_unique(store):
     assert same(store_module._parse(contents[0], store._stamp("a")), VALUES), "the control"
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_finished_unit_is_loaded_and_without_resume_all_are_computed(plan, store, computes):
     assert [computes(), computes()] == [NAMES, []]
     store.path(NAMES[1]).unlink()
@@ -168,9 +162,6 @@ def test_an_incomplete_unit_is_computed_again_from_its_finished_parts(plan, stor
     assert parts == [1], "the part was computed once"
     assert not store.inside("a").folder.exists()
     run_units(["a"], lambda _: pytest.fail("It is complete."), plan, store, usable=usable)
-
-
-# --- files that are not the unit's ------------------------------------------------------------------------------------
 
 
 def stamped(value: Any, store: Store) -> bytes:
@@ -248,9 +239,6 @@ def test_folders_and_pipes_in_a_units_place_are_set_aside_or_named_and_files_of_
     Store(store.folder / "nowhere", {}).clear()
 
 
-# --- other runs -------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged(plan, store, computes, caplog):
     (plan.root / "other").mkdir(parents=True)
     (plan.root / "file").touch()
@@ -298,9 +286,6 @@ def test_another_run_may_clear_the_folder_at_any_moment(store, computes, monkeyp
     store.save("a", 1)
     assert store.load("a") == 1
     assert len(tries) == 3, "twice, and the description of the run"
-
-
-# --- places that can't be used ----------------------------------------------------------------------------------------
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -403,9 +388,6 @@ def test_units_are_kept_at_an_address_as_in_a_folder(memory, caplog, monkeypatch
     monkeypatch.undo()
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), OSError(5, "x"), ModelError("a.", "b.")], ids=repr)
 def test_a_unit_that_fails_once_is_tried_again(error, plan, store):
     outcome = run_units(NAMES, Units(error), plan, store)
@@ -467,9 +449,6 @@ def test_an_interruption_keeps_what_is_finished_and_hands_over_what_a_unit_has_f
     assert computes() == NAMES[1:], "half a unit is not kept"
 
 
-# --- shards -----------------------------------------------------------------------------------------------------------
-
-
 def test_shards_compute_each_unit_once_and_name_what_failed_and_remains(plan, store, computes):
     def shard(number: str, *errors: BaseException) -> tuple[list[str], ShardFinished]:
         units = Units(*errors)
@@ -492,9 +471,6 @@ def test_shards_compute_each_unit_once_and_name_what_failed_and_remains(plan, st
     assert str(shard("1/1")[1]).startswith(
         "All 3 units are finished: run the command without --shard to write the report."
     )
-
-
-# --- other processes --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
