@@ -83,7 +83,7 @@ def _of_separate_maps(site: hooks.SiteCall) -> Rows | None:
 
 
 def _of_one_map(model: Any, inputs: Mapping[str, Tensor], site: hooks.SiteCall) -> Rows | None:
-    """Return the rows if one matrix makes both: number its outputs, and find the numbers in the first token's q and k."""
+    """Return the rows if one matrix makes both: its outputs are numbered, then read as the first query and key."""
     for part in site.module.modules():
         conv = type(part).__name__ == "Conv1D"
         if not conv and not isinstance(part, nn.Linear):
