@@ -114,8 +114,7 @@ def cases(*names: Any) -> Any:
     return pytest.mark.parametrize("case", names, indirect=True)
 
 
-ALL = cases("inspect", "converge", "sweep", "heal", "budget")
-SHARED = cases("inspect", "converge", "sweep")
+ALL = cases(*PIECES)
 _whole: dict[str, tuple[str, int]] = {}
 
 
@@ -392,10 +391,9 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
 def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatch, tmp_path):
     place, kernels = saved(tmp_path / "model"), ["rbf"]
     files = {name: tmp_path / f"{name}.txt" for name in ("text", "calibration", "prompts")}
-    for file, words in zip(
-        files.values(), ("the quick brown fox. ", "how vexingly quick daft zebras. ", "the\n"), strict=True
-    ):
-        file.write_text(words * (1 if words == "the\n" else 40))
+    files["text"].write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    files["calibration"].write_text("how vexingly quick daft zebras jump, and wolves. " * 40)
+    files["prompts"].write_text("the quick\n")
     options = {"length": 16, "windows": 2, "generate": 2, "fit": True, "controls": False, "prompts": files["prompts"]}
     options |= {"text": [files["text"]], "calibration": [files["calibration"]], "allow_foreign_text": True}
     changes = {
@@ -406,8 +404,8 @@ def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatc
         "seed": lambda: options.update(seed=1),
         "text": lambda: files["text"].write_text("said he of five dozen liquor jugs. " * 40),
         "calibration": lambda: files["calibration"].write_text("a mad boxer shot a quick gloved jab. " * 40),
-        "prompts": lambda: files["prompts"].write_text("pack my box\n"),
-        "prompts of the same length": lambda: files["prompts"].write_text("pack my fox\n"),
+        "prompts": lambda: files["prompts"].write_text("0\n0z\n"),
+        "boundary of prompts": lambda: files["prompts"].write_text("00\n0z\n"),
         "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed"),
     }
     all_different(changes, lambda: swap_pipeline.open_run(str(place), tuple(kernels), SwapRequest(**options))[0])
@@ -471,29 +469,23 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(monkeypatch, tmp_pat
         raise OutputError("The disk is full.", "Make room.")
 
     options = SMALL | {"controls": False, "sweep": "layers", "work": tmp_path / "work", "save": tmp_path / "model"}
-    for error, count in ((UnsavedError, 4), (None, 0)):
-        with monkeypatch.context() as patch, counted(SweptBatch, "losses") as calls:
-            if error is not None:
-                patch.setattr("attnlens.runs.swap.pipeline.save_swapped", full)
-                with pytest.raises(error):
-                    attnlens.swap_kernel("demo", "rbf", **options)
-            else:
-                attnlens.swap_kernel("demo", "rbf", **options)
-        assert len(calls) == count
+    with monkeypatch.context() as patch, counted(SweptBatch, "losses") as calls:
+        patch.setattr("attnlens.runs.swap.pipeline.save_swapped", full)
+        with pytest.raises(UnsavedError):
+            attnlens.swap_kernel("demo", "rbf", **options)
+    assert len(calls) == 4
+    with counted(SweptBatch, "losses") as calls:
+        attnlens.swap_kernel("demo", "rbf", **options)
+    assert calls == []
     assert (tmp_path / "model" / "attnlens.json").is_file()
     assert is_cleared(tmp_path / "work")
 
 
-@SHARED
-def test_shards_and_other_processes_compute_the_units_of_the_same_report(case, whole, tmp_path):
-    for index in (3, 1, 2):
-        shard_of(lambda index=index: case.call(work=tmp_path / "a", shard=f"{index}/3"))
-    with counted(*case.computing) as calls:
-        assert bytes_of(case.call(work=tmp_path / "a")) == whole[0]
-    assert calls == []
-    shard_of(lambda: case.call(work=tmp_path / "b", shard="2/2"))
+@cases("inspect", "converge", "sweep")
+def test_a_shard_and_other_processes_compute_the_units_of_the_same_report(case, whole, tmp_path):
+    shard_of(lambda: case.call(work=tmp_path, shard="2/3"))
     with forkserver.workers(), counted(*case.computing) as calls:
-        assert bytes_of(case.call(work=tmp_path / "b", jobs=2)) == whole[0]
+        assert bytes_of(case.call(work=tmp_path, jobs=2)) == whole[0]
     assert calls == [], "other processes computed what was missing"
     assert is_cleared(tmp_path)
 
