@@ -106,7 +106,7 @@ def test_the_position_is_rotary_absolute_or_unknown(name, expected):
         options = {"windows": 2} if name == "dinov3_vit" else FEW
         report = attnlens.inspect(model, analyzers=["symmetry"], **options)
         assert report.model.conventions.position == expected
-    assert attnlens.inspect(family("bert"), source="weights", **FEW).model.conventions.position == "absolute"
+    assert attnlens.inspect(family("bert"), source="weights", length=12).model.conventions.position == "absolute"
 
 
 def test_the_task_of_a_model_depends_on_what_its_predictions_see():

@@ -146,12 +146,12 @@ def counted(owner: Any, name: str, most: float = float("inf")) -> Iterator[list[
 
 @pytest.fixture
 def failing(monkeypatch) -> dict[str, BaseException]:
-    """Errors of an inspection's units by name; `tries` counts how often units with an error were computed."""
-    errors: dict[str, Any] = {}
-    honest, errors_of = Inspection._compute_unit, errors.get
+    """Errors that units of an inspection raise, by name."""
+    errors: dict[str, BaseException] = {}
+    honest = Inspection._compute_unit
 
     def compute(self: Inspection, unit: Any) -> Any:
-        if error := errors_of(unit.name):
+        if error := errors.get(unit.name):
             raise error
         return honest(self, unit)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import work_units
 from hostile import refused
 from reports import bytes_of
@@ -99,7 +100,7 @@ def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatc
     assert list(outcome.values) == ["a", "failing once"]
     lost = "Ray returned no result: ConnectionError: the node died."
     assert outcome.missing == {"lost": lost, "failing always": "ZeroDivisionError: no such luck"}
-    task = {"num_cpus": 1, "num_gpus": 0, "max_retries": 1, "retry_exceptions": False}
+    task = {"num_cpus": 1, "num_gpus": int(torch.cuda.is_available()), "max_retries": 1, "retry_exceptions": False}
     assert ray.calls == [("init", ("local", 3)), ("remote", task), ("shutdown", None)]
     ray.calls.clear()
     assert spread("host", tmp_path, ["failing always", "b"], tell=interrupt).stopped
