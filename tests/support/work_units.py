@@ -1,4 +1,4 @@
-"""Units of work that are computed in other processes: they succeed, fail, or end their process, as their names say."""
+"""Units that other processes compute: they succeed, fail, or end their process, depending on their names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from attnlens.errors import ModelError
 FACTS: dict[str, Any] = {"command": "test", "settings": {"seed": 0}}
 
 
-def begun(folder: str | Path, name: str) -> int:
-    """Note down that a unit was begun; returns how often."""
-    path = Path(folder) / f"{name}.begun"
-    with path.open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    return len(path.read_text().splitlines())
+def times(folder: Path) -> dict[str, int]:
+    """Return how often each unit was begun."""
+    return {path.stem: len(path.read_text().splitlines()) for path in folder.glob("*.begun")}
 
 
 def compute_in(folder: str, name: str) -> Any:
-    """Compute the unit of a name."""
-    times = begun(folder, name)
-    if name.startswith("killed") and (times == 1 or "always" in name):
+    """Compute a unit, and record the process that began it."""
+    with (Path(folder) / f"{name}.begun").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    fails = "always" in name or times(Path(folder))[name] == 1
+    if name.startswith("killed") and fails:
         os.kill(os.getpid(), signal.SIGKILL)
-    if name.startswith("failing") and (times == 1 or "always" in name):
+    if name.startswith("failing") and fails:
         raise ZeroDivisionError("no such luck\nat all")
     if name.startswith("refused"):
         raise ModelError("The model is broken.", "Mend it.")
@@ -39,7 +38,7 @@ def compute_in(folder: str, name: str) -> Any:
 
 
 def opened(folder: str, seed: int = 0) -> tuple[Mapping[str, Any], Callable[[str], Any]]:
-    """Prepare a run in another process, and note down that it was prepared."""
+    """Prepare a run in another process, and record that it was prepared."""
     with (Path(folder) / "opened").open("a") as file:
         file.write(f"{seed}\n")
     return FACTS | {"settings": {"seed": seed}}, lambda name: compute_in(folder, name)
