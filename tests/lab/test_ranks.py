@@ -698,7 +698,11 @@ def find(model="no/such/model", **options):
         (find(latents="grop=1"), "grop", ""),
         (find(latents="metric=inputs"), "inputs", ""),
         *(
-            (lambda run=run: run("no/such/model", words), "`rank` needs a rank", "attnlens ranks --budget loss:1%")
+            (
+                lambda run=run, words=words: run("no/such/model", words),
+                "`rank` needs a rank",
+                "attnlens ranks --budget loss:1%",
+            )
             for run, words in ((swap_kernel, "rank"), (attnlens.heal, "rank:group=all"))
         ),
         (find(grouped, budget="loss:1%", heads=[0, 1], **SMALL), "share key heads", "all or none"),

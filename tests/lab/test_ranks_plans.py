@@ -255,6 +255,6 @@ def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys)
     for says, words in refusals.items():
         assert exit_code(["ranks", *words]) == 2
         shown = capsys.readouterr()
-        assert (shown.out, len(shown.err.splitlines())) == ("", 2)
-        assert says in shown.err
+        assert shown.out == ""
+        assert says in " ".join(shown.err.split())
     assert (tmp_path / "plan.json").read_bytes() == content
