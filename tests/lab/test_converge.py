@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,36 +38,31 @@ def test_demos_own_series_has_its_seven_steps(of_weights):
     (experiment,) = of_weights.experiments
     assert (experiment.name, experiment.axis) == ("training", "training step")
     assert all(curve.steps == STEPS for curve in experiment.curves.values())
-    assert of_weights.model.id == "demo"
+    assert (of_weights.command, of_weights.model.id) == ("converge", "demo")
     assert of_weights.coverage.sentence == "COMPLETE: 32 of 32 heads"
     assert len([t for t in experiment.trajectories if t.measure == "weights.symmetry"]) == 32
-    assert [file.name for file in of_weights.model.files][:2] == [
-        "step-00000/model.safetensors",
-        "step-00030/model.safetensors",
-    ]
-    assert of_weights.command == "converge"
-
-
-@pytest.mark.parametrize("measure", ["weights.symmetry", "weights.effective_rank"])
-def test_each_checkpoint_reads_what_inspect_reads_of_it_alone(of_weights, measure):
-    (experiment,) = of_weights.experiments
-    for place, step in ((2, 100), (5, 3000)):
-        alone = attnlens.inspect(checkpoint(step), source="weights")
-        for head in alone.heads:
-            assert trajectory(experiment, measure, head.layer, head.head)[place] == head.measures[measure].value
-        medians = experiment.curves[measure].median
-        assert medians[place] == pytest.approx(alone.summary.medians[measure], rel=1e-12)
-        assert medians[place - 1] != pytest.approx(alone.summary.medians[measure], rel=1e-6)  # the control
-
-
-def test_the_null_stands_beside_the_measures_that_have_one(of_weights):
-    (experiment,) = of_weights.experiments
+    names = [file.name for file in of_weights.model.files]
+    assert names[:2] == ["step-00000/model.safetensors", "step-00030/model.safetensors"]
     null = attnlens.inspect("demo", source="weights").summary.median_nulls["weights.symmetry"]
     curve = experiment.curves["weights.symmetry: null"]
     assert experiment.null("weights.symmetry") == curve
     assert experiment.null("tokens.entropy") is None
     assert curve.median[-1] == pytest.approx(null.mean, rel=1e-9)
     assert curve.high[-1] - curve.median[-1] == pytest.approx(null.sd, rel=1e-9)
+    assert experiment.final["loss"] is None
+    assert experiment.reasons["loss"] == "the loss requires a text, but only weights were read"
+
+
+def test_each_checkpoint_reads_what_inspect_reads_of_it_alone(of_weights):
+    (experiment,) = of_weights.experiments
+    for place, step in ((2, 100), (5, 3000)):
+        alone = attnlens.inspect(checkpoint(step), source="weights")
+        for measure in ("weights.symmetry", "weights.effective_rank"):
+            for head in alone.heads:
+                assert trajectory(experiment, measure, head.layer, head.head)[place] == head.measures[measure].value
+            medians = experiment.curves[measure].median
+            assert medians[place] == pytest.approx(alone.summary.medians[measure], rel=1e-12)
+            assert medians[place - 1] != pytest.approx(alone.summary.medians[measure], rel=1e-6), "the control"
 
 
 def test_all_checkpoints_read_one_text_with_one_tokenizer():
@@ -88,12 +84,6 @@ def test_all_checkpoints_read_one_text_with_one_tokenizer():
     assert experiment.trajectories[0].se is not None
 
 
-def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
-    (experiment,) = of_weights.experiments
-    assert experiment.final["loss"] is None
-    assert experiment.reasons["loss"] == "the loss requires a text, but only weights were read"
-
-
 def test_selection_is_followed_where_nothing_is_named():
     report = attnlens.converge_checkpoints([checkpoint(3000), "demo"], head=(1, 0), windows=1, length=16)
     names = {trajectory.measure for trajectory in report.experiments[0].trajectories}
@@ -102,60 +92,36 @@ def test_selection_is_followed_where_nothing_is_named():
     assert report.settings.select == "argmax"
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("step-00030", 30),
-        ("out/checkpoint-500", 500),
-        ("step1000", 1000),
-        ("step1000-tokens2B", 1000),
-        ("org/model@step7", 7),
-        ("a", None),
-        ("demo", 6000),
-    ],
-)
-def test_a_name_tells_its_step(name, step):
-    assert step_of(name) == step
+def test_a_name_contains_its_step():
+    steps = {"step-00030": 30, "out/checkpoint-500": 500, "step1000": 1000, "step1000-tokens2B": 1000}
+    for name, step in (steps | {"org/model@step7": 7, "a": None, "demo": 6000}).items():
+        assert step_of(name) == step
 
 
-def test_checkpoints_are_put_in_the_order_of_their_steps():
-    report = attnlens.converge_checkpoints(
-        [checkpoint(300), checkpoint(0), checkpoint(30)], source="weights", analyzers=["symmetry"]
-    )
-    assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030", "step-00300"]
-
-
-def test_without_steps_the_order_is_the_callers(tmp_path):
+def test_checkpoints_are_ordered_by_steps_if_they_have_them(tmp_path):
+    stages = []
+    series = partial(attnlens.converge_checkpoints, source="weights", analyzers=["symmetry"])
+    names = [checkpoint(300), checkpoint(0)]
+    report = series(names, head="3.2", progress=lambda stage, *_: stages.append(stage))
+    assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00300"]
+    assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(3, 2)}, "a head written as a word"
+    assert list(dict.fromkeys(stages)) == ["checkpoints", "step-00000, weights", "step-00300, weights"]
     for name, step in (("late", 300), ("early", 0)):
         shutil.copytree(checkpoint(step), tmp_path / name)
-    report = attnlens.converge_checkpoints(
-        [str(tmp_path / "late"), str(tmp_path / "early")], source="weights", analyzers=["symmetry"]
-    )
-    (experiment,) = report.experiments
-    assert experiment.settings["checkpoints"] == ["late", "early"]
+    (experiment,) = series([str(tmp_path / "late"), str(tmp_path / "early")]).experiments
+    assert experiment.settings["checkpoints"] == ["late", "early"], "in the caller's order"
     assert (experiment.axis, experiment.curves["weights.symmetry"].steps) == ("checkpoint", [0, 1])
 
 
-def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
-    told = []
-    with pytest.raises(ModelError, match=r"n_head is 8 in step-00030, but 4 in step-77"):
-        attnlens.converge_checkpoints(
-            [checkpoint(30), other_shape(tmp_path, n_head=4)], progress=lambda *words: told.append(words)
-        )
-    assert told == []
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ([checkpoint(30)], "at least two checkpoints"),
+def test_checkpoints_that_are_no_series_are_refused_before_the_work(tmp_path):
+    for names, says in (
+        ([checkpoint(30), other_shape(tmp_path, n_head=4)], r"n_head is 8 in step-00030, but 4 in step-77"),
+        *((nothing, "at least two checkpoints") for nothing in ([checkpoint(30)], [], (), iter([]))),
         ([checkpoint(30), checkpoint(30)], "Duplicate checkpoint"),
         ([checkpoint(30), str(DEMO / "checkpoints" / "step-99999")], "There is no such folder"),
-    ],
-)
-def test_a_series_needs_two_checkpoints_that_are_there(names, words):
-    with pytest.raises((UsageError, ModelError), match=words):
-        attnlens.converge_checkpoints(names)
+    ):
+        with pytest.raises((UsageError, ModelError), match=says):
+            attnlens.converge_checkpoints(names, progress=lambda *_: pytest.fail("the work began"))
 
 
 def broken(tmp_path: Path, *tensors: str) -> str:
@@ -206,32 +172,10 @@ def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
     assert "no checkpoint has tokenizer files" in report.experiments[0].reasons["loss"]
 
 
-def test_progress_names_the_checkpoint():
-    told = []
-    names = [checkpoint(30), checkpoint(100)]
-    attnlens.converge_checkpoints(
-        names, source="weights", analyzers=["symmetry"], progress=lambda stage, *_: told.append(stage)
-    )
-    assert list(dict.fromkeys(told)) == ["checkpoints", "step-00030, weights", "step-00100, weights"]
-
-
-@pytest.mark.parametrize("head", [3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2")])
-def test_a_head_that_is_none_is_refused(head):
-    with pytest.raises(UsageError, match="is not a valid head"):
-        attnlens.converge_head("demo", head=head)
-
-
-def test_a_head_may_be_written_as_a_word():
-    report = attnlens.converge_checkpoints(
-        [checkpoint(30), checkpoint(100)], head="3.2", source="weights", analyzers=["symmetry"]
-    )
-    assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(3, 2)}
-
-
-@pytest.mark.parametrize("nothing", [[], (), iter([])])
-def test_an_empty_list_of_checkpoints_is_not_demos(nothing):
-    with pytest.raises(UsageError, match="at least two checkpoints"):
-        attnlens.converge_checkpoints(nothing)
+def test_heads_that_cannot_be_parsed_are_refused():
+    for head in (3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2")):
+        with pytest.raises(UsageError, match="is not a valid head"):
+            attnlens.converge_head("demo", head=head)
 
 
 def test_an_interrupted_series_keeps_what_is_finished():
@@ -266,23 +210,17 @@ def test_what_does_not_belong_together_is_refused():
         attnlens.converge_checkpoints("demo", trials=3)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
+def test_values_that_make_no_sense_are_refused_before_the_work():
+    for options, says in (
         ({"lr": -1.0}, "lr"),
         ({"lr": float("nan")}, "lr"),
-        ({"d": 0}, "d=0"),
-        ({"t": 1}, "t=1"),
-        ({"n": 0}, "n=0"),
-        ({"trials": 0}, "trials=0"),
         ({"loss": "hinge"}, "no loss 'hinge'"),
         ({"experiments": "ranc"}, "Did you mean 'rank'"),
         ({"seed": -1}, "seed"),
-    ],
-)
-def test_values_that_make_no_sense_are_refused_before_the_work(asked, words):
-    with pytest.raises(UsageError, match=words):
-        attnlens.converge_synthetic(**asked, progress=lambda *_: pytest.fail("the work began"))
+        *(({name: value}, f"{name}={value}") for name, value in (("d", 0), ("t", 1), ("n", 0), ("trials", 0))),
+    ):
+        with pytest.raises(UsageError, match=says):
+            attnlens.converge_synthetic(**options, progress=lambda *_: pytest.fail("the work began"))
 
 
 def experiment(name: str, passed: bool | None = True) -> Experiment:

@@ -1,6 +1,5 @@
 """Tests that the synthetic experiments say what was published, and nothing where something else was asked."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -70,34 +69,22 @@ def test_the_golden_problems_have_the_sizes_that_were_solved():
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_nothing_else(name):
-    found = small(name)
+def test_every_experiment_runs_small_and_is_compared_with_nothing(name):
+    wanted, counts = {option: value for option, value in SMALL.items() if option in USES[name]}, []
+    found = EXPERIMENTS[name].run(wanted, True, lambda *at: counts.append(at))
     assert Experiment.model_validate_json(found.model_dump_json()) == Experiment.model_validate_json(
-        found.model_dump_json()
-    )
-    json.loads(found.model_dump_json())
+        small(name).model_dump_json()
+    ), "the same again"
     assert found.settings["trials"] == 3
-    assert found.published is None
-    assert found.tolerance is None
+    assert found.published is found.tolerance is found.passed is None
     assert found.bounds == {}
-    assert found.passed is None
     assert found.curves
     assert found.question.endswith("?")
     assert all(figure in found.reasons for figure, value in found.final.items() if value is None)
-    for curve in found.curves.values():
-        assert len(curve.steps) == len(curve.median)
+    assert all(len(curve.steps) == len(curve.median) for curve in found.curves.values())
     assert_in_words(found)
-    assert found == small(name)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_progress_is_told_up_to_the_end(name):
-    told = []
-    wanted = {option: value for option, value in SMALL.items() if option in USES[name]}
-    EXPERIMENTS[name].run(wanted, True, lambda *at: told.append(at))
-    assert told
-    assert all(0 <= done <= total for _, done, total in told)
-    assert told[-1][1] == told[-1][2]
+    assert all(0 <= done <= total for _, done, total in counts), "progress"
+    assert counts[-1][1] == counts[-1][2]
 
 
 CHANGES = [
@@ -134,7 +121,7 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
     assert small(name, **change).settings[NAMES.get(option, option)] == value
 
 
-@pytest.mark.parametrize(("trials", "judged"), [(9, False), (10, True), (50, True)])
+@pytest.mark.parametrize(("trials", "judged"), [(9, False), (10, True)])
 def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, judged):
     study, seen = EXPERIMENTS["rank"], []
 
@@ -142,8 +129,7 @@ def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, ju
         seen.append((settings.d, settings.trials, settings.published))
         return Experiment(name="rank", question="?", final={})
 
-    probe = replace(study, function=function)
-    probe.run({"trials": trials, "seed": 7}, False, lambda *_: None)
+    replace(study, function=function).run({"trials": trials, "seed": 7}, False, lambda *_: None)
     assert seen == [(study.full.d, trials, judged)]
 
 
@@ -175,15 +161,13 @@ def test_a_filter_that_nothing_passes_leaves_figures_out_with_a_reason():
     assert setting(found, "accepted_d4") == "accepted, d = 4: 0"
 
 
-@pytest.mark.full
-def test_next_token_ends_at_the_graphs_svm_and_at_its_finite_part():
-    found = small("next-token", iterations=2000)
-    assert found.final["acyclic_to_svm"] > 0.999
-    assert found.final["cyclic_to_svm"] > 0.999
-    assert found.final["cyclic_finite_distance"] < 1e-6
-    early = small("next-token", iterations=3)
-    assert early.final["cyclic_to_svm"] < 0.95
-    assert early.final["cyclic_finite_distance"] > 1e-3
+@pytest.mark.parametrize("iterations", [400, pytest.param(2000, marks=pytest.mark.full)])
+def test_next_token_ends_at_the_graphs_svm_and_at_its_finite_part(iterations):
+    found, early = (small("next-token", iterations=count).final for count in (iterations, 3))
+    assert min(found["acyclic_to_svm"], found["cyclic_to_svm"]) > (0.999 if iterations == 2000 else 0.99)
+    assert found["cyclic_finite_distance"] < (1e-6 if iterations == 2000 else 1e-4)
+    assert early["cyclic_to_svm"] < 0.95
+    assert early["cyclic_finite_distance"] > 1e-3
 
 
 @pytest.mark.parametrize("cyclic", [False, True])
@@ -206,35 +190,17 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
         corpus(2, 3, 1, 0, False)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lr": -1.0},
-        {"lr": 0.0},
-        {"lr": math.inf},
-        {"lr": "fast"},
-        {"d": 0},
-        {"t": 1},
-        {"n": 0},
-        {"m": 0},
-        {"m": 3, "parameterisation": "W"},
-        {"iterations": 0},
-        {"trials": 0},
-        {"trials": 2.5},
-        {"seed": -1},
-        {"loss": "hinge"},
-        {"head_function": "gelu"},
-        {"parameterisation": "QK"},
-        {"attention": "sefl"},
-        {"start": "ones"},
-        {"start": "zero", "parameterisation": "KQ"},
-        {"momentum": 0.9},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(UsageError) as refused:
-        SyntheticRequest(experiments="local-convergence", **settings)
-    assert refused.value.remedy
+WRONG = {"lr": (-1.0, 0.0, math.inf, "fast"), "d": (0,), "t": (1,), "n": (0,), "m": (0,), "iterations": (0,)}
+WRONG |= {"trials": (0, 2.5), "seed": (-1,), "loss": ("hinge",), "head_function": ("gelu",), "attention": ("sefl",)}
+WRONG |= {"parameterisation": ("QK",), "start": ("ones",), "momentum": (0.9,)}
+
+
+def test_settings_that_make_no_sense_are_refused():
+    wrong = [{name: value} for name, values in WRONG.items() for value in values]
+    for settings in (*wrong, {"m": 3, "parameterisation": "W"}, {"start": "zero", "parameterisation": "KQ"}):
+        with pytest.raises(UsageError) as refusal:
+            SyntheticRequest(experiments="local-convergence", **settings)
+        assert refusal.value.remedy
 
 
 def test_names_are_checked_and_ignored_settings_are_refused():

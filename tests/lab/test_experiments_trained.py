@@ -12,9 +12,7 @@ from experiment_words import assert_in_words
 
 import attnlens
 from attnlens.lab import primal
-from attnlens.lab.experiments import trained as depth
-from attnlens.lab.experiments import trained as identities
-from attnlens.lab.experiments import trained as training
+from attnlens.lab.experiments import trained
 from attnlens.lab.experiments.trained import (
     CANONICAL,
     MATRICES,
@@ -67,12 +65,12 @@ def first_share(matrix):
 
 
 def test_the_identities_hold_on_every_kernel_and_the_control_does_not():
-    told = []
-    found = identities.ksvd_identities(progress=lambda *words: told.append(words))
+    progress = []
+    found = trained.ksvd_identities(progress=lambda *words: progress.append(words))
     assert found.passed is True
     assert_in_words(found)
-    assert [case.projection is None for case in identities.build_cases(0)] == [True, False] * 3
-    assert told[-1][1:] == (6, 6)
+    assert [case.projection is None for case in trained.build_cases(0)] == [True, False] * 3
+    assert progress[-1][1:] == (6, 6)
     errors = {name: value for name, value in found.final.items() if name != "J_perturbed"}
     assert set(errors) == {"eigen_residual", "primal_minus_dual", "Λe − h", "J", "Σe² − σ²", "rank_s_error"}
     assert all(0 <= value <= 1e-10 for value in errors.values())
@@ -83,7 +81,7 @@ def test_the_identities_hold_on_every_kernel_and_the_control_does_not():
 
 
 def test_seeds_reproduce_and_change_what_is_drawn():
-    first, again, other = (identities.ksvd_identities(seed) for seed in (3, 3, 4))
+    first, again, other = (trained.ksvd_identities(seed) for seed in (3, 3, 4))
     assert first.final == again.final
     assert first.final["J_perturbed"] != other.final["J_perturbed"]
     assert other.passed is True
@@ -124,22 +122,22 @@ def test_what_is_broken_fails_and_is_named(name, monkeypatch):
         def __getattr__(self, called):
             return broken if called == part else getattr(ksvd, called)
 
-    monkeypatch.setattr(identities, "ksvd", Broken())
-    found = identities.ksvd_identities()
+    monkeypatch.setattr(trained, "ksvd", Broken())
+    found = trained.ksvd_identities()
     assert found.passed is False
     assert {figure for figure in found.final if not found.meets(figure)} >= expected
 
 
 def test_a_control_that_changes_nothing_fails(monkeypatch):
-    monkeypatch.setattr(identities, "NOISE", 0.0)
-    found = identities.ksvd_identities()
+    monkeypatch.setattr(trained, "NOISE", 0.0)
+    found = trained.ksvd_identities()
     assert found.passed is False
     assert [figure for figure in found.final if not found.meets(figure)] == ["J_perturbed"]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", [0, 3])
 def test_the_controls_objective_is_its_written_out_sum(number):
-    case = list(identities.build_cases(0))[number]
+    case = list(trained.build_cases(0))[number]
     solution = ksvd.dual(case.queries, case.keys, 4, case.projection)
     noise = torch.randn(solution.left.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     moved = replace(solution, left=solution.left + 0.1 * noise)
@@ -150,22 +148,24 @@ def test_the_controls_objective_is_its_written_out_sum(number):
     for component in range(4):
         h_e, h_r, sigma = moved.left[:, component], moved.right[:, component], moved.values[component]
         total += ((kernel @ h_r).square().sum() + (kernel.mT @ h_e).square().sum()) / (2 * sigma) - h_e @ kernel @ h_r
-    assert identities._objective(case, moved) == pytest.approx(abs(float(total)), rel=1e-10)
+    assert trained._objective(case, moved) == pytest.approx(abs(float(total)), rel=1e-10)
 
 
 # --- decay by depth --------------------------------------------------------------------------------------------------
 
 
 def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged():
-    found = depth.depth_decay(quick=True)
+    found = trained.depth_decay(quick=True)
     assert_in_words(found)
     assert found.passed is found.published is None
     assert "0.16, 0.39 and 0.62" in found.source
-    report = attnlens.inspect("demo", source="tokens", analyzers=["ksvd"], windows=depth.FEW, length=depth.DEPTH_TOKENS)
+    report = attnlens.inspect(
+        "demo", source="tokens", analyzers=["ksvd"], windows=trained.FEW, length=trained.DEPTH_TOKENS
+    )
     layers = [[h.measures["ksvd.first_share"].value for h in report.heads if h.layer == layer] for layer in range(4)]
     means = [sum(layer) / len(layer) for layer in layers]
     expected = [(means[0] + means[1]) / 2, means[2], means[3]]
-    for third, value in zip(depth.THIRDS, expected, strict=True):
+    for third, value in zip(trained.THIRDS, expected, strict=True):
         assert found.final[f"attention_{third}"] == pytest.approx(value, abs=1e-5)
         assert 0 < found.errors[f"attention_{third}"] < 0.05
     assert found.final["attention_holds"] == float(expected[0] < expected[1] < expected[2])
@@ -182,8 +182,8 @@ def written_out(model, windows):
 
 
 def test_the_difference_of_last_and_first_has_its_error_over_windows(loaded):
-    found = depth.depth_decay(quick=True)
-    shares = written_out(loaded.model, sample(loaded, depth.DEPTH_TOKENS, depth.FEW)).mean(-1)
+    found = trained.depth_decay(quick=True)
+    shares = written_out(loaded.model, sample(loaded, trained.DEPTH_TOKENS, trained.FEW)).mean(-1)
     apart = shares[3] - shares[:2].mean(0)
     assert found.final["attention_last_minus_first"] == pytest.approx(float(apart.mean()), abs=1e-5)
     assert found.errors["attention_last_minus_first"] == pytest.approx(float(apart.std() / len(apart) ** 0.5), rel=1e-3)
@@ -191,13 +191,13 @@ def test_the_difference_of_last_and_first_has_its_error_over_windows(loaded):
     assert found.errors["attention_last_minus_first"] != pytest.approx(float(unpaired), rel=1e-2), "the control"
 
 
-def test_either_outcome_is_told_and_neither_is_a_verdict(monkeypatch):
-    original = depth.by_third
-    found = [depth.depth_decay(quick=True)]
+def test_neither_outcome_is_a_verdict(monkeypatch):
+    original = trained.by_third
+    found = [trained.depth_decay(quick=True)]
     monkeypatch.setattr(
-        depth, "by_third", lambda *words: {name: thirds[::-1] for name, thirds in original(*words).items()}
+        trained, "by_third", lambda *words: {name: thirds[::-1] for name, thirds in original(*words).items()}
     )
-    found.append(depth.depth_decay(quick=True))
+    found.append(trained.depth_decay(quick=True))
     assert [one.final["attention_holds"] for one in found] == [0.0, 1.0]
     assert found[0].final["attention_last_minus_first"] == pytest.approx(-found[1].final["attention_last_minus_first"])
     assert [one.judge().passed for one in found] == [None, None]
@@ -225,7 +225,7 @@ def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
 def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_saw(loaded, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        training, "compare_training", lambda *words: asked.append(words) or compare_training(*brief(words))
+        trained, "compare_training", lambda *words: asked.append(words) or compare_training(*brief(words))
     )
 
     def brief(words):
@@ -233,17 +233,17 @@ def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_
         config.update(TINY)
         return config, windows, held, FEW, words[4][:1]
 
-    found = training.primal_decay(7)
+    found = trained.primal_decay(7)
     (config, windows, held, asked_training, seeds, _) = asked[0]
     changed = {name for name, value in config.to_dict().items() if value != loaded.model.config.to_dict()[name]}
     assert changed == {"n_positions"}
-    assert config.n_positions == windows.shape[-1] == held.shape[-1] == training.TOKENS
+    assert config.n_positions == windows.shape[-1] == held.shape[-1] == trained.TOKENS
     assert asked_training == Training()
     assert list(seeds) == [7, 8, 9]
     rows = {tuple(row.tolist()) for row in windows}
     assert not any(tuple(row.tolist()) in rows for row in held)
     assert len(held) >= 30
-    assert (found.model, found.passed) == (training.MODEL, None)
+    assert (found.model, found.passed) == (trained.MODEL, None)
     assert found.settings["text"].startswith("King James passages")
 
 
@@ -284,11 +284,11 @@ def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny
 
 def test_training_is_reproduced_by_its_seeds_and_its_figures_are_means_over_them(tiny, ids):
     train = partial(compare_training, tiny, ids[:16], ids[16:])
-    told = []
-    found, again = train(FEW, [0, 1], lambda *words: told.append(words)), train(FEW, [0, 1])
+    progress = []
+    found, again = train(FEW, [0, 1], lambda *words: progress.append(words)), train(FEW, [0, 1])
     assert found == again
     assert_in_words(found)
-    assert told[-1][1:] == (24, 24)
+    assert progress[-1][1:] == (24, 24)
     alone = [train(FEW, [seed]) for seed in (0, 1)]
     for name, value in found.final.items():
         assert value == pytest.approx(sum(one.final[name] for one in alone) / 2, abs=1e-9)
@@ -340,13 +340,13 @@ def test_they_are_the_last_rows_and_quick_leaves_training_out():
     found = [row(True, 0, silent) for row in ROWS[-3:]]
     assert [[one.name for one in row] for row in found] == [["KSVD identities"], ["decay by depth"], []]
     assert found[0][0].passed is True
-    assert found[1][0].settings["windows"] == depth.FEW
+    assert found[1][0].settings["windows"] == trained.FEW
     assert [row[0].model for row in found[:2]] == ["demo", "demo"]
 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick, monkeypatch):
-    row = depth.depth_decay(quick=True)
+    row = trained.depth_decay(quick=True)
     monkeypatch.setattr(verifying, "ROWS", [lambda *_: [row], verifying.ROWS[-1]])
     monkeypatch.setattr(verifying, "primal_decay", lambda *_: row.model_copy(update={"name": "decay by training"}))
     report = verifying.rerun_claims(0, quick=quick)

