@@ -314,7 +314,7 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
     with torch.no_grad():
         total, distance = loss_of(healer, inputs)
         assert float(total - distance) == pytest.approx(0.5 * expected, rel=1e-3)
-        healer.options = replace(request, eta=0.0)
+        healer.options = request.model_copy(update={"eta": 0.0})
         total, distance = loss_of(healer, inputs)
         assert total == distance
 
@@ -331,7 +331,7 @@ def test_eta_keeps_the_objective_small(demo):
             optimiser.zero_grad()
             loss_of(healer, batch.batches[0].inputs)[0].backward()
             optimiser.step()
-        healer.options, penalties = replace(request, eta=1.0), []
+        healer.options, penalties = request.model_copy(update={"eta": 1.0}), []
         with torch.no_grad():
             loss_of(healer, batch.batches[0].inputs, penalties)
         objectives.append(float(sum(penalties)))
