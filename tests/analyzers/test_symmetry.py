@@ -46,13 +46,10 @@ def test_cross_attention_has_only_measures_of_different_tokens():
     heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
     assert list(of_weights(heads)) == ["weights.norm"] == [info.name for info in WEIGHTS if not info.self_only]
     close(of_weights(heads)["weights.norm"], torch.linalg.matrix_norm(dense(heads)))
-    tokens, names = of_tokens(query_key(heads.query, heads.key, "tokens", part="cross")), list(tokens_of_cross())
+    tokens = of_tokens(query_key(heads.query, heads.key, "tokens", part="cross"))
+    names = [f"tokens.{name}" for name in ("share_key", "share_interaction", "share_first", "first_if_even")]
     assert list(tokens) == names == [info.name for info in TOKENS if not info.self_only]
     assert all(reading.isfinite().all() for reading in tokens.values())
-
-
-def tokens_of_cross():
-    return (f"tokens.{name}" for name in ("share_key", "share_interaction", "share_first", "first_if_even"))
 
 
 def test_heads_with_hidden_pairs_have_no_kernel_shares():

@@ -174,6 +174,11 @@ def test_state_is_sums_and_the_window_and_branches_are_both_parts():
     assert (near.spelling, far.spelling) == ("window:9", "learned-features:count=6")
     assert set(far.fitted) == {"query_weight", "key_weight"}
     assert parsed("elu+hybrid:9").trainable == ("near_log_weight",)
+    for name, words in (("hybrid", "elu+hybrid:64"), ("sink-hybrid", "elu+sink-hybrid:4,64")):
+        page = dict(explanation(name).items)
+        assert page["command"] == f"swap-kernel --kernel {words} --fit"
+        assert parsed(words).near is not None
+        assert all(parsed(f"{kernel}+hybrid:8").near for kernel in page["kernels"].split(", "))
 
 
 @pytest.mark.parametrize("far", ["learned-features:6", "elu"])
@@ -205,14 +210,6 @@ def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far, sin
     nothing_far = NearShares(hybrid(70, far, gamma=0))
     nothing_far.update(causal(70))
     assert nothing_far.best()["near_log_weight"].tolist() == [0.0, 0.0]
-
-
-def test_pages_show_a_command_to_type():
-    for name, words in (("hybrid", "elu+hybrid:64"), ("sink-hybrid", "elu+sink-hybrid:4,64")):
-        page = dict(explanation(name).items)
-        assert page["command"] == f"swap-kernel --kernel {words} --fit"
-        assert parsed(words).near is not None
-        assert all(parsed(f"{far}+hybrid:8").near for far in page["kernels"].split(", "))
 
 
 # --- on a trained model -----------------------------------------------------------------------------------------------
