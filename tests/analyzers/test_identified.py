@@ -133,9 +133,6 @@ def test_the_selection_of_queries_and_keys_does_not_depend_on_a_shift_of_keys(ma
         assert answers[0][head].windows == answers[1][head].windows
 
 
-# --- the mirrored head ------------------------------------------------------------------------------------------------
-
-
 def mirrored(plain, size):
     """The same causal attention from L_ij = L_ji − c·max(i, j), which is a Mercer kernel if c is large."""
     lower = plain.logits.tril()
@@ -167,9 +164,6 @@ def test_definiteness_does_not_depend_on_gates():
     assert torch.linalg.eigvalsh(unit)[:, 0].max() < -0.1, "the control: without the gauge it is indefinite"
     for other in (logits, shifted, logits + gates):
         assert linalg.definite(other).tolist() == [1, 1, 1]
-
-
-# --- trained models ---------------------------------------------------------------------------------------------------
 
 
 def trained(model):

@@ -14,7 +14,7 @@ from reports import planted
 import attnlens
 from attnlens.analyzers import spectrum
 from attnlens.analyzers.ksvd import TOKENS, of_tokens, rank_alone
-from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sources, select_analyzers
+from attnlens.analyzers.registry import MeasureInfo, measure_infos
 from attnlens.models import hooks, texts
 from attnlens.records import Call, Site
 from attnlens.report.pictures.maps import groups_by_depth, overview_figure, page_rows
@@ -52,26 +52,6 @@ def share_inside(given, matrix):
     value = given.paired_value.double() - given.paired_value.double().mean(-2, keepdim=True)
     inside = (right.mT @ value).square().sum(-1) * (torch.arange(right.shape[-1]) < s[..., None])
     return inside.sum(-1) / value.square().sum((-2, -1))
-
-
-@pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no batch", "two batch axes"])
-def test_every_measure_is_finite_and_in_range(batch):
-    readings = of_tokens(heads(*batch))
-    assert list(readings) == [info.name for info in TOKENS]
-    for info in TOKENS:
-        reading = readings[info.name]
-        steps = () if not info.curve else (6,) if "cosine" in info.name else (30,)
-        assert reading.shape == (*batch, 4, *steps)
-        assert reading.dtype == torch.float64
-        assert not (reading < info.low - 1e-12).any()
-        assert info.high is None or not (reading > info.high + 1e-12).any()
-        assert reading.isfinite().all()
-    for name in ("residual", "objective"):
-        assert (readings[f"ksvd.{name}"] < 1e-12).all(), "the certificates are rounding"
-    (entry,) = select_analyzers(["ksvd"])
-    assert (entry.name, entry.source) == ("ksvd", "tokens")
-    assert {measure_sources()[info.name] for info in TOKENS} == {"tokens"}
-    assert measure_sources()["weights.symmetry"] == "weights"
 
 
 @pytest.mark.parametrize("allowed", [None, CAUSAL], ids=["all", "causal"])
@@ -184,22 +164,9 @@ def test_degenerate_heads_lack_only_what_is_undefined():
     short = of_tokens(heads(n=3))  # fewer tokens than features
     assert short["ksvd.cosine_spectrum"].shape == (4, 3)
     assert (short["ksvd.rank90"] <= 3).all()
-    assert (short["ksvd.residual"] < 1e-12).all()
-    cross = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), "tokens", part="cross", value=random(3, 12, 4))
-    readings = of_tokens(cross)
-    assert readings["ksvd.asymmetry"].isnan().all()
+    for name in ("residual", "objective"):
+        assert (short[f"ksvd.{name}"] < 1e-12).all(), "the certificates are rounding"
     assert [info.name for info in TOKENS if info.self_only] == ["ksvd.asymmetry"]
-    assert readings["ksvd.value_alignment"].isfinite().all()
-    assert (readings["ksvd.residual"] < 1e-12).all()
-
-
-def test_members_of_a_batch_have_the_values_of_each_alone():
-    whole = heads(3)
-    together = of_tokens(whole)
-    for member in range(3):
-        part = {name: getattr(whole, name)[member] for name in ("query", "key", "value")}
-        for name, reading in of_tokens(replace(whole, **part)).items():
-            torch.testing.assert_close(together[name][member], reading, rtol=1e-9, atol=1e-11, equal_nan=True)
 
 
 def test_values_are_passed_without_copying_and_selected_with_their_heads():
@@ -212,9 +179,6 @@ def test_values_are_passed_without_copying_and_selected_with_their_heads():
     cut = some.sequences([1], torch.tensor([0, 2]), torch.tensor([1, 4, 5]))
     assert torch.equal(cut.paired_value, value[[1]][:, [0, 1]][:, :, [1, 4, 5]])
     assert query_key(random(2, 4, 3), random(2, 4, 3)).select([0]).paired_value is None
-
-
-# --- reports and figure 1 ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,8 @@ from attnlens.analyzers import registry
 from attnlens.analyzers.registry import GatheringPlace, measure_sources
 from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, SPACES, Selector, qualify_name
 from attnlens.errors import UsageError
-from attnlens.maths.attsvm.head import (
-    FactoredForm,
-    Scene,
-    Softmax,
-    choose,
-    compare_with_svm,
-    count_copies,
-    projected_norm,
-)
+from attnlens.maths.attsvm import head as head_svm
+from attnlens.maths.attsvm.head import FactoredForm, Scene, Softmax, choose, compare_with_svm, count_copies
 from attnlens.models import hooks, texts, weights
 from attnlens.records import Site
 from attnlens.report.pictures.maps import page_rows
@@ -102,9 +95,6 @@ def with_one(x):
 def bilinear(count=3, heads=2, n=9, d=6, size=4, seed=0, **rest):
     factors = [random(heads, d + 1, size, seed=100 * seed + 90 + side) for side in range(2)]
     return affine([random(n, d, seed=100 * seed + number) for number in range(count)], *factors, **rest)
-
-
-# --- planted heads ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("allowed", [None, CAUSAL], ids=["encoder", "causal"])
@@ -187,9 +177,6 @@ def test_early_tokens_of_a_causal_sequence_are_not_posed():
         assert gather(keys, which)[0].measures["selection.queries"].value == 3 * 4
 
 
-# --- sets of several tokens -------------------------------------------------------------------------------------------
-
-
 def test_larger_sets_are_the_fewest_tokens_of_the_share_and_pose_equalities():
     seen, form = scenes(3, 6, 30), dense(random(30, 30, seed=8) / 100)
     chosen, near = solved(seen, form, most=8, top_p=0.6)
@@ -245,9 +232,6 @@ def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative()
     one, tokens = torch.ones(1, 1).double(), torch.tensor([[0.0], [1.0], [1.2]], dtype=torch.float64)
     reason = solved([scene(tokens, one)], dense(one), top_p=0.7)[1]
     assert "no form gives the selected tokens equal scores" in reason
-
-
-# --- awkward heads ----------------------------------------------------------------------------------------------------
 
 
 def test_duplicate_tokens_are_one_and_their_weights_add():
@@ -309,9 +293,6 @@ def test_heads_with_little_to_choose_have_the_reason():
     zeros = gather([tokens_key(torch.zeros(1, 6, 5), random(1, 6, 5))])[0].measures["selection.projected_efficiency"]
     assert zeros.value is None
     assert "scores are tied in all 6" in zeros.reason
-
-
-# --- the gatherer -----------------------------------------------------------------------------------------------------
 
 
 def test_a_position_bias_leaves_only_decided():
@@ -397,9 +378,6 @@ def test_shown_picks_are_the_posed_queries():
     assert margins != pytest.approx(projected)
 
 
-# --- two spaces -------------------------------------------------------------------------------------------------------
-
-
 def test_each_space_equals_its_dense_computation_and_they_disagree():
     keys, form = bilinear(n=6)
     for head, answer in gather(keys, form).items():
@@ -449,9 +427,6 @@ def test_a_head_that_is_its_svm_on_inputs_is_not_it_on_queries_and_keys():
     assert read["selection.svm_cosine"] == pytest.approx(1, abs=1e-6)
     assert read["selection.projected_efficiency"] < 0.9
     assert read["selection.projected_svm_cosine"] < 0.95
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_input_space_is_a_naive_dense_computation(demo):
@@ -562,4 +537,4 @@ def test_forms_on_inputs_are_those_of_the_weights(demo):
     assert torch.equal(factors.on_inputs.query[:, :-1], factors.query_key.query)
     assert torch.equal(factors.on_inputs.key[:, -1], factors.maps.key_bias[:, 0])
     problem, M = solved(scenes(8, 12, 6), dense(random(6, 6)), most=64)[1].posed.problem, random(6, 6)
-    assert projected_norm(problem, dense(M)) == pytest.approx(float(M.norm())), "the problem spans everything"
+    assert head_svm.projected_norm(problem, dense(M)) == pytest.approx(float(M.norm())), "the problem spans everything"

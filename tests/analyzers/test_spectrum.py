@@ -29,26 +29,6 @@ def orthonormal(n, size):
     return (torch.linalg.qr(random(1, n, size, seed=seed)).Q for seed in (0, 1))
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no batch", "two batch axes"])
-def test_every_measure_is_finite_and_in_range(batch):
-    query, key = random(*batch, 4, 20, 6), random(*batch, 2, 20, 6, seed=1)
-    decaying = torch.logspace(0, -2, 6, dtype=torch.float64)
-    for infos, readings, steps in (
-        (WEIGHTS, of_weights(query_key(query * decaying, key * decaying)), 6),
-        (TOKENS, of_tokens(query_key(query, key, "tokens")), 20),
-    ):
-        assert list(readings) == [info.name for info in infos]
-        for info in infos:
-            reading = readings[info.name]
-            assert reading.shape == (*batch, 4, *((steps,) if info.curve else ()))
-            assert reading.dtype == torch.float64
-            assert info.low is None or not (reading < info.low - 1e-12).any()
-            assert info.high is None or not (reading > info.high + 1e-12).any()
-            assert reading.isfinite().all()
-    entries = [(entry.name, entry.source) for entry in select_analyzers(["spectrum"])]
-    assert entries == [("spectrum", "weights"), ("spectrum", "tokens")]
-
-
 def test_weights_have_the_spectrum_of_the_formed_matrix():
     heads = query_key(random(6, 30, 5), random(2, 30, 5, seed=1))
     sigma, readings = torch.linalg.svdvals(dense(heads))[:, :5], of_weights(heads)
@@ -93,11 +73,7 @@ def test_cross_attention_has_every_spectrum():
     close(of_weights(heads)["weights.singular_values"], torch.linalg.svdvals(dense(heads))[:, :4])
     tokens = of_tokens(query_key(query, key, "tokens", part="cross"))
     assert tokens["tokens.singular_values"].shape == (3, 12)
-    assert all(reading.isfinite().all() for reading in tokens.values())
     assert not any(info.self_only for info in (*WEIGHTS, *TOKENS))
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("allowed", [None, CAUSAL], ids=["all", "causal"])

@@ -224,9 +224,6 @@ def test_degenerate_rows_have_their_conventions() -> None:
         assert torch.allclose(blind, torch.full((), 1 / 150, dtype=torch.float64)), words
 
 
-# --- softcap and sinks ------------------------------------------------------------------------------------------------
-
-
 def transformers_eager(case: Call) -> Tensor:
     """What transformers' gpt_oss and gemma2 do: softcap, mask of least numbers, sink column, softmax."""
     logits = case.query @ case.paired_key.mT * case.scale
@@ -284,8 +281,6 @@ def test_sinks_are_compared_with_the_whole_distance_from_a_fitted_origin(tie: st
     assert apart(result, expected(case.query)) > 0.05
 
 
-# --- running sums -----------------------------------------------------------------------------------------------------
-
 SUMMED = ["all", "causal", "left padding, causal", "right padding", "decoding"]
 
 
@@ -325,8 +320,6 @@ def test_a_query_without_features_attends_evenly_on_every_path(words: str) -> No
             (gradient,) = torch.autograd.grad((result[:, -1] * 10).square().sum(), query)
             assert bool(gradient.isfinite().all())
 
-
-# --- routes and refusals ----------------------------------------------------------------------------------------------
 
 ROUTES = [
     *(("causal", "exponential", "sdpa"), ("bias", "rbf", "sdpa"), ("sliding window", "cosine", "sdpa")),
@@ -385,9 +378,6 @@ def test_calls_without_a_meaning_are_refused_on_every_path(path: str) -> None:
             attend(case, parsed(words), path)
 
 
-# --- caches and positions ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("words", ["window:9", "sink-window:3,9", "strided:8", "rbf+window:9", "rbf", "elu+hybrid:9"])
 @pytest.mark.parametrize("padded", [0, 13])
 def test_decoding_with_either_cache_is_the_row_of_the_whole(words: str, padded: int) -> None:
@@ -436,9 +426,6 @@ def test_counting_from_the_start_is_refused_where_a_sliding_window_hides_it() ->
     assert not bool(where.first.any())
     plain = replace(chunk, allowed=tril(60, 60)[..., 40:55, :55], module=full)
     assert apart(attend(plain, kernel), attend(replace(whole, causal=True), kernel)[:, 40:55]) <= 1e-12
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
@@ -499,8 +486,6 @@ def test_dropout_drops_its_share() -> None:
     assert float((dropped - 1).abs().mean()) > 0.05
     assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
 
-
-# --- FlexAttention ----------------------------------------------------------------------------------------------------
 
 FLEX = [
     (CASES["causal"](dtype=torch.float32), "polynomial:degree=2,offset=1"),

@@ -212,8 +212,6 @@ def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far, sin
     assert nothing_far.best()["near_log_weight"].tolist() == [0.0, 0.0]
 
 
-# --- on a trained model -----------------------------------------------------------------------------------------------
-
 OPTIONS = {"windows": 8, "length": 64, "layers": [1, 2], "train": 14}
 
 

@@ -132,9 +132,6 @@ def test_sdpa_and_row_tiles_compute_the_scores_of_the_latents():
     assert apart([(attention @ call.value).transpose(1, 2)], [attend(call, kernel)]) < 1e-9
 
 
-# --- by the output ----------------------------------------------------------------------------------------------------
-
-
 def test_the_output_metric_is_the_effect_of_a_logit_on_the_output():
     """c_ij δ² against the squared change of W_O o_i if one logit moves by δ, for every pair of a few tokens."""
     call, step = drawn(tokens=5, heads=2), 1e-5
@@ -158,9 +155,6 @@ def test_the_output_metric_beats_the_plain_one_where_large_keys_carry_values_tha
     key[:, :, 1::2] *= torch.tensor([0.0] * 4 + [1.5] * 4)
     call = Call(query, key, value, 8**-0.5)
     assert lost(call, "rank:4,metric=output", output=torch.eye(8).double()[None]) < 0.75 * lost(call, "rank:4")
-
-
-# --- before the rotation ----------------------------------------------------------------------------------------------
 
 
 def test_keys_before_the_rotation_are_those_of_a_cut_projection():
@@ -200,9 +194,6 @@ def test_a_key_value_cache_and_left_padding_change_nothing(form):
         places = (mask.cumsum(1) - 1).clamp_min(0)
         left = model.model(input_ids=padded, attention_mask=mask, position_ids=places).logits[:, 3:]
     assert apart([whole, whole], [torch.cat(cached, 1), left]) <= 1e-5
-
-
-# --- refusals and reports ---------------------------------------------------------------------------------------------
 
 
 def test_runs_and_calls_without_a_meaning_are_refused(demo):

@@ -1,6 +1,5 @@
 """Tests that the nearest forms keep the parts they name, lose the others, and stay Mercer kernels when healed."""
 
-import copy
 from dataclasses import replace
 
 import families
@@ -59,9 +58,6 @@ def interaction(log_k):
     return seen - seen.mean(-2, keepdim=True)
 
 
-# --- planted heads ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_symmetric_heads_lose_nothing_and_indefinite_ones_lose_under_positive_alone(causal):
     for change, parts in (
@@ -83,23 +79,6 @@ def test_a_skew_head_loses_its_whole_interaction():
         assert interaction(scores_of(skew, fitted_to(skew, part))).norm() < 0.01 * own.norm(), part
     lost = interaction(scores_of(skew, fitted_to(skew, "no-key"))) - own
     assert lost.norm() < 1e-9 * own.norm(), "the control: all is kept"
-
-
-def test_trained_weights_with_equal_maps_lose_nothing_and_with_signs_lose_under_positive(demo):
-    """The demo model with W_K = change(W_Q), biases included."""
-    for change, limits in ((torch.clone, (0, 1e-6)), (signed, (0.05, 99))):
-        model = replace(demo, model=copy.deepcopy(demo.model))
-        for name, parameter in model.model.named_parameters():
-            if "c_attn" in name:
-                width = parameter.shape[-1] // 3
-                with torch.no_grad():
-                    parameter[..., width : 2 * width] = change(parameter[..., :width])
-        symmetric, positive = swap_kernel(model, ["nearest:symmetric", "nearest:positive"], **QUICK).swaps
-        assert symmetric.kl == pytest.approx(0, abs=1e-6)
-        assert limits[0] <= abs(positive.kl) <= limits[1]
-
-
-# --- the closed form --------------------------------------------------------------------------------------------------
 
 
 def moments(seed):
@@ -190,9 +169,6 @@ def test_a_grouped_rotated_model_is_fitted_and_run_as_a_dense_computation_does(p
     border = 1e-3 if part == "positive" else 1e-8  # plain gradients end earlier
     assert float((weights(unseen, fitted_to(seen, part))[:, head] - naive).abs().max()) < border
     assert float((weights(unseen, OWN)[:, head] - naive).abs().max()) > 0.01, "the control"
-
-
-# --- real text --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -298,9 +274,6 @@ def test_a_fit_through_the_pipeline_is_the_same_fit(demo, demo_texts, demo_calls
     for site, seen in zip(sites, demo_calls[0], strict=True):
         gate = fitted_to(seen, "positive").fitted["gate"]
         torch.testing.assert_close(swaps[site].kernel.fitted["gate"], gate, rtol=1e-4, atol=1e-5)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_calls_without_query_and_key_of_each_token_are_refused():

@@ -58,9 +58,6 @@ def scored(case, maps):
     return torch.cat([query @ maps["query_map"], key @ maps["key_map"]], -1)
 
 
-# --- the closed form -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("causal", "samples"), [(False, 0), (True, 0), (False, 5)])
 def test_scores_are_singular_vectors_of_all_calibration_tokens(causal, samples):
     case = call(causal=causal)
@@ -173,9 +170,6 @@ def test_a_head_without_rank_keeps_finite_maps():
     torch.testing.assert_close(solved["offset"], pooled(own_output(flat)).mean(1))
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_calls_without_scores_are_refused():
     case, eye = call(), torch.eye(TOKENS).bool()[None, None]
     kernel = parsed("primal:4").with_fitted(observed(case, 4).solve())
@@ -219,9 +213,6 @@ def test_runs_without_a_meaning_are_refused(demo, tmp_path):
             swap_or_heal(model, words, **READ, **options)
         assert refusal.value.remedy
     assert swap_kernel(family("bart"), "primal:4", part="encoder", **SMALL).swap.sites
-
-
-# --- whole models ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -132,7 +132,7 @@ def naive(kernel: Kernel, q, k):
 
 
 @pytest.mark.parametrize("words", VARIANTS)
-def test_log_k_is_its_formula_in_every_dtype(words):
+def test_log_k_is_its_formula_in_every_dtype_with_its_sign_and_symmetry(words):
     kernel, (q, k) = known(words), drawn()
     log = kernel.log(q, k, SCALE)
     assert log.shape == (2, 3, 9, 11)
@@ -142,6 +142,17 @@ def test_log_k_is_its_formula_in_every_dtype(words):
     torch.testing.assert_close(kernel.log(q, k, SCALE, rows=rows, columns=columns), log[..., rows, columns])
     other = kernel.log(q, k + 0.1 * torch.linspace(-1, 1, 11, dtype=k.dtype)[:, None], SCALE)
     assert ((centred(log) - centred(other)).abs().max() > 1e-3) == kernel.info.reads
+    assert kernel.signed == (words in ("linear", "polynomial:degree=3,offset=-1", "taylor:order=3"))
+    assert kernel.signed or kernel.info.positive
+    if kernel.signed:
+        sign, x = kernel.sign(q, k, SCALE), product(q, k, SCALE)
+        assert sign.unique().tolist() == [-1, 1]
+        whole = {"linear": x, "polynomial": (x - 1) ** 3, "taylor": series(q, k, SCALE, 3)}[kernel.info.name]
+        torch.testing.assert_close(sign * log.exp(), whole)
+    same, untied = kernel.log(q, q, SCALE).nan_to_num(neginf=-700.0), kernel.log(q, k[:, :, :9], SCALE)
+    # a fitted rank that cuts nothing is the exponential kernel
+    assert ((same - same.mT).abs().max() < 1e-9) == (kernel.info.symmetric or words == "rank:99")
+    assert ((untied - untied.mT).abs().max() > 0.1) == kernel.info.reads
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         q, k = drawn(dtype=dtype)
         log = kernel.log(q, k, SCALE)
@@ -151,39 +162,30 @@ def test_log_k_is_its_formula_in_every_dtype(words):
             torch.testing.assert_close(log.softmax(-1).double(), naive(kernel, q, k).softmax(-1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("words", [words for words in VARIANTS if words != "uniform"])
-def test_gradients_are_those_of_the_formula_and_finite_where_it_is_hardest(words):
-    kernel, (q, k) = known(words), drawn()
-    q.requires_grad_(), k.requires_grad_()
-    logs = kernel.log(q, k, SCALE), naive(kernel, q, k)
-    ours, theirs = (torch.autograd.grad(log.softmax(-1).square().sum(), (q, k)) for log in logs)
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+@pytest.mark.parametrize("words", [*(words for words in VARIANTS if words != "uniform"), "fitted rbf", "fitted cosine"])
+def test_gradients_of_log_k_and_dot_products_are_those_of_the_formula(words):
+    kernel = fitted(words.split()[-1]) if "fitted" in words else known(words)
+    q, k = (x.requires_grad_() for x in drawn())
+    log = kernel.log(q, k, SCALE)
+    ours = torch.autograd.grad(log.softmax(-1).square().sum(), (q, k))
     assert ours[1].abs().max() > 1e-3
-    for dtype in (torch.float32, torch.bfloat16):
+    if "fitted" not in words:
+        theirs = torch.autograd.grad(naive(kernel, q, k).softmax(-1).square().sum(), (q, k))
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    if kernel.info.dot:
+        dots = kernel.info.dot(q, k, SCALE, **kernel.parameters, **kernel.fitted)
+        fused = product(*dots)
+        theirs = torch.autograd.grad(fused.softmax(-1).square().sum(), (q, k))
+        torch.testing.assert_close((centred(fused), *theirs), (centred(log), *ours), rtol=1e-10, atol=1e-10)
+        assert centred(fused).abs().max() > 1
+        assert words != "rank:3" or dots[0].shape[-1] == 3, "the dots of a rank are smaller"
+    for dtype in (torch.float32, torch.bfloat16):  # finite where it is hardest
         q, k = drawn(queries=11, size=4.0, dtype=dtype)
         q[:, :, 0], k[:, :, 1] = 0.0, 0.0
         k[:, :, 3:6] = q[:, :, 3:6]
         log = kernel.log(q.requires_grad_(), k.requires_grad_(), SCALE)
         log.softmax(-1)[..., 1].sum().backward()
         assert all(x.isfinite().all() for x in (log, log.softmax(-1), q.grad, k.grad))
-
-
-@pytest.mark.parametrize("words", [words for words in VARIANTS if words != "uniform"])
-def test_signs_and_symmetry_are_those_of_the_kernel(words):
-    kernel, (q, k) = known(words), drawn()
-    assert kernel.signed == (words in ("linear", "polynomial:degree=3,offset=-1", "taylor:order=3"))
-    if kernel.signed:
-        sign, x = kernel.sign(q, k, SCALE), product(q, k, SCALE)
-        assert sign.unique().tolist() == [-1, 1]
-        whole = {"linear": x, "polynomial": (x - 1) ** 3, "taylor": series(q, k, SCALE, 3)}[kernel.info.name]
-        torch.testing.assert_close(sign * kernel.log(q, k, SCALE).exp(), whole)
-    else:
-        assert kernel.info.positive
-    same = kernel.log(q, q, SCALE).nan_to_num(neginf=-700.0)
-    # a fitted rank that cuts nothing is the exponential kernel
-    assert ((same - same.mT).abs().max() < 1e-9) == (kernel.info.symmetric or words == "rank:99")
-    untied = kernel.log(q, drawn(keys=9)[1], SCALE)
-    assert (untied - untied.mT).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("words", ["rbf", "rbf:gamma=2", "rbf+symmetric"])
@@ -213,23 +215,6 @@ def test_kernels_of_features_have_positive_semidefinite_gram_matrices():
         assert parsed(name).info.features != "none"
     assert torch.linalg.eigvalsh(parsed("l2").log(q[:, :, :20], q[:, :, :20], SCALE).exp()).min() < -1
     assert parsed("l2").info.features == "none"
-
-
-@pytest.mark.parametrize(
-    "words", [*(name for name in VARIANTS if parsed(name, allow_signed=True).info.dot), "fitted rbf", "fitted cosine"]
-)
-def test_dot_products_attend_as_the_kernel_does_forward_and_backward(words):
-    kernel, sides = fitted(words.split()[-1]) if words.startswith("fitted") else known(words), []
-    for by_dot in (True, False):
-        q, k = (x.requires_grad_() for x in drawn())
-        dots = kernel.info.dot(q, k, SCALE, **kernel.parameters, **kernel.fitted)
-        log = product(*dots) if by_dot else kernel.log(q, k, SCALE)
-        log.softmax(-1).square().sum().backward()
-        sides.append((centred(log), q.grad, k.grad))
-    for fused, dense in zip(*sides, strict=True):
-        torch.testing.assert_close(fused, dense, rtol=1e-10, atol=1e-10)
-    assert sides[0][0].abs().max() > 1
-    assert words != "rank:3" or dots[0].shape[-1] == 3, "the dots of a rank are smaller"
 
 
 def test_in_half_precision_rbf_splits_its_key_term():
@@ -341,9 +326,6 @@ def test_learned_features_begin_as_random_ones_of_either_sign_and_never_overflow
     assert start[0]["query_weight"].shape == (3, 3, 8)
     gram = start[0]["query_weight"][0] @ start[0]["query_weight"][0].mT
     torch.testing.assert_close(gram, gram.diagonal().diag())
-
-
-# --- fits -------------------------------------------------------------------------------------------------------------
 
 
 def causal(n, padding=0):
@@ -510,9 +492,6 @@ def test_kernels_that_need_a_fit_are_refused_without_one():
     for words in ("rank:4", "learned-features:4"):
         with pytest.raises(UsageError, match="must be fitted"):
             parsed(words).log(*drawn(), SCALE)
-
-
-# --- spelling ---------------------------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -180,9 +180,6 @@ def test_a_matrix_that_is_not_finite_gives_nan_and_stops_nothing():
         assert bool(result[1].isfinite().all())
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_calls_without_every_pair_of_one_sequence_are_refused():
     one_head = torch.ones(1, HEADS, 150, 150, dtype=torch.bool)
     one_head[:, 2, :, 7] = False
@@ -211,9 +208,6 @@ def test_calls_without_every_pair_of_one_sequence_are_refused():
         assert route(two_sided(), parsed(tie)) == route(two_sided(), parsed(tie), "eager") == "whole matrices"
     with pytest.raises(UsageError, match="the whole sequence at once"):
         attend(two_sided(), parsed("rbf+mercer"), "fused")
-
-
-# --- in a model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tie", "name"), [*zip(PARTS, ["bert", "albert", "distilbert", "bert"], strict=True)])
