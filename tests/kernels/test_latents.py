@@ -100,7 +100,10 @@ def test_the_maps_are_the_best_logits_of_their_size_in_their_metric(seed, size, 
 
 
 def test_query_heads_share_the_latent_of_their_key_head_and_the_last_group_may_be_smaller():
-    fits = fitted("rank:2,group=2", drawn(heads=5)).fitted
+    kernel = fitted("rank:2,group=2", drawn(heads=5))
+    fits, alone = kernel.fitted, kernel.of_head(3).fitted
+    assert torch.equal(alone["key_map"], fits["key_map"][3:4])
+    assert not alone["members"].any(), "a single head has a single key head"
     assert [sorted(set(row)) for row in fits["members"].tolist()] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
     assert (fits["key_map"] != 0).flatten(1, -2).any(-2).sum(-1).tolist() == [4, 4, 4, 4, 2]
     call = drawn(heads=6, kv_heads=2)
@@ -228,7 +231,7 @@ def test_notes_name_uneven_groups_and_the_formula_names_what_is_fitted(demo):
     assert "rebuilt" in formula(swap)
 
 
-@pytest.mark.parametrize("form", ["group=all", "group=1,rotation=before"])
+@pytest.mark.parametrize("form", ["group=all", pytest.param("group=1,rotation=before", marks=pytest.mark.full)])
 def test_healing_trains_the_maps_and_a_saved_model_has_them(form, tmp_path):
     model = grouped()
     options = {"train": 60, "windows": 4, "length": 16, "batch_size": 2} | BARE

@@ -117,20 +117,25 @@ def test_the_regression_is_ridge_and_its_loss_the_naive_one():
 def test_the_strength_of_the_ridge_is_the_best_on_the_sequences_held_out():
     case = call(sequences=4, tokens=8)
     clean = torch.cat(features(case)[:2], -1) @ noise(HEADS, 2 * DIM, DIM)
+    draw, strengths = noise(*clean.shape, seed=3), [torch.full((HEADS,), s).double() for s in STRENGTHS]
     norms, chosen = [], []
-    for output in (clean, noise(*clean.shape, seed=3)):
+    for output in (clean, clean + 0.3 * draw, draw):
         solved = observed(case, DIM, output=output).solve()
         z = torch.cat([scored(case, solved), torch.ones(4, HEADS, 8, 1)], -1)
-        train, held_out = (Moments.of(z[at], output[at]) for at in ([0, 2, 3], [1]))
-        strengths = [torch.full((HEADS,), s).double() for s in STRENGTHS]
-        best = torch.stack([squared_loss(held_out, *regression(train, s)) for s in strengths]).argmin(0)
-        output_map, offset = regression(train + held_out, torch.tensor(STRENGTHS).double()[best])
+        best = []
+        for at in (1, 0):
+            others = [other for other in range(4) if other != at]
+            train, held_out = (Moments.of(z[rows], output[rows]) for rows in (others, [at]))
+            losses = [squared_loss(held_out, *regression(train, strength)) for strength in strengths]
+            best.append(torch.stack(losses).argmin(0))
+        output_map, offset = regression(train + held_out, torch.tensor(STRENGTHS).double()[best[0]])
         torch.testing.assert_close(solved["output_map"], output_map)
         torch.testing.assert_close(solved["offset"], offset)
         norms.append(solved["output_map"].norm())
         chosen.append(best)
-    assert (chosen[1] > chosen[0]).all(), "the noise is better not fitted"
-    assert norms[1] < norms[0]
+    assert (chosen[2][0] > chosen[0][0]).all(), "the noise is better not fitted"
+    assert (chosen[1][0] != chosen[1][1]).any(), "the control: another sequence chooses otherwise"
+    assert norms[2] < norms[0]
 
 
 def test_more_scores_are_never_worse_on_the_calibration_text():
