@@ -32,6 +32,22 @@ def test_heads_with_hidden_pairs_have_no_kernel_shares():
         assert finite.all(-1).tolist() == finite.any(-1).tolist() == [info.name not in of_all, True]
 
 
+def test_causal_scores_of_a_key_or_a_distance_have_their_shares():
+    mask, place = torch.ones(1, 20, 20).tril().bool(), torch.arange(20).double()
+    query, key = random(2, 20, 4), random(2, 20, 4, seed=1)
+    heads = query_key(query, key, "tokens", allowed=mask)
+    tokens = of_tokens(heads)
+    close(tokens["tokens.share_first"], heads.attention[..., 1:, 0].mean(-1))
+    close(tokens["tokens.first_if_even"], (1 / (place[1:] + 1)).mean())
+    turn = torch.stack((place.cos(), place.sin()), -1)[None]
+    by_key, by_distance = (torch.ones(1, 20, 1).double(), random(1, 20, 1)), (turn, turn)
+    for sides, name, least in ((by_key, "share_key", 1.0), (by_distance, "share_distance", 0.5)):
+        shares = of_tokens(query_key(*sides, "tokens", allowed=mask))
+        assert (shares[f"tokens.{name}"] >= least - 1e-9).all()
+        assert shares["tokens.share_interaction"].max() < 1e-20
+    assert (tokens["tokens.share_interaction"] > 0.1).all(), "the control"
+
+
 @pytest.mark.parametrize("rotation", [None, rotary(6, 4)], ids=["still", "rotated"])
 def test_a_planted_symmetric_grouped_model_has_symmetry_1_and_mispaired_it_has_not(rotation):
     """W_Q of head h is a multiple of W_K of key head h // group."""
