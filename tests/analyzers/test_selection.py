@@ -529,6 +529,9 @@ def test_the_analyzer_runs_only_by_name_and_its_source_is_tokens():
     assert [entry.name for entry in registry.select_analyzers(["selection"])] == ["selection"]
     assert registry.select_analyzers(["selection"], "weights") == []
     assert measure_sources()["selection.margin"] == "tokens"
+    gatherings = [isinstance(entry, registry.Gathering) for entry in registry.list_analyzers()]
+    assert gatherings == sorted(gatherings), "gatherings come last"
+    assert any(gatherings)
 
 
 def test_forms_on_inputs_are_those_of_the_weights(demo):
