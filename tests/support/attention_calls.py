@@ -1,6 +1,7 @@
 """Calls of attention on random tensors: masks, biases, grouped heads, caches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +24,14 @@ def call(
 ) -> Call:
     """Random tensors whose scores have a standard deviation of about 3, so that attention is far from uniform."""
     draw = torch.Generator().manual_seed(queries + 7 * (keys or 0) + 31 * value_dim)
-
-    def tensor(heads: int, tokens: int, dim: int) -> Tensor:
-        return torch.randn(batch, heads, tokens, dim, generator=draw, dtype=torch.float64)
-
     keys = queries if keys is None else keys
-    q, k, v = tensor(HEADS, queries, DIM), tensor(kv_heads, keys, DIM), tensor(kv_heads, keys, value_dim)
+    shapes = (HEADS, queries, DIM), (kv_heads, keys, DIM), (kv_heads, keys, value_dim)
+    q, k, v = (torch.randn(batch, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
     return Call((1.7 * q).to(dtype), (1.7 * k).to(dtype), v.to(dtype), DIM**-0.5, **more)
 
 
 def tril(queries: int, keys: int) -> Tensor:
-    """A chunk at the end of a cache: the last query sees all."""
+    """A chunk at the end of a cache: the last query sees all keys."""
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
 
 
@@ -59,25 +57,25 @@ def bias(tokens: int) -> Tensor:
 
 
 CASES: dict[str, Callable[..., Call]] = {
-    "all": lambda **more: call(**more),
-    "causal": lambda **more: call(causal=True, **more),
-    "left padding, causal": lambda **more: call(allowed=left_padded(150), **more),
-    "right padding": lambda **more: call(allowed=right_padded(150), **more),
-    "sliding window": lambda **more: call(allowed=sliding(150), **more),
-    "bias": lambda **more: call(bias=bias(150), causal=True, **more),
-    "grouped heads": lambda **more: call(kv_heads=2, causal=True, **more),
-    "wider values": lambda **more: call(value_dim=20, causal=True, **more),
-    "narrower values": lambda **more: call(value_dim=3, causal=True, **more),
-    "cross": lambda **more: call(30, 150, cross=True, **more),
-    "cross, more queries": lambda **more: call(150, 30, cross=True, **more),
-    "decoding": lambda **more: call(1, 150, **more),
-    "chunk of a cache": lambda **more: call(40, 150, allowed=tril(40, 150), **more),
-    "empty static cache": lambda **more: call(40, 150, causal=True, **more),
+    "all": call,
+    "causal": partial(call, causal=True),
+    "left padding, causal": partial(call, allowed=left_padded(150)),
+    "right padding": partial(call, allowed=right_padded(150)),
+    "sliding window": partial(call, allowed=sliding(150)),
+    "bias": partial(call, bias=bias(150), causal=True),
+    "grouped heads": partial(call, kv_heads=2, causal=True),
+    "wider values": partial(call, value_dim=20, causal=True),
+    "narrower values": partial(call, value_dim=3, causal=True),
+    "cross": partial(call, 30, 150, cross=True),
+    "cross, more queries": partial(call, 150, 30, cross=True),
+    "decoding": partial(call, 1, 150),
+    "chunk of a cache": partial(call, 40, 150, allowed=tril(40, 150)),
+    "empty static cache": partial(call, 40, 150, causal=True),
 }
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖ over the rows that see something; those that don't must be finite."""
-    assert bool(torch.isfinite(found).all())
+def apart(output: Tensor, expected: Tensor) -> float:
+    """‖output − expected‖ / ‖expected‖ over the rows that see something; those that don't must be finite."""
+    assert bool(torch.isfinite(output).all())
     seen = torch.isfinite(expected)
-    return float((found.double() - expected)[seen].norm() / expected[seen].norm())
+    return float((output.double() - expected)[seen].norm() / expected[seen].norm())
