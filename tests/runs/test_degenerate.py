@@ -109,5 +109,8 @@ def test_a_verb_measures_or_refuses_with_the_true_reason(cases, tmp_path):
         for head in report.heads:
             for name, measure in head.measures.items():
                 assert (measure.value is None) == (measure.reason is not None), (model, verb, name)
+        if (model, verb) in {("one NaN", "inspect"), ("one Inf", "inspect")}:
+            skipped = [skip.heads for skip in report.coverage.skipped if "contains NaN or Inf" in skip.reason]
+            assert {head for heads in skipped for head in heads} == {0}
         if verb in ("inspect", "rbf", "sweep"):
             assert views.save_pictures(report, tmp_path / "page.png")

@@ -134,15 +134,20 @@ def test_a_report_survives_the_way_to_a_file_and_back(inspected, tmp_path):
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_heads_of_gaussian_weights_have_the_norm_of_their_null_whatever_their_scale(scale):
     model = families.build("llama")
+    torch.manual_seed(0)
     for module in model.modules():
         if hasattr(module, "scaling"):
             module.scaling = scale
     for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
+        if "q_proj" in name:
             torch.nn.init.normal_(weight, std=3.0)
+        if "k_proj" in name:  # two key heads, the second of which has five times larger weights
+            torch.nn.init.normal_(weight, std=0.5)
+            weight.data[10:] *= 5
     report = attnlens.inspect(model, source="weights", analyzers=("symmetry",))
     ratios = [norm.value / norm.null.mean for norm in (head.measures["weights.norm"] for head in report.heads)]
     assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
+    assert ratios == pytest.approx([1] * 12, rel=0.25)
 
 
 def test_random_weights_have_the_values_of_the_null_and_trained_ones_do_not(demo, inspected):
