@@ -248,7 +248,6 @@ def test_hostile_names_are_text_and_tokens_show_what_they_attend_to(browser: Chr
 
 
 @chromium.needed
-@pytest.mark.full
 def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostile_page: Path):
     for width, theme in ((390, "light"), (1280, "light"), (390, "dark"), (1280, "dark")):
         chromium.sized(shown, width)
@@ -266,7 +265,6 @@ def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostil
 
 
 @chromium.needed
-@pytest.mark.full
 def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Path):
     chromium.opened(browser, page)
     browser.execute_script("""
@@ -284,7 +282,6 @@ def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Pa
 
 
 @chromium.needed
-@pytest.mark.full
 @pytest.mark.parametrize(("layers", "heads", "most"), [(12, 12, 2 * MB), (80, 64, 8 * MB)])
 def test_a_page_is_small_and_draws_its_table_in_slices(browser, tmp_path, layers, heads, most):
     path = tmp_path / "page.html"
