@@ -146,6 +146,7 @@ def over_cell(browser: Chrome, row: int, column: int) -> ActionChains:
     return actions
 
 
+@pytest.mark.full
 @chromium.needed
 def test_pointer_menu_and_keys_explore_the_map(shown: Chrome, report: Report):
     over_cell(shown, 0, 0).perform()
@@ -171,6 +172,7 @@ def test_pointer_menu_and_keys_explore_the_map(shown: Chrome, report: Report):
     assert "measure=tokens.entropy" in fragment(shown)
 
 
+@pytest.mark.full
 @chromium.needed
 def test_a_click_opens_the_head_with_its_shares_curves_and_numbers(shown: Chrome, report: Report):
     over_cell(shown, 4, 1).click().perform()
@@ -184,6 +186,7 @@ def test_a_click_opens_the_head_with_its_shares_curves_and_numbers(shown: Chrome
     assert all(name.partition(".")[2].replace("_", " ") in text(shown, "numbers") for name in head.measures)
 
 
+@pytest.mark.full
 @chromium.needed
 def test_a_column_sorts_the_table_and_a_filter_selects_heads(shown: Chrome, report: Report):
     values = {f"{h.layer} · {h.head}": h.measures["tokens.entropy"].value or 0.0 for h in report}
@@ -205,6 +208,7 @@ def test_a_column_sorts_the_table_and_a_filter_selects_heads(shown: Chrome, repo
     assert "No measure is called “nonsense”" in text(shown, "counted")
 
 
+@pytest.mark.full
 @chromium.needed
 def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown: Chrome, page: Path):
     chromium.opened(shown, page, "measure=tokens.entropy&head=3.4&sort=-tokens.entropy&filter=layer+3&theme=dark")
@@ -225,6 +229,7 @@ def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown: Ch
     assert "theme=dark" in fragment(shown)
 
 
+@pytest.mark.full
 @chromium.needed
 def test_hostile_names_are_text_and_tokens_show_what_they_attend_to(browser: Chrome, hostile_page: Path):
     chromium.opened(browser, hostile_page)
@@ -247,6 +252,7 @@ def test_hostile_names_are_text_and_tokens_show_what_they_attend_to(browser: Chr
     assert browser.find_elements(By.CSS_SELECTOR, ".attended") == [], "other heads' rows were not requested"
 
 
+@pytest.mark.full
 @chromium.needed
 def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostile_page: Path):
     for width, theme in ((390, "light"), (1280, "light"), (390, "dark"), (1280, "dark")):
@@ -264,6 +270,7 @@ def test_no_serious_fault_of_accessibility_in_either_theme(shown: Chrome, hostil
     assert chromium.faults(shown) == []
 
 
+@pytest.mark.full
 @chromium.needed
 def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Path):
     chromium.opened(browser, page)
@@ -281,6 +288,7 @@ def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Pa
     assert "img-src" in refused
 
 
+@pytest.mark.full
 @chromium.needed
 @pytest.mark.parametrize(("layers", "heads", "most"), [(12, 12, 2 * MB), (80, 64, 8 * MB)])
 def test_a_page_is_small_and_draws_its_table_in_slices(browser, tmp_path, layers, heads, most):
