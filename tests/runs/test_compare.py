@@ -148,7 +148,7 @@ def test_heads_behind_damage_inherit_their_change_and_the_least_change_is_of_the
 
 
 def test_another_rope_base_is_named_at_every_layer():
-    found = compared(model("tiny llama"), damaged("tiny llama", ("RoPE base", 0)))
+    found = compared(model("tiny llama"), damaged("tiny llama", ("RoPE base", 0)), source="tokens", windows=12)
     assert [block.named for block in found.blocks] == [True, True]
     assert len(named(found, "compare.own_kl")) > 0.9 * len(found.heads)
     assert not named(found, "compare.form_change"), "at equal positions the form is the same"

@@ -56,10 +56,13 @@ class FakeRay:
     """What attnlens uses of Ray, in this process; records the calls with their options."""
 
     exceptions = SimpleNamespace(RayError=ConnectionError)
-    _private = SimpleNamespace(worker=SimpleNamespace())
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[Any] = []
+        self._private = SimpleNamespace(worker=SimpleNamespace(print_to_stdstream=self.record))
+
+    def record(self, call: Any, **_: Any) -> None:
+        self.calls.append(call)
 
     def is_initialized(self) -> bool:
         return False
@@ -102,6 +105,8 @@ def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatc
     assert outcome.missing == {"lost": lost, "failing always": "ZeroDivisionError: no such luck"}
     task = {"num_cpus": 1, "num_gpus": int(torch.cuda.is_available()), "max_retries": 1, "retry_exceptions": False}
     assert ray.calls == [("init", ("local", 3)), ("remote", task), ("shutdown", None)]
+    ray._private.worker.print_to_stdstream({"lines": ["x"], "is_err": False})
+    assert ray.calls[-1] == {"lines": ["x"], "is_err": True}, "not on stdout, where a report may go"
     ray.calls.clear()
     assert spread("host", tmp_path, ["failing always", "b"], tell=interrupt).stopped
     assert ray.calls == [("init", ("host", None)), ("remote", task), ("cancel", ("b", True)), ("shutdown", None)]
