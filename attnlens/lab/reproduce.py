@@ -204,9 +204,10 @@ NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 def train_head(
     nearness: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent
 ) -> Experiment:
-    """Descend from zero (K, Q: small random factors) and from the head's M; compare with the SVM of its selection.
+    """Descend from zero (K and Q: from small random factors) and from the head's M; compare with the SVM.
 
-    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).
+    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), where W_mm solves the SVM of the head's selection, in the Frobenius norm
+    for W and in the nuclear norm for (K, Q).
     """
     problem = nearness.posed.problem
     goal = nearness.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)
@@ -257,8 +258,8 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
     """Compute −log p_max of the posed queries as a function of c: KL(one-hot of the largest ‖ softmax(c · logits)).
 
     c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
-    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. It defines only
-    differences of scores, so it has no softcap and no sink, which need the scores themselves.
+    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. The SVM defines only
+    differences of scores, so the softcap and the sink, which need the scores themselves, are omitted for it.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
@@ -274,7 +275,7 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
 def as_instances(problem: Problem) -> Instances:
     """Convert the problem to one trial of gradient descent, in which training increases the selected token's weight.
 
-    Softmax depends only on differences, so the selected token α is 0, and every other token is its difference to α.
+    Softmax depends only on differences, so the selected token α is 0, and any other token x is represented by x − α.
     """
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
@@ -287,7 +288,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q): zero or small, and the head's ΠM; parts outside the problem's span are fixed."""
+    """Return two initial W or (K, Q): zero or small, and the head's M, projected to the span of the problem (ΠM)."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:
