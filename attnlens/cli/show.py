@@ -112,7 +112,7 @@ def report_failure(error: BaseException) -> int:
 
 @contextmanager
 def progress(*, shown: bool) -> Iterator[ReportProgress]:
-    """Show a progress bar with ETA on a terminal, else occasional plain lines; print attnlens' warnings."""
+    """Show progress, as bars on a terminal and otherwise as occasional lines, and print attnlens' warnings."""
     import logging  # late, like everything that only the work needs
 
     handler, log = logging.Handler(), logging.getLogger("attnlens")
@@ -133,7 +133,7 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
 
 @contextmanager
 def _bars(talk: Console) -> Iterator[ReportProgress]:
-    """Show a bar for each stage."""
+    """Yield a function that shows the progress of each stage as a bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -149,7 +149,7 @@ def _bars(talk: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every ten seconds, with the time left at the recent rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left at the current rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}
 

@@ -255,7 +255,7 @@ class Budgeting(SwapSetup):
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Try each form at half rank, then the best form weighted by the output; use the best, and return all trials."""
+        """Try each form at half rank, then the best form weighted by the output; use the best; return all trials."""
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
