@@ -148,7 +148,7 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Return the heads that a rule covers, and their values; [] for a field. Raise UsageError if no head has a value."""
+    """Return the heads that a rule covers, with their values; [] for a field. Raise UsageError if no value exists."""
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"
