@@ -114,7 +114,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that forks the workers of --jobs; it imports torch in parallel with this process."""
+    """Start the server process that forks the workers of --jobs; the server imports torch at the same time."""
     if engine == "local":
         from attnlens.runs.work import start_server
 

@@ -115,7 +115,7 @@ def option(
     default: object = None,
     **about: Unpack[Details],
 ) -> Parameters:
-    """Create an option from its flags (`-q --quiet`) and details; ATTNLENS_<OPTION> sets it too."""
+    """Create an option from its flags (`-q --quiet`) and details; the variable ATTNLENS_<OPTION> sets it, too."""
     name = parameter_of(flags)
     declared = typer.Option(
         *flags.split(),

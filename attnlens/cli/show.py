@@ -61,7 +61,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: on an error, print a message (with --debug after a traceback) and exit with the error's code."""
+    """Wrap a command: on an error, print a message (after a traceback if --debug is set) and exit with its code."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -85,7 +85,7 @@ _struck: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Record the signal and raise KeyboardInterrupt, which pydantic turns into another error while building a class."""
+    """Record the signal, and raise KeyboardInterrupt, which pydantic can replace by another error."""
     _struck.append(number)
     raise KeyboardInterrupt
 

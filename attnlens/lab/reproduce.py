@@ -61,8 +61,8 @@ def reproduce(
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ).
-    Finished runs are stored in the folder `work`; the same call resumes from it.
+    same seeds (moderated paired t, Holm over a task's pairs), and their order is compared with the published order
+    (Kendall's τ). Finished runs are stored in the folder `work`; the same call resumes from it.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
     task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
@@ -99,7 +99,7 @@ def converge_synthetic(
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
-    """Run and time experiments one by one, and return their report; Interrupted holds the finished experiments."""
+    """Run and time experiments one by one, and report the results; on Ctrl-C, raise Interrupted with those finished."""
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
@@ -143,7 +143,7 @@ def converge_head(
     progress: Progress = silent,
     request: Feeding,
 ) -> Report:
-    """Run normalised gradient descent on the selection problem of one head: tokens it selects score 1, others 0.
+    """Run normalised gradient descent on one head's selection problem: selected tokens score 1, all others score 0.
 
     `head` is (layer, head), or `3.7`. There are two experiments. The first trains from zero and from the head's own M;
     it reports the correlation with the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of

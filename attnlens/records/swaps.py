@@ -136,7 +136,7 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple alternative at the same sites and heads, untrained except for `far part, healed`."""
+    """Effect of a simple alternative at the same sites and heads; only `far part, healed` is trained."""
 
     role: ControlRole
     kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`

@@ -101,7 +101,7 @@ UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Convert rows to fields of an Experiment; `missing` is the reason for missing values, `labels` name settings."""
+    """Convert rows to fields of an Experiment; `missing` explains missing values, and `labels` name settings."""
     return {
         "final": {name: row.value for name, row in rows.items()},
         "errors": {name: row.error for name, row in rows.items() if row.error is not None},

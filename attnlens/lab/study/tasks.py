@@ -211,8 +211,8 @@ PAIRS_REMEDY = (
 def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`; the file can be gzipped.
 
-    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
-    blocks. Raises TextError for data that cannot be used.
+    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out; otherwise,
+    contiguous blocks are held out. Raises TextError for data that cannot be used.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
