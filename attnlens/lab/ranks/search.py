@@ -154,7 +154,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     """Compute after / before − 1 for the mean loss over tokens, or for perplexity; None if a loss is not finite.
 
     `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design; if there are
-    several, the rise of each text is computed too.
+    several, the rise on each text is computed too.
     """
     if not bool(after.isfinite().all()):
         return None
