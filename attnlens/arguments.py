@@ -34,7 +34,7 @@ _ONE_AT_A_TIME = RLock()  # Calls replace attention inside the model; torch allo
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if `known` contains it; otherwise raise UsageError, which suggests the nearest known name."""
+    """Return `name` if it is in `known`. Otherwise, raise UsageError, which suggests the nearest known name."""
     options = list(known)
     if name in options:
         return name
@@ -108,7 +108,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` refers to a report: it ends in .json, or is an open file or a file that is not a model."""
+    """Return True if `name` refers to a report: it ends in .json, or is an open file or a file without a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -146,7 +146,7 @@ def listed_numbers(name: str, words: str) -> set[int]:
 
 
 class Budget(NamedTuple):
-    """Largest allowed rise of a changed model's loss or perplexity."""
+    """Largest allowed rise in the loss or perplexity of a changed model."""
 
     unit: Unit  # Quantity that may rise
     share: float  # Allowed relative rise; 0.01 is 1 %
@@ -165,7 +165,7 @@ def budget(words: str) -> Budget:
 
 
 class DatasetRows(NamedTuple):
-    """Rows of a dataset, read as a text."""
+    """Rows of a dataset that are read as a text."""
 
     name: str  # Name on the hub, or a folder of data files
     config: str | None = None
@@ -174,7 +174,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for file names. Raise UsageError if invalid."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file name. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")

@@ -1,4 +1,4 @@
-"""Errors that attnlens raises: one hierarchy, each with a problem and a remedy."""
+"""Errors that attnlens raises: one hierarchy of classes, whose errors have a problem and a remedy."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def is_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Format an exception on one line: its name and the first line of its message."""
+    """Format an exception on one line: the name of its class and the first line of its message."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"

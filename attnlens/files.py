@@ -44,7 +44,7 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
 
 
 def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error` with `remedy` unless `status` is that of a regular file."""
+    """Raise `error` with `remedy` unless `status` describes a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
@@ -94,7 +94,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 
 def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
-    """Return the first non-empty one of these tables of an untrusted TOML file, or {}. Raise UsageError if invalid."""
+    """Return the first of `tables` that is not empty in an untrusted TOML file, or {}. Raise UsageError if invalid."""
     import tomllib
 
     try:
@@ -191,7 +191,7 @@ def make_folder(path: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary file in the same folder and rename the file, so that no partial file is left.
 
-    A symbolic link is followed and kept. An existing file keeps its mode; the umask determines that of a new file.
+    A symbolic link is followed and kept. An existing file keeps its mode; the umask determines the mode of a new file.
     A device, a pipe, or this process's stdout or stderr is written to directly.
     Raise OutputError if the folder does not exist or can't be written.
     """
@@ -221,7 +221,7 @@ def _is_stream(status: os.stat_result) -> bool:
 
 
 def _own_stream(status: os.stat_result) -> int | None:
-    """Return 1 or 2 if this process's stdout or stderr leads to the file with this status, else None."""
+    """Return 1 or 2 if this process's stdout or stderr, respectively, is the file with this status; otherwise None."""
     for descriptor in (1, 2):
         with suppress(OSError):  # a closed descriptor
             if os.path.samestat(os.fstat(descriptor), status):
@@ -238,7 +238,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 @contextmanager
 def _as_output_error(path: Path) -> Iterator[None]:
-    """Turn an OSError or ValueError in the block into an OutputError."""
+    """Raise an OutputError about `path` in place of an OSError or ValueError in the block."""
     try:
         yield
     except OSError as error:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def import_submodules(
     package: str, submodules: Collection[str], homes: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports submodules, and other names from their `homes`, at first use."""
+    """Return a package's `__getattr__`, which imports submodules and, from `homes`, other names at their first use."""
 
     def import_name(name: str) -> Any:
         from importlib import import_module
@@ -28,7 +28,7 @@ def import_submodules(
 class LazyModule:
     """Placeholder for a module that is imported when one of its attributes is first read.
 
-    The module is stored, because torch cannot compile a function that contains an import.
+    The placeholder stores the module, because torch cannot compile a function that contains an import.
     """
 
     def __init__(self, name: str) -> None:

@@ -25,12 +25,12 @@ def clean(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace by � every character of `text` that is neither printable nor a line end."""
+    """Replace every character of `text` that is neither printable nor a line end by �."""
     return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
 def shorten_line(line: str, most: int) -> str:
-    """Return the line; replace the middle of a line of more than `most` characters by …."""
+    """Shorten a line of more than `most` characters by replacing its middle with an ellipsis (…)."""
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
 
@@ -46,7 +46,7 @@ def title_of(name: str) -> str:
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return how many decimals show `figures` digits of the largest number: 0 for integers, SCIENTIFIC if extreme."""
+    """Return how many decimals show `figures` digits of the largest number; 0 for integers, SCIENTIFIC if extreme."""
     numbers = list(values)
     largest = max((abs(number) for number in numbers), default=0.0)
     if largest == 0 or (largest < 1e6 and all(number == round(number) for number in numbers)):
@@ -59,7 +59,7 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
 
 
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
-    """Return the decimals of numbers with an error: up to the error's second digit, or its first beyond 3 decimals."""
+    """Return the decimals of numbers with an error: at most to its second digit, or to its first beyond 3 decimals."""
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
         return decimals
@@ -68,7 +68,7 @@ def decimals_with_error(values: Iterable[float], error: float | None) -> int:
 
 
 def format_number(number: float | None, decimals: int) -> str:
-    """Format a number with a fixed number of decimals, with 0 for −0 and `–` for a missing number."""
+    """Format a number with a fixed number of decimals; −0 becomes 0, and a missing number becomes `–`."""
     if number is None or math.isnan(number):
         return NO_VALUE
     if decimals == SCIENTIFIC:
@@ -78,7 +78,7 @@ def format_number(number: float | None, decimals: int) -> str:
 
 
 def format_error(number: float, decimals: int) -> str:
-    """Format an error with a fixed number of decimals; one that rounds to 0 becomes, e.g., `<0.0005`; 0 stays 0."""
+    """Format an error with a fixed number of decimals; a positive error that rounds to 0 becomes, e.g., `<0.0005`."""
     shown = format_number(number, decimals)
     if decimals == SCIENTIFIC or math.isnan(number) or float(shown) != 0:
         return shown
@@ -96,7 +96,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def join_items(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
-    """Join items to `a, b, c`; beyond `limit` items, append how many more there are."""
+    """Join items to `a, b, c`; if there are more than `limit`, join only these and append the number of the others."""
     names = [clean(str(item)) for item in items]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return between.join(names[:limit]) + more
@@ -111,7 +111,7 @@ def big(number: int) -> str:
 
 
 def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the second elements of pairs, in order, by first element."""
+    """Group pairs by their first element, and return the second elements of each group, in order."""
     groups: dict[K, list[V]] = {}
     for first, second in pairs:
         groups.setdefault(first, []).append(second)

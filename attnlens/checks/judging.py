@@ -33,7 +33,7 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError, naming the first field that differs, unless report and baseline share heads and text."""
+    """Raise UsageError with the first property that differs, unless report and baseline share heads and text."""
     known = set(report.measure_names())
     missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
     for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
@@ -57,8 +57,9 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
     """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
 
-    p is two-sided, from z = (now − then)/√(se_now² + se_then²), with Benjamini–Hochberg over heads × measures. The two
-    runs are treated as independent, which is conservative if they read the same windows (`compare` pairs them).
+    The two-sided p is computed from z = (now − then)/√(se_now² + se_then²), with Benjamini–Hochberg over all heads and
+    measures. The two runs are treated as independent, which is conservative if both read the same windows (`compare`
+    pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -91,14 +92,14 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
 
 
 def _size(change: Breach) -> float:
-    """Return the absolute change; infinite if the value appeared or vanished, 0 if both runs lack it."""
+    """Return the absolute change; ∞ if the value appeared or vanished, and 0 if both runs lack the value."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline's column; p is two-sided, or None without standard errors."""
+    """Compare one measure of every head with the baseline's column; p is two-sided, and None if an error is unknown."""
     changes = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
         measure, p = head.measures.get(name), None
@@ -147,7 +148,7 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Return the heads that a rule covers, with values; [] for a field. Raise UsageError if all values are missing."""
+    """Return the heads that a rule covers, with their values; [] for a field. Raise UsageError if no value exists."""
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"
@@ -187,7 +188,7 @@ def _no_match(rule: Rule, why: str, remedy: str = "Correct the rule or remove it
 
 
 def _value_at(value: object, path: str) -> object:
-    """Return the value at a dotted path. Raise LookupError if there is none. Keys of mappings can contain dots."""
+    """Return the value at a dotted path; keys of mappings can contain dots. Raise LookupError if no value is there."""
     name, _, remainder = path.partition(".")
     if isinstance(value, Mapping):
         name = max((key for key in value if path == key or path.startswith(f"{key}.")), key=len, default="")
@@ -211,7 +212,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return the outcome of each rule, in order; the changes in a report of a comparison count as measures."""
+    """Return the outcome of each rule, in order; in a comparison's report, the changes count as measures too."""
     report = report.with_changes()
     taken: Counter[str] = Counter()
     checks = []
@@ -258,7 +259,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 
 
 def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
-    """Return the heads that break the rule, worst first; [] if no single head makes the rule's aggregate fail."""
+    """Return the heads that break the rule, worst first; [] if no single head can make the rule's aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -284,7 +285,7 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
 
 
 def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` of the baseline, or else those that the rules require, if any."""
+    """Return the options `analyzers` and `source` of the baseline or, without a baseline, those that the rules need."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = list(measure_infos())

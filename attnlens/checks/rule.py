@@ -49,7 +49,7 @@ class Criterion:
         return OPERATORS[self.operator](number, self.low) and (self.operator != "in" or number <= self.high)
 
     def excess(self, number: float) -> float:
-        """Compute the distance between the number and the allowed values; larger is worse."""
+        """Compute the distance between the number and the allowed values; a larger distance is worse."""
         return max(self.low - number, number - self.high) if self.operator in ("in", "==") else abs(number - self.low)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """Prefix of messages about the rule, `attnlens.toml: `; empty if the rule is not from a file."""
+        """Prefix of messages about the rule, such as `attnlens.toml: `; empty if the rule is not from a file."""
         return "" if self.file is None else f"{clean(self.file)}: "
 
     @property
@@ -207,7 +207,7 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     """Read the rules of a TOML file, from [check] or [tool.attnlens.check].
 
-    Raise UsageError if the file is invalid, or if the user named it and it has no rules.
+    Raise UsageError if the file is invalid, or if it has no rules although the user named it.
     """
     remedy = f"Give a TOML file with a table [check] that contains, e.g., {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
@@ -244,7 +244,7 @@ class Tolerance:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Return the tolerance for one measure: the default absolute bound is `relative` times the measure's range."""
+        """Return the tolerance for one measure; its absolute bound defaults to `relative` times the measure's range."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 

@@ -82,7 +82,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return a remedy for a removed name or an option available only in Python; None for other problems."""
+    """Return the remedy if a name was removed or is available only in Python; None for other problems."""
     if "'--windows'" in problem and "integer" in problem:
         return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)

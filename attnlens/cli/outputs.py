@@ -77,9 +77,10 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
 
 
 def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
-    """Check the outputs, run the work, and deliver its report; after an interruption, the report of the finished part.
+    """Check the outputs, run the work and deliver its report, which covers the finished part if it was interrupted.
 
-    Then raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
+    Afterwards, raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are
+    missing.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -113,7 +114,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that forks the workers of --jobs; it imports torch in parallel with this process."""
+    """Start the server process that forks the workers of --jobs; the server imports torch at the same time."""
     if engine == "local":
         from attnlens.runs.work import start_server
 
@@ -128,7 +129,7 @@ SAY_TEXT = "Give a plain text file in UTF-8."
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
-    """Return a description of each file and folder to be read, by real path. Raise AttnlensError if one is missing."""
+    """Describe each file and folder to be read, by its real path. Raise AttnlensError if one of them is missing."""
     inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
@@ -166,7 +167,7 @@ def describe_input(inputs: dict[str, str], output: Path) -> str:
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return a local model's folder and the files in this folder, or its single file; [] for a hub model."""
+    """Return the folder of a local model and the files in it, or the model's single file; [] for a hub model."""
     path = with_home(name)  # tested with os.path, which never raises, whatever the name
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
@@ -218,13 +219,13 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Return the checked paths of these options, without those that are not set or name stdout."""
+        """Return the checked paths of the options that are set and do not name stdout."""
         named = [(option, getattr(self, option)) for option in options]
         written = [(option, name) for option, name in named if name is not None and (option, name) != ("json", STDOUT)]
         return {option: _path(option, name) for option, name in written}
 
     def check(self, inputs: dict[str, str]) -> None:
-        """Raise UsageError or OutputError if a file can't be written or drawn, or would replace an input."""
+        """Raise UsageError or OutputError if an output can't be written or would replace an input."""
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
@@ -341,7 +342,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print the summary, and with `--json -` the report as JSON."""
+    """Print the summary and, if the option is `--json -`, the report as JSON."""
     from attnlens.report.render import terminal
 
     with guard_stdout():

@@ -58,7 +58,7 @@ def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
 
 
 def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]) -> tuple[str, object]:
-    """Check one line of a possibly untrusted file, and return its parameter and value."""
+    """Check one entry of a possibly untrusted file, and return the parameter that it sets and the value."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
@@ -115,7 +115,7 @@ def option(
     default: object = None,
     **about: Unpack[Details],
 ) -> Parameters:
-    """Create an option from its flags (`-q --quiet`) and details; ATTNLENS_<OPTION> sets it too."""
+    """Create an option from its flags (`-q --quiet`) and details; the variable ATTNLENS_<OPTION> sets it, too."""
     name = parameter_of(flags)
     declared = typer.Option(
         *flags.split(),

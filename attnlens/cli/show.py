@@ -61,7 +61,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: on an error, print a message (with --debug after a traceback) and exit with the error's code."""
+    """Wrap a command: on an error, print a message (after a traceback if --debug is set) and exit with its code."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -85,7 +85,7 @@ _struck: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Record the signal and raise KeyboardInterrupt, which pydantic turns into another error while building a class."""
+    """Record the signal, and raise KeyboardInterrupt, which pydantic can replace by another error."""
     _struck.append(number)
     raise KeyboardInterrupt
 
@@ -112,7 +112,7 @@ def report_failure(error: BaseException) -> int:
 
 @contextmanager
 def progress(*, shown: bool) -> Iterator[ReportProgress]:
-    """Show a progress bar with ETA on a terminal, else occasional plain lines; print attnlens' warnings."""
+    """Show progress, as bars on a terminal and otherwise as occasional lines, and print attnlens' warnings."""
     import logging  # late, like everything that only the work needs
 
     handler, log = logging.Handler(), logging.getLogger("attnlens")
@@ -133,7 +133,7 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
 
 @contextmanager
 def _bars(talk: Console) -> Iterator[ReportProgress]:
-    """Show a bar for each stage."""
+    """Yield a function that shows the progress of each stage as a bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -149,7 +149,7 @@ def _bars(talk: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every ten seconds, with the time left at the recent rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left at the current rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}
 

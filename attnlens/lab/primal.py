@@ -50,15 +50,15 @@ def build(
     scores: int = 30,
     samples: int = 0,
 ) -> PreTrainedModel:
-    """Build a model with primal attention in all layers (PrimalFormer), the last (Primal.+) or the given layers.
+    """Build a model with primal attention in all layers (PrimalFormer), the last layer (Primal.+) or these layers.
 
     From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
     in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which
-    reads the queries and keys after rotation, is trained with the rest and is saved in the state dict. The values have
+    reads the queries and keys after rotation, is trained with the model and is saved in the state dict. The values have
     no effect, so their projection gets no gradient.
 
     `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes it to
-    config.json. `from_pretrained` refuses such a folder, because its attention is not one of transformers'. To load the
+    config.json. `from_pretrained` refuses such a folder, because transformers does not know its attention. To load the
     folder, call `model = build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then
     `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
 

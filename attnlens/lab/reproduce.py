@@ -61,8 +61,8 @@ def reproduce(
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ).
-    Finished runs are stored in the folder `work`; the same call resumes from it.
+    same seeds (moderated paired t, Holm over a task's pairs), and their order is compared with the published order
+    (Kendall's τ). Finished runs are stored in the folder `work`; the same call resumes from it.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
     task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
@@ -99,7 +99,7 @@ def converge_synthetic(
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
-    """Run and time experiments one by one, and return their report; Interrupted holds the finished experiments."""
+    """Run and time experiments one by one, and report the results; on Ctrl-C, raise Interrupted with those finished."""
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
@@ -143,7 +143,7 @@ def converge_head(
     progress: Progress = silent,
     request: Feeding,
 ) -> Report:
-    """Run normalised gradient descent on the selection problem of one head: tokens it selects score 1, others 0.
+    """Run normalised gradient descent on one head's selection problem: selected tokens score 1, all others score 0.
 
     `head` is (layer, head), or `3.7`. There are two experiments. The first trains from zero and from the head's own M;
     it reports the correlation with the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of
@@ -204,9 +204,10 @@ NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 def train_head(
     nearness: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent
 ) -> Experiment:
-    """Descend from zero (K, Q: small random factors) and from the head's M; compare with the SVM of its selection.
+    """Descend from zero (K and Q: from small random factors) and from the head's M; compare with the SVM.
 
-    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).
+    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), where W_mm solves the SVM of the head's selection, in the Frobenius norm
+    for W and in the nuclear norm for (K, Q).
     """
     problem = nearness.posed.problem
     goal = nearness.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)
@@ -257,8 +258,8 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
     """Compute −log p_max of the posed queries as a function of c: KL(one-hot of the largest ‖ softmax(c · logits)).
 
     c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
-    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. It defines only
-    differences of scores, so it has no softcap and no sink, which need the scores themselves.
+    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. The SVM defines only
+    differences of scores, so the softcap and the sink, which need the scores themselves, are omitted for it.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
@@ -274,7 +275,7 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
 def as_instances(problem: Problem) -> Instances:
     """Convert the problem to one trial of gradient descent, in which training increases the selected token's weight.
 
-    Softmax depends only on differences, so the selected token α is 0, and every other token is its difference to α.
+    Softmax depends only on differences, so the selected token α is 0, and any other token x is represented by x − α.
     """
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
@@ -287,7 +288,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q): zero or small, and the head's ΠM; parts outside the problem's span are fixed."""
+    """Return two initial W or (K, Q): zero or small, and the head's M, projected to the span of the problem (ΠM)."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:

@@ -4,7 +4,7 @@ Contents: `report` (the JSON report of a command: a common part, and a body defi
 or `plans`), `measures` (`Head` and `Measure`, the entries of a report per head), `provenance` (model, settings; the
 converters of JSON files of version 1), `tensors` (`Call` and `QueryKey`, which are never written to files),
 `architectures` (the table of supported model types).
-Inputs: values, or JSON files of reports, plans and baselines. Outputs: records, and their JSON. Importers: any package.
+Inputs: values, or JSON files of reports, plans and baselines. Outputs: records and their JSON. Importers: any package.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Architecture(NamedTuple):
 
 
 def architectures() -> tuple[str, list[Architecture]]:
-    """Return the first line of the table (the versions it was measured with) and its rows."""
+    """Return the first line of the table, which names the versions it was measured with, and its rows."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         measured = file.readline().removeprefix("# ").strip()
         return measured, [Architecture(*(row[name] for name in Architecture._fields)) for row in csv.DictReader(file)]

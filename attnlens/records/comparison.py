@@ -99,7 +99,7 @@ class MeasureChange(Record):
 
     @property
     def beyond_rounding(self) -> bool | None:
-        """True if rounding alone causes such a divergence in at most one of a thousand heads; None if unknown."""
+        """True if rounding alone causes such a divergence in at most one of 1,000 heads; None if it is unknown."""
         if self.delta is None or self.rounding is None:
             return None
         return self.delta > SURELY * self.rounding
@@ -158,7 +158,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the compared heads with their changes (`change.tokens.entropy`) and the values of their partners."""
+    """Return the compared heads with their changes as measures (`change.tokens.entropy`) and their partners' values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

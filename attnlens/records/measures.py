@@ -82,8 +82,8 @@ def read_record(
 
 
 class Null(Record):
-    """Value expected by chance, from independent Gaussian factors of the same shape; for selection.*, from the head's
-    form in the measure's space, rotated randomly on both sides.
+    """Value expected by chance, computed from independent Gaussian factors of the same shape. For selection.*, it is
+    computed from the head's form in the measure's space, rotated randomly on both sides.
     """
 
     mean: Number
@@ -192,7 +192,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Sources that the analysed heads lack, as text; if no source is lacking, the first omitted site."""
+        """Sources that the analysed heads lack, as text; if they lack none, the first omitted site."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -215,7 +215,7 @@ class Pick(Record):
 
 
 class Sentence(Record):
-    """Tokens of a sequence that picks or attention rows refer to."""
+    """Tokens of a sequence, to which picks or attention rows refer."""
 
     sequence: Count
     keys: list[str]

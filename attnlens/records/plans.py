@@ -39,7 +39,7 @@ class KeyRank(Record):
 
 
 class Rise(Record):
-    """Relative rise of a loss: after / before − 1."""
+    """Relative rise in a loss: after / before − 1."""
 
     share: Number  # Rise as a share; 0.01 is 1 %
     ci95: Interval | None = None
@@ -57,7 +57,7 @@ class Rise(Record):
         return self.ci95[1] if self.ci95 else self.share
 
     def bound(self, margin: float) -> float:
-        """Return the maximum of the texts' rises and of `share` plus `margin` times the interval's upper half-width.
+        """Return the larger of the greatest rise on a text and `share` + `margin` · the interval's upper half-width.
 
         If a new text is exchangeable with n unseen texts, its rise exceeds the maximum of their rises with probability
         1/(n + 1). The mean over many texts does not bound the rise on a new text.
@@ -66,7 +66,7 @@ class Rise(Record):
 
 
 class FormTried(Record):
-    """Form of latents, and its effect on the loss at half of full rank."""
+    """Form of latents, and its effect on the loss if each latent has half of its full rank."""
 
     form: str  # Form as typed after `rank:`: `group=all,rotation=before,metric=attention`
     rise: Rise | None  # Rise on the calibration text used to choose; None if the model diverged
@@ -81,7 +81,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks whose estimated rise of the loss is within the budget, or ranks taken from an earlier plan."""
+    """Ranks whose estimated rise in the loss is within the budget, or ranks taken from an earlier plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool
@@ -135,7 +135,7 @@ class Plan(Record):
 
     @property
     def part(self) -> Part | None:
-        """Part of the model that all ranks belong to; None if there are several."""
+        """Part of the model to which all ranks belong; None if they belong to several parts."""
         parts = {key.part for key in self.ranks}
         return parts.pop() if len(parts) == 1 else None
 
@@ -156,7 +156,7 @@ class Plan(Record):
 
     @property
     def within_budget(self) -> bool:
-        """True if the measured rise, and the upper bound of the promised rise if known, are within the budget."""
+        """True if the measured rise is within the budget and so is the promised rise's upper bound, if known."""
         unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
         promised = self.promised.bound(1) <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget

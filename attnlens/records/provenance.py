@@ -90,7 +90,7 @@ class Text(Record):
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Text:
-        """Describe several texts as one, without their windows."""
+        """Describe several texts as one text, omitting their windows."""
         if len(texts) == 1:
             return cls(name=texts[0].name, sha256=texts[0].sha256)
         digest = sha256("".join(text.sha256 for text in texts).encode())

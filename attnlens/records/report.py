@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Values for every window and unit; units are heads (`inspect`), or stages of kernels (`swap-kernel`)."""
+    """Values for every window and unit; a unit is a head (`inspect`) or a stage of a kernel (`swap-kernel`)."""
 
     windows: Sequence[tuple[str, int]]  # Name of each sequence's text, and number of the window in this text
     units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
@@ -66,7 +66,7 @@ class Environment(Record):
 
 
 class Extreme(Record):
-    """A head at one end of a measure, ranked among the model's heads; not a test."""
+    """A head with one of the highest or lowest values of a measure among the model's heads; this is no test."""
 
     layer: Count
     head: Count
@@ -204,7 +204,7 @@ class Report(Record):
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:
-        """Attach the values of every window and return the same report."""
+        """Attach the values of every window to the report, and return the report."""
         self._windows = windows
         return self
 

@@ -60,7 +60,7 @@ class Experiment(Record):
     trajectories: list[Trajectory] = []  # One per head and measure, if the steps are training checkpoints
 
     def meets(self, figure: str) -> bool | None:
-        """Return True if a figure agrees with its published value, False if not or missing; None if not published."""
+        """Return True if a figure agrees with its published value, else False; None if it has no published value."""
         if self.published is None or figure not in self.published:
             return None
         value, expected = self.final.get(figure), self.published[figure]
@@ -72,7 +72,7 @@ class Experiment(Record):
         return value >= expected - slack if bound == "at least" else value <= expected + slack
 
     def null(self, name: str) -> Curve | None:
-        """Return the null of one of the curves; None if the curve has no null."""
+        """Return the curve that is the null of the curve `name`; None if there is none."""
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judge(self) -> Experiment:
@@ -135,7 +135,7 @@ class StudyCell(Record):
 
     @property
     def tested_look(self) -> int:
-        """Index of the evaluation with the least validation loss in the first seed's run, used for the test."""
+        """Index of the first run's evaluation with the least validation loss, whose weights were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 

@@ -108,7 +108,7 @@ class TextCosine(Record):
 
 
 class Outcome(Record):
-    """Differences between the predictions and hidden states of a changed model and the original."""
+    """Differences in predictions and hidden states between a changed model and the original."""
 
     loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
     loss_by_text: list[TextChange] = []
@@ -136,7 +136,7 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple alternative at the same sites and heads, untrained except for `far part, healed`."""
+    """Effect of a simple alternative at the same sites and heads; only `far part, healed` is trained."""
 
     role: ControlRole
     kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`
@@ -175,7 +175,7 @@ class HealingTraining(Record):
 
 
 class HealingControl(Record):
-    """Copy of the original model, with the same parameters trained for as long on the same text."""
+    """Copy of the original model, in which the same parameters were trained for as long on the same text."""
 
     best: int
     tokens: int

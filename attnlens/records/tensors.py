@@ -48,7 +48,7 @@ class Call:
 
     @property
     def paired_key(self) -> Float[Tensor, "batch heads keys head_dim"]:
-        """Keys, repeated so that head h is paired with key head h // group."""
+        """Keys, each repeated for its group of query heads, so that head h is paired with key head h // group."""
         return self.key if self.group == 1 else self.key.repeat_interleave(self.group, dim=1)
 
     @property
@@ -101,7 +101,7 @@ class Call:
         return seen[None, None]
 
     def query_key(self, site: Site) -> QueryKey:
-        """Return the factored scores of the whole batch, padding included."""
+        """Return the factored scores of the whole batch, including padding."""
         heads, batch, seen = self.query.shape[1], self.query.shape[0], self.visible()
         return QueryKey(
             query=self.query,
@@ -144,8 +144,8 @@ class Site:
 class Rotation:
     """Rotations R(0) = 1, …, R(positions − 1) of RoPE: each coordinate is rotated with one partner or left unchanged.
 
-    For sequences, R(i) R(j)ᵀ = R(i − j). In images, each position has separate angles, which are 0 for other tokens.
-    For a pair (a, b) of coordinates, x R(i) is x_a cos φ − x_b sin φ at a and x_a sin φ + x_b cos φ at b.
+    For sequences, R(i) R(j)ᵀ = R(i − j). In images, each position has its own angles; they are 0 for tokens without a
+    position. For a pair (a, b) of coordinates, x R(i) is x_a cos φ − x_b sin φ at a and x_a sin φ + x_b cos φ at b.
     """
 
     pairs: Int[Tensor, "pairs 2"]
@@ -159,7 +159,7 @@ class Rotation:
         return replace(self, angles=-self.angles)
 
     def of_coordinates(self, coordinates: Int[Tensor, " some"]) -> Rotation | None:
-        """Return the rotation restricted to these coordinates, renumbered; None if none of their pairs is complete."""
+        """Return the rotation of these coordinates, renumbered from 0; None if they contain no complete pair."""
         import torch
 
         numbers = self.pairs.new_full((self.size,), -1)
@@ -219,7 +219,7 @@ class QueryKey:
 
     @cached_property
     def content(self) -> QueryKey:
-        """The same QueryKey without terms added to the scores: its logits are softcap(scale · q kᵀ)."""
+        """The QueryKey without the terms added to its scores, so that its logits are softcap(scale · q kᵀ)."""
         return self if self.bias is None else replace(self, bias=None)
 
     @cached_property
@@ -241,7 +241,7 @@ class QueryKey:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """Cache of intermediate results that several analyzers need from this QueryKey, by name."""
+        """Cache, by name, of intermediate results of this QueryKey that several analyzers need."""
         return {}
 
     @property

@@ -48,12 +48,12 @@ class Request(BaseModel):
         return type(self)(**self.explicit() | options)
 
     def explicit(self) -> dict[str, Any]:  # passed as keywords of any type
-        """Return the options that were set, without those left at their defaults."""
+        """Return the options that were set explicitly, with their values."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid option. Raise UsageError if an option or a word is unknown."""
+    """Return a UsageError for the first invalid option, or raise UsageError if an option or a word is unknown."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -194,7 +194,7 @@ def head(value: object) -> tuple[int, int]:
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int]]:
-    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if layers or heads are set."""
+    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if these are already set."""
     if value is None:
         return {}
     if layers is not None or heads is not None:
@@ -204,14 +204,14 @@ def one_head(value: object, layers: object, heads: object) -> dict[str, list[int
 
 
 def _integers(what: str, value: object) -> list[int]:
-    """Return the items of an iterable as integers; an empty list if any of them is not an integer of at least 0."""
+    """Return the items of an iterable as integers, or an empty list if an item is not an integer of at least 0."""
     items = several(what, value) if isinstance(value, Iterable) else []
     integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
     return integers if len(integers) == len(items) else []
 
 
 def _integer(value: object) -> int | None:
-    """Return an integer of Python or numpy as an int; None for anything else, including a bool."""
+    """Return an integer of Python or numpy as an int; for anything else, including a bool, return None."""
     if isinstance(value, bool):
         return None
     try:

@@ -30,8 +30,8 @@ def choose_analyzers(
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with their names and the selection rule.
 
-    `adapted`: the model has an adapter, so the analyzers that compare it with the base model run too. Raise UsageError
-    for unknown names, and for a source, `select` or `show` that the analyzers do not support.
+    If `adapted`, the model has an adapter, and the analyzers that compare it with the base model run too. Raise
+    UsageError for unknown names, and for a source, `select` or `show` that the analyzers do not support.
     """
     posed = show == SHOWN
     if show == ATTENTION and requested.source == "weights":
@@ -62,7 +62,7 @@ def files(request: Feeding) -> list[str]:
 
 
 def refuse_unread(request: Feeding, source: str) -> None:
-    """Raise UsageError for inputs that `source` does not read, and for from_files unless `source` is `weights`."""
+    """Raise UsageError for inputs that `source` ignores, and for from_files if `source` is not `weights`."""
     if getattr(request, "from_files", False) and source != "weights":
         problem = "With --device files the weights are read from disk, so the model cannot run on a text."
         raise UsageError(problem, "Add --source weights, or leave out --device files.")

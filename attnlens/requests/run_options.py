@@ -30,7 +30,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return False if an option names files or outputs, or determines how units are computed; reports omit it."""
+    """Return True if reports record an option: one that is neither a file or output nor affects how units are run."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -41,7 +41,7 @@ ARRAY = "SLURM_ARRAY_TASK_"  # Prefix of the variables in which Slurm describes 
 
 
 def _shard(name: str, value: object) -> str:
-    """Return `I/N`; `auto` uses the numbers from Slurm or torchrun. Raise UsageError for other values."""
+    """Return the shard `I/N`; for `auto`, take I and N from Slurm or torchrun. Raise UsageError for other values."""
     if value == "auto":
         return _of_environment()
     match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", value) if isinstance(value, str) else None
@@ -132,7 +132,7 @@ class WorkRequest(SharedRequest, SpreadRequest):
 
 
 class CheckRequest(Request):
-    """Options of `check` that do not concern how a model is read."""
+    """Options of `check`, except those for reading a model."""
 
     rules: fields.FilePlace = option(
         'TOML file with rules in a table `[check]`, e.g. `"tokens.entropy" = ["min > 0.05"]`.',
@@ -204,7 +204,7 @@ PAIRS = ".tsv"  # File extension of a text with one pair of texts per line
 
 
 class Feeding(Loading):
-    """Options for the input of a model, and for loading it."""
+    """Options for loading a model and for its input."""
 
     text: Words = several_files(
         "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "

@@ -217,7 +217,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return the kernel, plan and completed options of `find_ranks`. Raise UsageError for contradictions."""
+    """Return the kernel, the plan and the completed options of `find_ranks`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -225,7 +225,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return the kernel, plan and completed options of `heal`. Raise UsageError for contradictions."""
+    """Return the kernel, the plan and the completed options of `heal`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -259,7 +259,7 @@ def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:
 
 
 def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Kernel]:
-    """Parse kernels, each once. Raise UsageError for contradictions, OutputError if --save cannot write its folder."""
+    """Parse kernels and omit repeated ones. Raise UsageError for contradictions, OutputError for --save's folder."""
     from attnlens.kernels import parsed
 
     files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
@@ -302,7 +302,8 @@ R = TypeVar("R", RanksRequest, HealRequest)
 def _read_plan(request: R) -> tuple[Plan | None, R]:
     """Return the plan of --ranks, and the options completed by the plan's layers, heads and part.
 
-    Without --ranks, return None and the same options. Raise UsageError if the plan is unreadable or sets them too.
+    Without --ranks, return None and the unchanged options. Raise UsageError if the plan is unreadable, or if
+    an option is set that the plan already sets.
     """
     from attnlens.records import Plan, read_plan
 
@@ -321,5 +322,5 @@ def _read_plan(request: R) -> tuple[Plan | None, R]:
 
 
 def _unlimited(form: str | None) -> str:
-    """Return the spelling of the kernel `rank` with a rank that removes nothing, used until ranks are chosen."""
+    """Return the spelling of a kernel `rank` that removes nothing, which is used until ranks are chosen."""
     return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")

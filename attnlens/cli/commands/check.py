@@ -98,7 +98,7 @@ def check(context: typer.Context) -> None:
 
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
-    """Raise UsageError for options without effect: options for models with a report, or options that need another."""
+    """Raise UsageError for options without effect, such as options for models if `subject` is a report."""
     for first, second, missing in (
         ("MODEL", "--recompute", model and not request.recompute),
         ("--recompute", "MODEL", request.recompute and not model),
@@ -117,7 +117,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules of --rules and --rule, or else those of the first default file that contains rules."""
+    """Return the rules of --rules and --rule; if both are missing, those of the first default file with rules."""
     from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))
@@ -131,7 +131,7 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
 
 
 def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
-    """Return the baseline to compare with; None without --baseline, or with --update-baseline."""
+    """Return the baseline to compare with; None if --baseline is missing or --update-baseline is given."""
     from attnlens.records import read_baseline
 
     if request.baseline is None:
@@ -145,7 +145,7 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 
 
 def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rules: list[Rule]) -> None:
-    """Add report, rules and baseline to the inputs. Raise AttnlensError if a new baseline would replace an input."""
+    """Add report, rules and baseline to `inputs`. Raise AttnlensError if the new baseline would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:

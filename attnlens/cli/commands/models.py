@@ -1,4 +1,4 @@
-"""The commands that measure a model (`inspect`, `compare`, `doctor`) or change its kernel (the others)."""
+"""The commands that measure a model (`inspect`, `compare`, `doctor`) or change its kernel (all others here)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def doctor(context: typer.Context) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Return the error of a failed `doctor`, which names the failed sites and the largest error."""
+    """Return the error with which a failed `doctor` ends; it names the failed sites and the largest error."""
     failed = [check for check in report.doctor if not check.passed]
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
     if failed:

@@ -122,7 +122,7 @@ def kind_of(params: Mapping[str, Sequence[str]]) -> str:
 
 
 def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]]) -> None:
-    """Raise UsageError for an option on the command line that this kind of run does not use."""
+    """Raise UsageError if the command line sets an option that this kind of run does not use."""
     for name in opt.command_line_options(context):
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:

@@ -1,7 +1,7 @@
 """The papers' synthetic experiments on token selection, and their experiments on small models.
 
-`tokens`, `weights`: experiments on random instances, listed in EXPERIMENTS; `trained`: on the demo model and models of
-its size; `binary_kernel`: on a planted kernel. Inputs: `ExperimentSettings`, or a seed. Outputs:
+`tokens`, `weights`: experiments on random instances, listed in EXPERIMENTS; `trained`: experiments on the demo model
+and models of its size; `binary_kernel`: fits to a planted kernel. Inputs: `ExperimentSettings`, or a seed. Outputs:
 `records.studies.Experiment`, judged against published values. Imported only by `lab/reproduce.py`.
 """
 

@@ -41,7 +41,7 @@ QUICK = (8, 16, 32, 64), 300
 
 @dataclass(frozen=True)
 class Fits:
-    """Fits for every trial and width: known pairs, initial weights and held-out pairs."""
+    """What every trial and width needs for a fit: known pairs, initial weights and held-out pairs."""
 
     initial: list[Tensor]  # initial weights of each layer of both networks, (trials, 2, widths, in, out)
     widths: tuple[int, ...]  # number of features m of each fit
@@ -51,7 +51,7 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ for two networks, or for one `shared` by both domains."""
+        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ for two networks, or one for both domains (`shared`)."""
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = torch.linalg.matrix_norm(estimate - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
         relative: Tensor = distance / size[:, None]
@@ -121,7 +121,7 @@ def build_experiment(
     settings: dict[str, JsonValue],
     **words: str,
 ) -> Experiment:
-    """Build an experiment from labelled errors at each value of the swept quantity; `words`: name, question, axis."""
+    """Build an experiment from the errors at each value of `swept`; `words` are its name, question and axis."""
     letter, values = swept
     rows = {
         f"{name}_{letter}{value}": average_trials(each[:, at], f"{label}, {letter} = {value}")
@@ -136,15 +136,15 @@ def build_experiment(
 
 
 def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fits:
-    """Set up fits of these `widths`, a subset of WIDTHS, to all pairs of `points` random points per domain.
+    """Draw the data and initial weights of fits of these `widths` (from WIDTHS) to all pairs of random points.
 
-    A trial's rotation and initial weights do not depend on the number of points or on the widths.
+    Each domain has `points` points. A trial's rotation and initial weights depend on neither `points` nor `widths`.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     turns = torch.stack([_rotation(generator) for generator in generators])
 
     def kernels(x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
-        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair of points in [−1, 1]²; R is the trial's rotation."""
+        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair in [−1, 1]², where R is the trial's rotation."""
         squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
         return (-squares / (2 * LENGTH**2)).exp()
 
@@ -185,7 +185,7 @@ def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
     """Run Adam on the mean squared error of the known pairs, in float32.
 
-    Return the weights and biases of each network, alternating by layer, for every trial and width.
+    Return, for each network, the weights and biases of its layers in turn; each has an entry per trial and width.
     """
     sides = []
     for side in range(networks):
@@ -210,13 +210,13 @@ def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
 def _kernel(
     sides: list[list[Tensor]], widths: Sequence[int], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
 ) -> Float[Tensor, "trials widths n m"]:
-    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m from the first m features, for each width m; with one network, φ_Y = φ_X."""
+    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m from the first m features, for each width m; a single network gives φ_Y = φ_X."""
     shares = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
     return (_features(sides[0], x) * shares.to(x)) @ _features(sides[-1], y).mT
 
 
 def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float[Tensor, "trials widths n features"]:
-    """Compute φ(x): two tanh hidden layers and a linear one."""
+    """Compute φ(x): two hidden layers with tanh, followed by a linear layer."""
     first, first_bias, second, second_bias, last, last_bias = parameters
     hidden = ((x[:, None] @ first + first_bias).tanh() @ second + second_bias).tanh()
     return hidden @ last + last_bias

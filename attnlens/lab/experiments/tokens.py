@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run with the overrides that this experiment uses; compare with published values if the question is unchanged.
+        """Run with the overrides that this experiment uses; judge the result if the overrides keep the question.
 
         `overrides` are options of requests.SyntheticRequest. Trials and seed affect the precision of the answer, not
         the question: with any seed, and at least as many trials as in the quick run, the result is compared with the
@@ -101,7 +101,7 @@ UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Convert rows to fields of an Experiment; `missing`: reason for missing values, `labels`: names of settings."""
+    """Convert rows to fields of an Experiment; `missing` explains missing values, and `labels` name settings."""
     return {
         "final": {name: row.value for name, row in rows.items()},
         "errors": {name: row.error for name, row in rows.items() if row.error is not None},
@@ -114,7 +114,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Return a row with mean and standard error over the trials that have a value; `known` has the published value."""
+    """Return a row with mean and standard error over the trials that have a value, and the published value `known`."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
@@ -122,7 +122,7 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share. Tolerance: 3 √(p(1 − p)(1/n + 1/n')); p is the published share in [1/n, 1 − 1/n]."""
+    """Return the row of a share. Tolerance: 3 √(p(1 − p)(1/n + 1/n')), with published p clamped to [1/n, 1 − 1/n]."""
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
@@ -158,7 +158,7 @@ class Draws:
 
 
 def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Draws:
-    """Draw instances: unit rows of X and Z, a head of norm 1, Y = ±1; drawn in float32 in the order head, Y, X, Z.
+    """Sample instances with unit rows of X and Z, a head of norm 1, and Y = ±1, in the order head, Y, X, Z (float32).
 
     Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units and
     ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
@@ -193,7 +193,7 @@ def starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Draw instances of dimension d, run gradient descent on all of them at once, and return both."""
+    """Sample instances of dimension d, run gradient descent on all of them at once, and return both results."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
@@ -206,7 +206,7 @@ def descend_trials(
 def directions(
     solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
-    """Solve each trial's SVM for the chosen tokens; the solution is NaN if these are not separable."""
+    """Solve each trial's SVM for the chosen tokens; the solution is NaN if these tokens are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
     solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
@@ -235,7 +235,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 
 
 def golden() -> Experiment:
-    """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
+    """Compare the solutions of the golden instances with known values of ½‖p‖², ‖W‖_F, ‖W‖_* and rank, to 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -256,7 +256,7 @@ def golden() -> Experiment:
 
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
-    """Return the problem and known figures (half_square, frobenius, nuclear, rank) of each golden instance by name."""
+    """Return, by name, each golden instance's problem and known figures (half_square, frobenius, nuclear, rank)."""
     problems = {
         name: (attsvm.prompt(torch.tensor(prompts).double(), torch.tensor(chosen)), {"half_square": known})
         for name, (prompts, chosen, known) in PROMPTS.items()
@@ -391,7 +391,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of the correlation with the SVM of the tokens selected at record `end`; return its end."""
+        """Add the curve of the correlation with the SVM of the tokens selected at `end`; return the values there."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

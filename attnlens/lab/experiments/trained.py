@@ -48,7 +48,7 @@ class Training:
 
 
 def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
-    """Build a new model and its copy with a primal last layer; shared parameters start equal."""
+    """Build a new model and its copy with a primal last layer; parameters that both models have start equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)
@@ -99,7 +99,7 @@ MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "run
 
 @one_thread()
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Train models of demo's size on the built-in text, which demo never saw; evaluate on every eighth window."""
+    """Train models of demo's size on the built-in text, which demo never saw; evaluate on the held-out eighth."""
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
@@ -159,7 +159,7 @@ def compare_training(
 
 
 def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
-    """Compute the `loss` in nats per predicted token, and the last layer's spectrum (heads, steps) by matrix.
+    """Compute the `loss` in nats per predicted token, and the last layer's spectrum (heads, steps) of each matrix.
 
     The matrices are MATRICES; a spectrum consists of cumulative singular values, averaged over windows.
     """
@@ -188,7 +188,7 @@ def demo() -> loading.Loaded:
 
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """Return windows spread over the built-in passages, on which demo was not trained; fewer if the text is short."""
+    """Return windows spread over the built-in passages, which demo was not trained on; fewer if they are too short."""
     chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 
@@ -204,7 +204,7 @@ def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps
 
 
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
-    """Compute (σ₁ + … + σₖ)/Σσ of K_ij = cos(q_i, k_j); if `averaged`, of running means (causal primal attention)."""
+    """Compute (σ₁ + … + σₖ)/Σσ of cos(q_i, k_j); if `averaged`, q, k are running means, as in causal primal."""
     sides = (call.query.double(), call.paired_key.double())
     queries, keys = (ksvd.cosine_features(running(side) if averaged else side) for side in sides)
     return linalg.cumulative(linalg.product_singular_values(queries, keys))
@@ -249,9 +249,10 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute cumulative singular values of the heads in each third of the layers; earlier thirds can be longer.
+    """Compute cumulative singular values of the heads in each third of the layers.
 
-    attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), the kernel of the paper's theory, of rank head_dim.
+    The matrix `attention` is P, as in the figure; `cosine` is K_ij = cos(q_i, k_j), the kernel of the paper's theory,
+    whose rank is at most head_dim. Earlier thirds have one more layer if the number of layers is not divisible by 3.
     """
     layers = calls(model, ids)
     spectra = {
@@ -275,7 +276,7 @@ LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"
 
 
 class Case(NamedTuple):
-    """One kernel K = Φ_q FᵀF Φ_kᵀ."""
+    """One kernel matrix K = Φ_q FᵀF Φ_kᵀ."""
 
     queries: Float[Tensor, "n features"]  # Φ_q
     keys: Float[Tensor, "m features"]  # Φ_k
@@ -321,7 +322,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute each identity's error on the s leading components: relative to K, absolute for J and the control."""
+    """Compute each identity's error on the s leading components: relative to K, but absolute for J and the control."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     projected = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
     kernel = projected[0] @ projected[1].mT  # K as an explicit matrix, the reference for the identities

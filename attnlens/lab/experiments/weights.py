@@ -56,9 +56,9 @@ READING = 0.3
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """For each d, compute the mean of 1 − correlation of W with each of: W_fin + R·W_mm; W_mm; the single-token SVM.
+    """For each d, average 1 − correlation of W with three matrices: W_fin + R·W_mm, W_mm and the single-token SVM.
 
-    Only instances with a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and two solvable SVMs are accepted.
+    An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """
     rows, shares = dict[str, Figure](), dict[str, JsonValue]()
     measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation
@@ -135,10 +135,10 @@ class Corpus(NamedTuple):
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within it (Li et al. 2024).
 
-    There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
-    softmax(X W z), z the last token. The loss −log f is convex, so descent is global. Off the cyclic subspace a step
-    has length lr. Within it, W stays finite, and plain steps have rate 1. W_fin is the limit of descent if each label
-    competes only within its own component. Published limits: correlation 1, distance 0.
+    There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y. The output
+    is f = e_yᵀ Xᵀ softmax(X W z), where z is the last token. The loss −log f is convex, so descent is global. Off the
+    cyclic subspace a step has length lr. Within it, W stays finite, and plain steps have rate 1. W_fin is the limit of
+    descent if each label competes only within its own component. Published limits: correlation 1, distance 0.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
@@ -166,7 +166,7 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Return correlations and finite-part distances (steps, trials), steps, and least component weights (trials)."""
+    """Return correlations and finite-part distances (steps, trials), the steps, and least component weights."""
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))
     trials, n = features.shape[:2]
@@ -186,7 +186,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent, normalised off the cyclic subspace, plain within it; return W at `steps` and final log-weights."""
+    """Run descent that is normalised off the cyclic subspace and plain in it; return W at `steps`, last log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
@@ -201,7 +201,7 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Draw sequences whose graph has some order to learn, and a cycle if and only if `cyclic`."""
+    """Sample sequences whose graph has some order to learn; it has a cycle if and only if `cyclic` is True."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):

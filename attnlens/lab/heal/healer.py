@@ -36,7 +36,7 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of the swapped sites' weights with two or more axes, by name: 1 for the entries to train.
+    """Return masks of the swapped sites' weights with two or more axes, by name; the mask of an entry to train is 1.
 
     An entry is trained if it affects the queries or keys of swapped heads and nothing else. This is found from
     gradients, so it works for any weight layout (fused, interleaved, shared by heads or sites).
@@ -103,7 +103,7 @@ class Trained:
 
     @classmethod
     def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> Trained:
-        """Create a change of rank R, initially 0: U is 0, V is drawn from N(0, 1/R) using `seed`."""
+        """Create a change of rank R, initially 0: U is 0, and V is sampled from N(0, 1/R) using `seed`."""
         rows, columns = start.flatten(1).shape
         right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
         left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
@@ -124,7 +124,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries; for a low-rank change, those in rows of U and V that affect the masked weight."""
+        """Number of trained entries; a low-rank change counts those of the rows of U and V that the mask needs."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -135,7 +135,7 @@ class Trained:
 
 @dataclass(kw_only=True)
 class Healer(SwapSetup):
-    """The student of a healing: a swapped model, trained towards the original model or on text."""
+    """The swapped model that `heal` trains towards the original model or on text, with its trainable parameters."""
 
     options: HealRequest
     weights: dict[str, Trained] = field(default_factory=dict)
@@ -202,19 +202,19 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss with J² of primal layers (Chen et al. 2023, section 3.3)."""
+        """Add `weight` times the gradient of the loss, including J² of primal layers (Chen et al. 2023, sec. 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
             loss.backward()  # type: ignore[no-untyped-call]
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return mean distance and number of compared tokens, for each sequence that has such tokens."""
+        """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
             return owned_means(losses, owners, texts.sequences_in(inputs))
 
     def penalty(self, penalties: list[Tensor]) -> Tensor | float:
-        """Return η times the sum of the layers' regularisers (their mean under convention `code`), or 0."""
+        """Return η times the sum of the layers' regularisers (convention `code`: their mean); 0 if there are none."""
         if not self.options.eta or not penalties:
             return 0.0
         squares = torch.stack(penalties)
@@ -238,9 +238,9 @@ class Healer(SwapSetup):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the student; yield the loss at each compared token, and the index of the token's sequence.
 
-        The loss is KL(original ‖ swapped) at real tokens, in nats; for headless models, 1 − cosine of the states; for
-        the goal `text`, the cross-entropy of `targets`, in nats. Swapped kernels and trained weights stay in place
-        inside the block, because the backward pass may recompute blocks. The J² of primal layers are added to
+        At real tokens, the loss is KL(original ‖ swapped) in nats or, for headless models, 1 − cosine of the states.
+        For the goal `text`, it is the cross-entropy of `targets` in nats. Swapped kernels and trained weights stay in
+        place inside the block, because the backward pass may recompute blocks. The J² of primal layers are added to
         `penalties`.
         """
         model, options = self.loaded.model, output_options(self.task)
@@ -284,11 +284,11 @@ class Healer(SwapSetup):
 
 
 def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
-    """Return the factor by which an optimiser's step in each column of a map is multiplied; None: all 1.
+    """Return the factor by which the optimiser's step in each column of a map is multiplied; None if all are 1.
 
-    For A and B of kernel `rank`: the column length divided by the root mean square, so that long and short columns turn
-    by equal angles. For primal's maps: √σ, at most 1, for σ of the mean over tokens: J has curvature C/σ in a column,
-    and unscaled steps would overshoot if σ is small.
+    For A and B of kernel `rank`, it is the column's length divided by the root mean square of all lengths, so that long
+    and short columns turn by equal angles. For primal's maps it is √σ, at most 1, where σ belongs to the mean over
+    tokens: J has curvature C/σ in a column, so unscaled steps would overshoot if σ is small.
     """
     if name not in ("query_map", "key_map"):
         return None
@@ -319,9 +319,10 @@ ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]  # module a
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
-    The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, mean over sequences (Zhang et
-    al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal attention.
-    The original model runs once, then each module alone on its recorded input: only one graph is in memory.
+    The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, averaged over sequences (Zhang
+    et al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal
+    attention. The original model runs once, then each module runs alone on its recorded input, so that only one graph
+    is in memory.
     """
     total = 0.0
     with torch.enable_grad():
@@ -394,7 +395,7 @@ class Distances:
 
     @property
     def mean(self) -> float:
-        """Mean over all tokens, ∞ if it is not finite; at least 0, since negative values are rounding errors."""
+        """Mean over all tokens; ∞ if it is not finite, and 0 if rounding makes it negative."""
         if not self.finite:
             return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
@@ -405,7 +406,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the paired difference is below 0 (95 % interval; its mean for fewer than FEWEST_DRAWS)."""
+        """Return True if the 95 % interval of the paired difference, or its mean if pairs are few, is below 0."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -441,7 +442,7 @@ def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
 def descend(
     healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage, rate: float
 ) -> None:
-    """Make one optimiser step on the mean loss over all tokens of `parts`, with summed and clipped gradients."""
+    """Make one optimiser step on the mean loss over all tokens of `parts`, after clipping the gradient."""
     optimiser.param_groups[0]["lr"] = rate
     optimiser.zero_grad()
     counts = [tokens_in(part) for part in parts]
@@ -468,7 +469,7 @@ ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which ga
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate with ENOUGH of the best fall in held-out distance (else 0), and all tried rates."""
+    """Return the largest rate with ENOUGH of the best fall in held-out distance (0 if none), and all tried rates."""
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean
     half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others

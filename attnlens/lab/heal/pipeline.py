@@ -105,13 +105,13 @@ def heal_work(
 
 
 def count_sequences(amount: Amount, tokens: int) -> int:
-    """Return the number of calibration sequences of this length needed for training, within bounds."""
+    """Return the number of calibration sequences of `tokens` tokens that the training needs, within bounds."""
     trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
     return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Train the last stage of a run and, if requested, the control; measure both and add the stage `healed`."""
+    """Train the last stage of a run and, if requested, the control; measure the results; add the stage `healed`."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -134,7 +134,7 @@ def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealReq
 def train_swap(
     run: KernelRun, options: HealRequest, calibrated: texts.Batches, *, control: bool = False
 ) -> tuple[Healing, Healer]:
-    """Heal the last stage; with `control`, train the original model on the same batches for the same amount instead.
+    """Heal the last stage or, with `control`, train the original model on the same batches for the same amount.
 
     The control skips attention transfer, since the original model is its own target there.
     """
@@ -160,7 +160,7 @@ def train_swap(
 
 
 def compare_control(record: Healing, control: ChangedModel, healed: ChangedModel, seed: int) -> HealingControl | None:
-    """Build the control's record; None if one of the two models has no finite loss."""
+    """Build the control's record; None if the loss of the control or of the healed model is not finite."""
     trained, swapped = control.differences, healed.differences
     assert trained is not None and swapped is not None  # noqa: S101, PT018  # both are measured
     of_control, of_healed = trained.outcome(seed, []), swapped.outcome(seed, [])
@@ -189,10 +189,10 @@ def run_training(
 ) -> Healing:
     """Train for the requested amount, stage by stage; keep the parameters with the smallest held-out distance.
 
-    A stage restarts with smaller steps until a check improves on its start, and ends once checks no longer improve
-    significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the state, from
-    which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`. Raises TextError for
-    fewer than two batches, ModelError if the initial distance is not finite.
+    A stage restarts with smaller steps until a check improves on the stage's start, and ends once checks no longer
+    improve significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the
+    state, from which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`. Raises
+    TextError if there are fewer than two batches, and ModelError if the initial distance is not finite.
     """
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     train, held_out = split(healer, batches)
@@ -281,7 +281,7 @@ class Descent:
     reported: int = 0  # amount reported to `progress` so far
 
     def __post_init__(self) -> None:
-        """Create the optimiser, and estimate the share of the total work per step; 0 if the amount is a time."""
+        """Create the optimiser, and estimate the share of the work that one step does (0 if the amount is a time)."""
         self.start, self.amount = time.monotonic(), self.healer.options.train
         self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the text
         self.optimiser = adamw(self.healer.leaves, self.rate)
@@ -373,7 +373,7 @@ class Descent:
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
     def _begin(self, rate: float) -> None:
-        """Start the stage from the current parameters, or restart it at another rate, with a new optimiser."""
+        """Start or restart the stage from the current parameters, at this rate and with a new optimiser."""
         self.begun, self.rate, self.within = self.share, rate, 0
         self.optimiser = adamw(self.healer.leaves, rate)
 
@@ -415,7 +415,7 @@ class Descent:
             self._store_state(*self.state)
 
     def check(self) -> Distances:
-        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if it starts infinite."""
+        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if it starts at ∞."""
         distances = measure_distances(self.healer, self.held_out)
         if self.step == 0 and not distances.finite:
             problem = "The training loss of the swapped model is not finite, so the model cannot be healed."
@@ -438,7 +438,7 @@ class Descent:
         return distances
 
     def _is_due(self) -> bool:
-        """Return True if a check is due: in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
+        """Return True if a check is due; checks are in the middle of equal parts of the work (0.05, 0.15, … for 10)."""
         planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))

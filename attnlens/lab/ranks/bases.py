@@ -47,7 +47,7 @@ def by_output(form: Kernel) -> Kernel:
 
 
 def form_name(form: Kernel) -> str:
-    """Format the form as typed after `rank:`, as in `group=all,rotation=before,metric=attention`."""
+    """Format the form as users type it after `rank:`: `group=all,rotation=before,metric=attention`."""
     words = {p.name: {number: word for word, number in p.words} for p in form.info.parameters}
     values = {name: form.parameters[name] for name in ("group", "rotation", "metric")}
     return ",".join(f"{name}={words[name].get(value, f'{value:g}')}" for name, value in values.items())
@@ -90,7 +90,7 @@ class Basis:
 
 
 def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) -> float:
-    """Return the rank per key head, averaged over query heads; `ranks` has the rank of each latent."""
+    """Return the rank per key head, averaged over query heads; `ranks` are the ranks of each site's latents."""
     pairs = [
         (rank / len(group), len(basis.heads_of(latent)))
         for site, basis in bases.items()
@@ -104,10 +104,10 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 
 
 def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: Tell) -> Forms:
-    """Fit each form of latents to these batches, each of one text, in one pass of the original model.
+    """Fit each form of latents in one pass of the original model over these batches, each of which has one text.
 
-    If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted
-    to the other texts do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
+    If pairs are weighted by the output, the weights for a text come from gradients on this text alone, so that maps
+    fitted without a text do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
@@ -148,7 +148,7 @@ def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple
 
 
 def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """Return the key heads of these query heads; raise UsageError if other query heads share them."""
+    """Return the key heads that these query heads read; raise UsageError if other query heads read them too."""
     kv_heads = tuple(sorted({head // group for head in heads}))
     sharing = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
     if list(heads) != sharing:
@@ -166,12 +166,13 @@ LEVELS = 16  # evenly spaced ranks from 0 to full rank at which the loss is esti
 def sensitivities(
     setup: SwapSetup, bases: Mapping[Site, Basis], batches: Sequence[Fed], progress: Tell
 ) -> dict[Site, Float[Tensor, "latents ranks"]]:
-    """Estimate the rise of the loss, in nats per prediction, if one latent alone is cut to each smaller rank.
+    """Estimate the rise in the loss, in nats per prediction, if a single latent is cut to each smaller rank.
 
-    The output of query i changes by δo_i, computed through the softmax, and the loss by ⟨g_i, δo_i⟩, g_i = ∂loss/∂o_i.
-    With targets drawn from the model's own predictions, this change has mean 0, and its second moment is the Fisher
-    information (Martens 2020, Eq. 7). The rise is ½ Σ_i ⟨g_i, δo_i⟩², with queries and heads taken as independent. With
-    respect to logits, the gradient of a saturated head would be 0, although cutting the logits destroys its attention.
+    The output of query i changes by δo_i, computed through the softmax, and the loss changes by ⟨g_i, δo_i⟩, where g_i
+    is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
+    moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is
+    ½ Σ_i ⟨g_i, δo_i⟩². Gradients are not taken with respect to logits: they would be 0 in a saturated head, although
+    cutting its logits destroys its attention.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank
@@ -186,7 +187,7 @@ def sensitivities(
 
 
 def levels(size: int) -> list[int]:
-    """Return the ranks whose loss is estimated, including 0 and `size`."""
+    """Return the ranks at which the loss is estimated, from 0 to the full rank `size`."""
     return [*range(0, size, -(-size // LEVELS)), size]
 
 
@@ -197,7 +198,7 @@ def _squares(
     output: Float[Tensor, "batch queries all_heads value_dim"],
     gradient: Float[Tensor, "batch queries all_heads value_dim"],
 ) -> Float[Tensor, "latents ranks"]:
-    """Compute Σ_i ⟨g_i, δo_i⟩² at each level of rank, summed over the heads of each latent; 0 at other ranks."""
+    """Compute Σ_i ⟨g_i, δo_i⟩² at each level of rank, summed over the heads of each latent; other ranks get 0."""
     heads, sizes = list(basis.heads), basis.sizes
     original, slope, part = output[:, :, heads], gradient[:, :, heads].double(), call.select(heads)
     squares = torch.zeros(len(sizes), max(sizes) + 1, dtype=torch.float64)

@@ -36,9 +36,9 @@ from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: RanksRequest) -> Report:
     """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks.
 
-    The report's `plan` contains the ranks, the savings and the estimated rise. If `model` is a name, finished work is
-    stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
-    Interrupted, which holds the finished results.
+    The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
+    finished work is stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError,
+    IdentityError, and Interrupted, which holds the finished results.
     """
     return rank_work(model, request, progress).finish()
 
@@ -102,7 +102,7 @@ class RankSearch:
         return self.choice.swaps
 
     def record(self, run: KernelRun) -> Plan:
-        """Return the record of the choice, with the rise of the loss at each stage on the evaluated text."""
+        """Return the record of the choice, with the rise in the loss on the evaluated text at each stage."""
         choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
@@ -185,18 +185,18 @@ class Costs:
 
 
 def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """Compute the costs of one latent's key heads and their query heads; at full rank, those of the original model.
+    """Compute the costs of one latent's key heads and their query heads; full rank costs as much as the original.
 
-    An m × n matrix takes 2mn operations, a score 2 per entry of its key. A cached token stores the latent and its
-    values. If maps fold into W_Q and W_K, keys need one W_K B (d_model × r) per latent, and queries the cheaper of
+    An m × n matrix takes 2mn operations, and a score takes 2 per entry of its key. A cached token stores the latent and
+    its values. If maps fold into W_Q and W_K, keys need one W_K B (d_model × r) per latent, and queries the cheaper of
     W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head), which is better if a shared latent is wider
-    than a head. Otherwise A and B are extra, so only scores and cache shrink. Rank 0 needs none of these matrices. If
-    latents compress keys before the rotation, queries are unchanged, and keys are rebuilt from the latent.
+    than a head. Otherwise A and B are applied in addition, so only scores and cache shrink. Rank 0 needs none of these
+    matrices. If latents compress keys before the rotation, queries are unchanged, and keys are rebuilt from the latent.
     """
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Count costs from columns of W_Q per head and W_K, products per score, and entries of A, key maps, offsets."""
+        """Add up costs: columns of W_Q per head and of W_K, products per score, entries of A, key maps and offsets."""
         made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
@@ -262,7 +262,7 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
 def compute_saving(
     choice: Choice, by_site: Mapping[Site, SiteSizes | str]
 ) -> tuple[dict[str, Pair | float | None], dict[str, str]]:
-    """Return the fields of a Plan about savings, and the reasons for unknown values."""
+    """Return the fields of a Plan that concern savings, and the reasons for unknown values."""
     names = ("parameters", "flops_per_token", "cache_bytes_per_token")
     unknown = next((f"{site.name}: {size}" for site, size in by_site.items() if isinstance(size, str)), None)
     if unknown is not None:
@@ -320,7 +320,7 @@ def _list_ranks(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]
 
 
 def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
-    """Raise UsageError if the plan and the model's latents at full rank differ in anything but the ranks."""
+    """Raise UsageError if the plan differs from the model's latents at full rank in more than the ranks."""
     remaining, problems = {(key.site, key.kv_head): key for key in full}, list[str]()
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
@@ -340,7 +340,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
 
 
 def _compare_models(planned: ModelInfo, model: ModelInfo) -> list[str]:
-    """Return a note if the plan's model is not this one."""
+    """Return a note if the plan was made for another model than `model`; otherwise, return no note."""
     if all(getattr(planned, name) == getattr(model, name) for name in ("id", "revision", "files")):
         return []
     same = bool(model.files) and [f.sha256 for f in planned.files] == [f.sha256 for f in model.files]

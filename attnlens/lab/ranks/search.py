@@ -51,7 +51,7 @@ class Sample(NamedTuple):
 
 
 def count_windows(contents: Sequence[Content]) -> int:
-    """Return the number of windows for a budget: SEQUENCES, or LEAST for each text and part if that is more."""
+    """Return the number of windows that a search needs: SEQUENCES, or LEAST per text and part if this is more."""
     return max(SEQUENCES, PARTS * LEAST * len(contents))
 
 
@@ -66,8 +66,8 @@ def cut_samples(
     """Return the first `count` parts of the calibration text, without windows used for evaluation.
 
     Part i has windows i, i + 3, i + 6 … of those chosen from each text. Raises TextError if a text has too few windows
-    that are not evaluated, or if a part repeats tokens of earlier parts; UsageError for intervals over fewer than five
-    texts.
+    that are not evaluated, or if a part repeats tokens of earlier parts. Raises UsageError for intervals over fewer
+    than five texts.
     """
     parts: list[Batches] = []
     for turn in range(count):
@@ -139,7 +139,7 @@ class Losses(NamedTuple):
 
 
 def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
-    """Compute the loss of each sequence with predictions in the current model; `design` describes all sequences."""
+    """Compute the current model's loss on each sequence that has predictions; `design` describes all sequences."""
     by_batch, predicted = [], []
     for fed in batches:
         logits = run(loaded.model, fed, task).logits
@@ -151,16 +151,16 @@ def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -
 
 
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
-    """Compute after / before − 1 of the mean loss over tokens, or of perplexity; None if a loss is not finite.
+    """Compute after / before − 1 for the mean loss over tokens, or for perplexity; None if a loss is not finite.
 
     `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design; if there are
-    several, the rise of each text is computed too.
+    several, the rise on each text is computed too.
     """
     if not bool(after.isfinite().all()):
         return None
 
     def measure(rows: list[int], design: Design) -> tuple[float, tuple[float, float] | None]:
-        """Compute the rise over these sequences, and its interval, or None if there is no spread."""
+        """Compute the rise over these sequences, and its interval; the interval is None if its spread is unknown."""
         pair, counts = (before.means[rows], after[rows]), before.counts[rows]
         share, low, high = map(math.expm1, paired_difference(*pair, design, weights=counts, of=UNITS[unit], seed=seed))
         return share, None if math.isnan(low) else (low, high)
@@ -221,9 +221,10 @@ class Budgeting(SwapSetup):
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
         """Choose the smallest ranks among nested plans within the budget.
 
-        The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and within the
-        budget on each single text. `promising` is used only for the promised rise. With several texts, the rise on each
-        is measured with maps fitted to the others, so that the promise covers texts not used for fitting.
+        The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and the rise on each
+        single text must be within the budget. `promising` is used only for the promised rise. If there are several
+        texts, the rise on each text is measured with maps fitted to the other texts, so that the promise covers texts
+        not used for fitting.
         """
         self.unit = budget.unit
         fed = feed(self.loaded, fitting.batches, self.task, self.seed)
@@ -254,7 +255,7 @@ class Budgeting(SwapSetup):
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Try each form at half rank, then the best one weighted by the output; use the best, and return the trials."""
+        """Try each form at half rank, then the best form weighted by the output; use the best; return all trials."""
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
@@ -278,13 +279,13 @@ class Budgeting(SwapSetup):
         return fit_forms(self, forms, fed, self.progress)
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Use this form, fitted to all texts and, if there are several, also without each text in turn."""
+        """Use this form as fitted to all texts and, if there are several texts, also as fitted without each of them."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last step whose rise plus margin meets the budget, using sensitivities; return it and all tried."""
+        """Find the last step whose rise plus margin meets the budget; return its number and all tried steps."""
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=no_rise)}
@@ -363,7 +364,7 @@ class Budgeting(SwapSetup):
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurement of the rise caused by ranks on one part of the calibration text."""
+    """One part of the calibration text, on which the rise in the loss is measured for given ranks."""
 
     search: Budgeting
     part: Sample
@@ -380,7 +381,7 @@ class Trial:
         return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it is not finite."""
+        """Measure the rise for these ranks, with maps not fitted to the text measured; None if a loss is not finite."""
         search, means = self.search, []
         by_site = search.split_by_site(ranks)
         for name, pairs in groupby(by_text(self.fed, self.part), key=itemgetter(0)):

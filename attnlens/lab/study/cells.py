@@ -56,7 +56,7 @@ def build_table(
     cells: Sequence[studies.StudyCell],
     not_trained: Sequence[TaskForm] = (),
 ) -> studies.StudyTable:
-    """Build the record of a table next to the paper's numbers; `not_trained`: task forms without data."""
+    """Build the record of a table with the paper's numbers; `not_trained` lists the task forms that have no data."""
     uncorrected = [pair for task in tasks for pair in _compare_pairs(cells, task)]
     # Holm's correction covers all comparisons of the table
     corrected = holm([math.nan if pair.p is None else pair.p for pair in uncorrected])
@@ -101,7 +101,7 @@ def build_cell(
     speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record from the chosen unit, its form's (rate, validation loss) pairs, and the outcomes."""
+    """Build a cell's record from the chosen unit, the (rate, validation loss) pairs of its form, and its outcomes."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -148,7 +148,7 @@ def build_cell(
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
-    """Yield each pair of converged cells by measure, with p over seeds and agreement with the paper's order."""
+    """Yield, for each measure, all pairs of converged cells, with p over seeds and agreement with the paper's order."""
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
         return
@@ -180,8 +180,8 @@ def _correlate_orders(
 ) -> Iterator[studies.StudyOrdering]:
     """Yield Kendall's τ over the published cells for each measure, if there are at least two such cells.
 
-    The interval of τ keeps every decided pair and lets every undecided pair have either order. Holm's correction keeps
-    the probability of any false decision below 5 %, so the interval covers the true τ in at least 95 % of studies.
+    The interval of τ keeps the order of every decided pair and allows either order of every undecided pair. Holm's
+    correction keeps the probability of any false decision below 5 %, so at least 95 % of intervals cover the true τ.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
     known = [pair for pair in pairs if pair.task == task.name and {pair.first, pair.second} <= published.keys()]
@@ -215,8 +215,8 @@ def train_cells(
 ) -> list[studies.StudyCell]:
     """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
-    The test set is read once per run, at its end. In the first seed's run, heads are measured during training, and
-    the model is saved to a new `folder`, if any, at every evaluation. Outcomes are kept in `store`.
+    The test set is read once per run, at its end. In the first seed's run, heads are measured during training, and the
+    model is saved at every evaluation if `folder` is given, which must be new. Outcomes are kept in `store`.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
@@ -230,7 +230,7 @@ def train_cells(
     total, numbers = sum(len(units) + units[0].scale.seeds for units in search_units), count(1)
 
     def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
-        """Train units, or load their stored results. Raises ModelError if a unit could not be trained."""
+        """Train the units that have no stored result; return all results. Raises ModelError if a unit fails."""
         named = {unit.name(digests[unit.task]): unit for unit in units}
         with one_thread():
             results = run_units(
@@ -289,7 +289,7 @@ def prepare_training(
 ) -> tuple[Mapping[str, object], Compute]:
     """Return the store's facts, and the function that trains a unit given its name.
 
-    Another process rebuilds the tasks with `make`: their tensors, one per sentence, are too many to send.
+    Another process rebuilds the tasks with `make`, because they have too many tensors to send (one per sentence).
     """
     task_of = {task.name: task for task in make()}
     return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
@@ -348,7 +348,7 @@ DATA: dict[str, TaskForm] = {  # Option → form of the task that uses the optio
 
 
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:
-    """Return the cells of each table that have data and match `cells`. Raises UsageError if a pattern matches none."""
+    """Return the cells of each table that have data and match `cells`. Raises UsageError if a pattern has no match."""
 
     def matches(cell: PaperCell, pattern: str) -> bool:
         return any(fnmatchcase(row, pattern) for row in (cell.name, f"{cell.task}/{cell.name}"))
@@ -374,7 +374,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) 
 def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
     """Load the tasks of the needed forms, the user's files first, so that bad files are reported early.
 
-    Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
+    If a file is not given, the papers' data are used at scale `paper`, and otherwise the built-in data.
     """
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []

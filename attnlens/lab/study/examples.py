@@ -45,7 +45,7 @@ class Examples:
 
 
 class Cases(NamedTuple):
-    """Examples of one part of a task, neither batched nor padded; a tensor has one row per example."""
+    """Examples of one part of a task, neither batched nor padded."""
 
     inputs: Sequence[Tensor] | Tensor  # per example: ids (tokens,), int64, or a series (steps, channels), float32
     targets: Sequence[Tensor] | Tensor  # per example: ids to predict (tokens,), or a class number ()
@@ -72,13 +72,13 @@ class StudyTask:
         return (self.batch("training", chosen) for chosen in endless(self.lengths("training"), size, seed))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Return each example of a part once, shortest first, in batches of `size`; the last batch can be smaller."""
+        """Return each example of a part once, shortest first, in batches of `size`; the last batch may be smaller."""
         lengths = self.lengths(split)
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
 
     def lengths(self, part: str) -> list[int]:
-        """Return the number of input and target tokens of each example of a part, the sorting key of batches."""
+        """Return the numbers of input and target tokens of each example of a part, by which examples are sorted."""
         inputs, targets = self.cases[part]
         if self.form == "language":
             return [2 * self.length] * len(inputs)
@@ -108,7 +108,7 @@ def pair_sentences(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Exam
 
 
 def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"] | None]:
-    """Pad the rows on the right with `value` into one tensor; return this with its `Examples.mask`."""
+    """Pad the rows on the right with `value` to one tensor; return the tensor and its mask (`Examples.mask`)."""
     sizes = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(sizes.max())) < sizes[:, None]
     batch = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
@@ -122,7 +122,7 @@ POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, ba
 def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of indices of examples with these lengths forever, in a new order each epoch.
 
-    Examples beyond the last full batch are dropped before sorting by length; they differ in each epoch.
+    In each epoch, random examples beyond the last full batch are dropped before the others are sorted by length.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
@@ -167,7 +167,7 @@ class Reversal(StudyTask):
             yield pair_sentences(*self._draw(size, draws))
 
     def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-        """Draw random sources with their targets; letters and lengths are uniform."""
+        """Sample `count` random sources with their targets; letters and lengths are uniformly distributed."""
         first = len(SPECIALS)
         sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
         sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
@@ -182,7 +182,7 @@ class Reversal(StudyTask):
 def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
     """Score `model` on a part of the task, in evaluation mode and in batches of `size` examples.
 
-    All forms: `loss`, the mean over all targets (tokens or classes) in nats, and nothing else with `loss_only`.
+    All forms have `loss`, the mean over all targets (tokens or classes) in nats; with `loss_only`, nothing else.
     Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
     Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] from sacrebleu, with a beam
     search of width 4 per source; both are NaN if the loss is not finite. Raises UsageError if sacrebleu is missing.

@@ -75,7 +75,7 @@ class PaperTable:
 
 
 def _pair(name: str, language: AttentionForm, translation: AttentionForm, *published: float | None) -> list[PaperCell]:
-    """Build the two cells of a row; `published`: perplexity and BLEU, omitted if training did not converge."""
+    """Build the two cells of a row; `published` are perplexity and BLEU, omitted if training did not converge."""
     perplexity, bleu = published or (None, None)
     first = PaperCell(name, "language", (language,), perplexity, not published)
     return [first, PaperCell(name, "translation", (translation,), bleu, not published)]

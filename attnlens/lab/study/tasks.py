@@ -55,7 +55,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read the columns of each line of a file; the first line sets their number, which must be in `columns`.
+    """Read the columns of each line of a file; every line has as many as the first, a number listed in `columns`.
 
     Returns the stripped columns, and the SHA-256 by file name. Raises TextError with `remedy` for any other file.
     """
@@ -80,7 +80,7 @@ SHARE = 0.05  # share of validation examples; test examples have the same share
 
 
 def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
-    """Split the numbers below `count` into blocks for each part; a stretch begins with training and ends with test.
+    """Cut the numbers below `count` into stretches, and each stretch into blocks for training, validation and test.
 
     Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
     would put one half of a sentence into training and the other half into test.
@@ -103,7 +103,7 @@ def space_evenly(count: int, most: int) -> list[int]:
 
 
 def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Train a byte-pair tokenizer with at most `vocabulary` ids, deterministically; `specials` have the first ids.
+    """Train a byte-pair tokenizer with at most `vocabulary` ids, deterministically; `specials` get the first ids.
 
     Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, section 2.2).
     """
@@ -155,12 +155,12 @@ def load_default_text() -> tuple[str, str]:
 
 
 def split_text(text: str) -> dict[str, list[str]]:
-    """Split the text into blocks for each part, at ends of lines if lines are short; the blocks cover the text."""
+    """Split the whole text into blocks for each part; blocks end at ends of lines, unless a line is long."""
     held_out_blocks = int(SHARE * len(text) / BLOCK_CHARACTERS)
     parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
 
     def cut(near: int) -> int:
-        """Return the next end of line at or after position `near`; `near` itself if the line is long."""
+        """Return the end of line at or next after position `near`, or `near` if the line is long."""
         end = text.find("\n", near - 1, near + LINE_CHARACTERS)
         return near if end == -1 or near in (0, len(text)) else end + 1
 
@@ -168,7 +168,7 @@ def split_text(text: str) -> dict[str, list[str]]:
 
 
 def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[str, str], scale: Scale) -> StudyTask:
-    """Build a language task from blocks of text already split into parts: windows that predict every next token."""
+    """Build a language task from texts already split into parts; its windows predict every next token."""
     tokenizer = train_byte_pairs(
         (line for block in parts["training"] for line in block.splitlines(keepends=True)), scale.vocabulary
     )
@@ -211,8 +211,8 @@ PAIRS_REMEDY = (
 def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`; the file can be gzipped.
 
-    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
-    blocks. Raises TextError for data that cannot be used.
+    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out; otherwise,
+    contiguous blocks are held out. Raises TextError for data that cannot be used.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
@@ -269,7 +269,7 @@ def pair_rows(
 
 
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
-    """Read a classification task from lines `text TAB label`; the file can be gzipped and can have that header.
+    """Read a classification task from lines `text TAB label`; the file can be gzipped and can begin with a header.
 
     Repeated texts are omitted even if their labels differ, so no text is in two parts. Texts are cut to
     `scale.length` tokens. The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test.
@@ -430,7 +430,8 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 def wikitext(scale: Scale) -> StudyTask:
     """Load language modelling on WikiText-103 with its published split.
 
-    Raises UsageError if datasets is missing, TextError if the data cannot be fetched or their format has changed.
+    Raises UsageError if the package `datasets` is missing, TextError if the data cannot be fetched or their format has
+    changed.
     """
     parts = {}
     for part, rows in _load_splits("--text", *WIKITEXT).items():
@@ -448,12 +449,12 @@ def iwslt(scale: Scale) -> StudyTask:
 
 
 def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
-    """Fetch the three parts of a dataset from the hub; errors suggest `instead`, the option for local files."""
+    """Fetch the three parts of a dataset from the hub; errors suggest `instead`, the option that reads local files."""
     try:
         import datasets
     except ImportError:
         raise UsageError(
-            "The papers' data require the package datasets, which is not installed.",
+            "The papers' data require the package `datasets`, which is not installed.",
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:

@@ -105,8 +105,8 @@ def train(
 ) -> RunOutcome:
     """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
 
-    At every evaluation, `watch` measures the model, and all that the remaining steps need is saved to the store
-    `state`, from which the same call resumes. A run has not converged if a loss is not finite, which ends the run,
+    At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
+    which the same call resumes. A run has not converged if a loss is not finite, which ends the run,
     or if the validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
@@ -256,7 +256,7 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
-    """Compute the median of each measure over heads; primal layers are omitted, as are shares of causal heads.
+    """Compute the median of each measure over heads; primal layers and the shares of causal heads are omitted.
 
     tokens.* are averaged over the sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* use
     s W_Q W_Kᵀ, and are the only measures if a kernel can be negative. The selection's SVM is posed only for kernels
@@ -314,7 +314,7 @@ def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
 
 
 def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
-    """Run one sequence and return a QueryKey, with logits log k, for every module that has a kernel."""
+    """Run one sequence and return a QueryKey, whose logits are log k, for every module that has a kernel."""
     query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:
@@ -371,6 +371,6 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 
 
 def hash_task(task: StudyTask) -> str:
-    """Hash a task's name and sizes and the hashes of its files; built-in tasks have no files."""
+    """Hash a task's name, its sizes and the hashes of its files, if any (built-in tasks have none)."""
     sizes = task.vocabulary, task.classes, task.channels, task.length
     return sha256(json.dumps([task.name, sorted(task.files.items()), *sizes]).encode()).hexdigest()
