@@ -166,7 +166,7 @@ def find_reach(call: Call) -> Reach | None:
 
 
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
-    """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
+    """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
     The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first
     tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. In float32 or better,
@@ -248,8 +248,8 @@ def cosine_features(
     """
     query, key = (ksvd.unit(running(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
-        problem = "samples takes rows of the whole text, but the mask is causal: future tokens would leak."
-        raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
+        problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
+        raise UsageError(problem, "Leave out `samples`: causal primal attention is data-independent.")
     if samples:
         chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)
         query, key = query @ chosen.mT, key @ chosen.mT

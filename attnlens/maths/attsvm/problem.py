@@ -130,8 +130,8 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query, one chosen token (integer) and, with margins, one margin.",
-            "Give one query, one chosen token and, if not 1, one margin per sample.",
+            f"Each of the {samples} samples needs one query, one chosen token (integer) and, if given, one margin.",
+            "Give one query and one chosen token per sample; leave out margins if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
@@ -272,12 +272,12 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` dimensions,
-    the last non-empty.
+    the last of which is not empty.
     """
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
-            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, the last non-empty.",
+            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, and the last must not be empty.",
             f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
