@@ -21,8 +21,7 @@ Three functions handle long sequences. No command uses the last two: they are fo
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
   the s leading components, each exact to rounding.
 - `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
-  its rows at a few queries. It divides by the block's s-th σ, so it is more stable if s is half the number of these
-  keys.
+  its rows at a few queries. It divides by the block's s-th σ, so it is more stable for s half the number of keys.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -466,8 +465,7 @@ def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes
 
     Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. H_r is orthogonal to 1 and contains, for V with
     independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to (sizes −
-    1)/(n − 1), as the space of K itself does if its first mode is near-constant. NaN if all tokens have the same value
-    vector.
+    1)/(n − 1), as the space of K itself does if its first mode is near-constant. NaN if all values are equal.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

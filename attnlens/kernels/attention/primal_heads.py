@@ -101,8 +101,7 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    With `samples` > 0, F = X' as in the paper: X' is each head's slice of evenly spaced rows of the input. Causal heads
-    need `samples` = 0.
+    With `samples` > 0, F = X' as in the paper: each head's slice of evenly spaced input rows. Causal heads need 0.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
@@ -137,8 +136,7 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     paper: Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence. code: mean_layers (mean_heads J)², where
     J is a mean over tokens and uses Λ². Both are averaged over the batch's sequences. After a training pass the term is
     differentiable, and the layers release the pass, so that no graph outlives the step; after an eval pass call it
-    under torch.no_grad. Raises UsageError for a model without primal attention, and whenever `PrimalHeads.objectives`
-    does.
+    under torch.no_grad. Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

@@ -49,8 +49,7 @@ def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
     An entry is masked if it is below LOST, or more than GAP below its row's largest, unless other entries of the head
-    bridge the gap: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not
-    (ALiBi).
+    bridge the gap: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)

@@ -231,9 +231,8 @@ def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
     """Compute Fφ(q) and Fφ(k) in float32 or better, and the mask of real tokens (None: all are real).
 
     φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does. F
-    is the identity if `samples` = 0; otherwise it consists of that many evenly spaced rows of φ(k) (the paper takes
-    rows of the module's input). Raises UsageError for cross-attention, a key-value cache, other masks, and samples
-    under a causal mask.
+    is the identity if `samples` = 0; otherwise it is that many evenly spaced rows of φ(k) (the paper takes rows of the
+    input). Raises UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
     return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real

@@ -194,8 +194,7 @@ def gradient(
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
     The textbook formula Σ_t s_t (γ_t − f) x_t includes t = α, a term that nearly cancels all others: no digits remain
-    once 1 − s_α < 1e-16. Because of logarithms, the direction is correct even if every s_t underflows. The coefficients
-    of D are ≤ 1.
+    once 1 − s_α < 1e-16. With logarithms, the direction is correct even if all s_t underflow. D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output

@@ -59,8 +59,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
 
-    The result is a single NaN for a long sequence, whose full spectrum is not computed: `attention_rank` needs only the
-    leading σ.
+    A long sequence gives one NaN because its full spectrum is not computed: `attention_rank` needs only leading σ.
     """
     if is_long(query_key):
         return query_key.query.new_full((*query_key.query.shape[:-2], 1), torch.nan, dtype=torch.float64)
@@ -139,8 +138,7 @@ class Anatomy:
     """Shares of ‖LJ‖² = Σμ₊² + Σμ₋² + ‖JAJ‖² + n‖c‖², each in [0, 1]; NaN if LJ = 0.
 
     J = I − 11ᵀ/n; S and A are the symmetric and antisymmetric parts of the logits L, μ are the eigenvalues of JSJ, and
-    c contains the centred column means of L. Softmax ignores terms of the query alone, so attention depends on L only
-    through LJ.
+    c contains the centred column means of L. Softmax ignores query-only terms, so attention depends on LJ alone.
     """
 
     positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel

@@ -91,9 +91,8 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
 def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
-    The sign is as published (Saponati et al. 2025); the result is 0 if no norm stands out. Squared row norms are
-    diag(W_Q G_K W_Qᵀ). Under rotation they are pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is
-    the Gram matrix of the stacked keys.
+    The sign is as published (Saponati et al. 2025); 0 if no norm stands out. Squared row norms are diag(W_Q G_K W_Qᵀ)
+    or, pooled over rotations, diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is the Gram matrix of the stacked keys.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
@@ -347,8 +346,7 @@ class Form:
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
         """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; eigenvalues that are always zero are omitted.
 
-        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are the eigenvalues of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size
-        2·head_dim.
+        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, μ are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
         cross = self.cross_mean
         joint = torch.cat((torch.cat((self.query_mean, cross.mT), -1), torch.cat((cross, self.key_mean), -1)), -2)
@@ -387,8 +385,7 @@ class Form:
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
         """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
 
-        Roots are computed by Cholesky or, if the Gram matrix is ill-conditioned, by QR of the factors (under rotation,
-        by eigenvalues).
+        Roots come from Cholesky or, for ill-conditioned matrices, QR of the factors (under rotation, eigenvalues).
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:

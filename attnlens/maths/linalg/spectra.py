@@ -47,8 +47,7 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
     two keys or more. At N = 0 attention is uniform except for bias. NaN also if no query sees two keys.
 
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to a row's
-    largest weight. Where that matters (|x| > 32), even the exact sum is larger than the other sums of its row until N >
-    e·|x|.
+    largest weight. Where that matters (|x| > 32), even the exact sum exceeds the row's other sums until N > e·|x|.
     """
     score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -219,8 +218,7 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
 
     `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). There are as many
     workers as torch has threads, each with a single BLAS thread, because two threads on one small matrix mostly wait
-    for each other. A piece has at most PIECE numbers. Tensors on an accelerator are passed to `function` without
-    splitting.
+    for each other. A piece has at most PIECE numbers. Tensors on an accelerator are not split.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
@@ -332,8 +330,7 @@ def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch s
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """Fit log σ_l ≈ a − b·l to descending values by least squares, and return b ≥ 0; NaN for fewer than two values.
 
-    Values up to eps · steps · largest are left out as rounding errors. The σ of random factors decay too: compare b
-    with their rate.
+    Values up to eps · steps · largest are left out as rounding errors. Random factors have b > 0 too: compare with it.
     """
     # Strict: a zero matrix keeps no value.
     above = values > EPS * values.shape[-1] * values[..., :1]

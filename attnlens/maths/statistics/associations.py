@@ -103,8 +103,8 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    Rejecting the p below a level keeps the probability of any false rejection below this level. NaN stays NaN and does
-    not count in n.
+    Rejecting the p below a level keeps the probability of any false rejection below this level. NaN stays NaN; n
+    excludes it.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
@@ -177,8 +177,7 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
 
     Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
     Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. The rank of
-    a head's harm is its rank among all heads. NaN for a measure that is constant or has values for fewer than four
-    heads.
+    a head's harm is its rank among all heads. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
