@@ -67,8 +67,8 @@ EXTENDED = tuple(
 def split_all_pairs(query_key: QueryKey) -> Readings:
     """Which kernel do a head's scores form if extended to pairs that the model never compares? Not identified.
 
-    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row
-    means, and S and A are the symmetric and skew part of L.
+    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row means,
+    and S and A are the symmetric and skew parts of L.
     """
     if query_key.site.part == "cross":
         return {}
@@ -91,7 +91,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Return the MeasureInfo of a measure's null: its value for drawn queries and keys, which is not identified."""
+    """Return the MeasureInfo of a measure's null, the value for random queries and keys, which is not identified."""
     return replace(
         info,
         name=f"{info.name}_by_chance",
@@ -137,12 +137,12 @@ FEATURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_cha
 def count_features(query_key: QueryKey) -> Readings:
     """How many features, and which Taylor order, does a head's kernel need to reproduce its attention?
 
-    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ the scores, b_ij the model's position bias. The mean is
-    over queries that see two keys or more. Wright's truncated feature map truncates the series of the uncentred scores.
-    Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not, so only
-    the centred order is identified. The rank is that of any kernel that gives the visible weights, with free values at
-    hidden pairs. Windows in which no order suffices are left out of the mean, which is then too small; n counts the
-    others. The values by chance use one draw of normal queries and keys for all windows.
+    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias. The
+    mean is over queries that see two keys or more. Wright's truncated feature map truncates the series of the uncentred
+    scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not,
+    so only the centred order is identified. The rank is that of any kernel that gives the visible weights, with free
+    values at hidden pairs. Windows in which no order suffices are left out of the mean, which is then too small; n
+    counts the remaining windows. The values by chance use one draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

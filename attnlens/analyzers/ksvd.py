@@ -134,9 +134,9 @@ def rank_alone(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """How close is a head's attention to a low-rank kernel SVD (Chen et al. 2023)?
 
-    P contains the attention weights of a window, K the cosines of all its queries and keys, as in the paper: K is
-    a model of attention, not attention itself. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights
-    and multipliers, e_i and r_j the projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
+    P contains a window's attention weights, and K contains the cosines of all its queries and keys, as in the paper: K
+    is a model of attention, not attention itself. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
+    multipliers; e_i and r_j are projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
     """
     attention = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
@@ -168,8 +168,8 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular vectors.
 
     Chen et al. 2023 put the values in place of K's right singular vectors. If rank90 = 1, a near-constant vector spans
-    the leading space of K itself, which then contains no part of centred values. Centring K over keys, as values are,
-    leaves K and V in the n − 1 dimensions orthogonal to 1, so that random values have a share of s/(n − 1) on average.
+    the leading space of K itself, which then contains no part of centred values. Centring both over keys leaves K and V
+    in the n − 1 dimensions orthogonal to 1, so that random values have a share of s/(n − 1) on average.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

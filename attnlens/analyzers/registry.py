@@ -175,7 +175,8 @@ class Gatherer(Protocol):
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Add one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
 
-        `sequence` is its number among the sequences read; `heads` are the requested heads that are finite in it.
+        `sequence` is its number among the sequences read; `query_key.heads` are the requested heads whose values are
+        finite in this sequence.
         """
 
     def solve(self) -> dict[int, Answer]:
@@ -206,10 +207,10 @@ def analyzer(
     """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
     `kind` is the class to create, and `facts` are its remaining fields. `by_default=False`: it does not run if no
-    analyzer is named. `needs_base`: it compares with the model without its adapter, and runs by default if the model
-    has one. `brief`: a measure and a function that computes it alone, for heads that are swept. `replace`: replace an
-    analyzer that another module registered under that name, which otherwise raises UsageError. A measure of another
-    analyzer always raises it.
+    analyzer is named. `needs_base`: it compares the model with the same model without its adapter, and runs by default
+    if there is an adapter. `brief`: a measure and a function that computes it alone, for heads that are swept.
+    `replace`: replace an analyzer that another module registered under that name. Raises UsageError if there is such an
+    analyzer and `replace` is false, or if another analyzer has one of the measures.
     """
     infos = tuple(measures)
 

@@ -171,9 +171,9 @@ class StoredSequence:
 class Selector:
     """Gather one site's sequences and pose every head's selection problem on them, in all available spaces.
 
-    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, else the queries and keys. In
-    each space, the null rotates that space's form randomly on both sides; for each rotated head, the tokens and
-    the most clearly decided queries are chosen again, from the same sequences.
+    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, otherwise the queries and
+    keys. In each space, the null rotates that space's form randomly on both sides; for each rotated head, the tokens
+    and the most clearly decided queries are chosen again, from the same sequences.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -223,7 +223,7 @@ class Selector:
         return next(self._solve_spaces(head, None))[2]
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
-        """Return the parts of the sequence that its heads need."""
+        """Return the parts of the sequence that the heads need."""
         count, keys = len(query_key.heads), query_key.key.shape[-2]
         masks = query_key.allowed
         masks = torch.ones(1, query_key.query.shape[-2], keys).bool() if masks is None else masks[0].cpu()
@@ -258,7 +258,7 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield selections and solution of each space; a head selects only once, a draw of its null once per space."""
+        """Yield space, selections and solution. A head selects once for all spaces; its null selects in each space."""
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
@@ -272,7 +272,7 @@ class Selector:
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve one head's problems, or those of a draw of its null."""
+        """Solve one head's problems in all spaces, or the problems of one draw of its null."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
@@ -338,7 +338,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; its null is mean and sd over the draws with a value, if there are at least two."""
+    """Return a problem's measure; its null is mean and sd of the draws that have a value, if at least two do."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)

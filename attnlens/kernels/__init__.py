@@ -2,10 +2,10 @@
 
 Contents: `registry` (the decorator `kernel`, KernelInfo; ties, filters, hybrids), `products`, `lowrank`, `primal` (the
 built-in kernels with their fits), `spec` (Kernel: a kernel with its parameters), `pair_weights` (weights of token pairs
-for fits), `spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
-Inputs: a `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys.
-Outputs: log k, attention weights, attention outputs, and parameters fitted per head.
-Importers: `requests`, `report`, `models`, `runs`, `lab` and `cli`. Only `attention` imports torch at once.
+for fits), `spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact). Inputs: a
+`records.Call` (queries, keys, values, mask of one attention computation), or queries and keys. Outputs: log k,
+attention weights, attention outputs, and parameters fitted per head. Importers: `requests`, `report`, `models`, `runs`,
+`lab` and `cli`. Only `attention` imports torch when it is imported.
 
 Importing the package registers the kernels of all its modules. To add a kernel, add a function to any module.
 """

@@ -47,7 +47,7 @@ class Turn:
 
 
 def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """Return the positions of queries and keys; raise UsageError for cross-attention and if the model passes none."""
+    """Return positions of queries and keys; raise UsageError for cross-attention or if the model gives no positions."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
@@ -62,9 +62,10 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
-    C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of q_i's weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ
-    of the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the latent's query heads. For keys
-    before the rotation, k̄ is one mean for all queries, because softmax ignores a common part only of rotated keys.
+    C_q = Σ_i u_i q_i q_iᵀ of each key head, where u_i is the sum of q_i's weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j
+    − k̄_i)ᵀ of the stacked keys of a latent, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the latent's query
+    heads. For keys before the rotation, k̄ is one mean for all queries, because softmax ignores a common part only of
+    rotated keys.
     """
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among the swapped key heads
@@ -95,7 +96,7 @@ class Grams:
         self.add(sums)
 
     def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> list[Tensor]:
-        """Sum over the stacked keys of the key heads `group`; `whole` is the sum of each row's weights, (…, 1)."""
+        """Compute the sums over the stacked keys of the key heads `group`; `whole` (…, 1) sums each row's weights."""
         heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
         stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
         by_key = weight[:, heads].sum((1, 2))[..., None]
@@ -112,7 +113,7 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of these moments and `other`, with `equal` after scaling `other` to the same total weight."""
+        """Return the sum of these moments and `other`; if `equal`, `other` is scaled to the same total weight first."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
@@ -137,7 +138,7 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return per shared parameter one number for each query head, equal for equal maps; empty if none is shared."""
+    """Return, per shared parameter, an index for each query head, equal if heads share it; empty if no head does."""
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -147,7 +148,7 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Directions of the latents of one site, leading directions first; query heads use those of their key head."""
+    """Directions of one site's latents, leading directions first; a query head uses the latent of its key head."""
 
     groups: tuple[tuple[int, ...], ...]  # as in Grams
     key_of: tuple[int, ...]  # as in Grams
@@ -236,10 +237,10 @@ ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries 
 class MapsFit:
     """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q and C_k are those of `Grams` with w half the head's own attention, half uniform over the keys seen: the
-    least-squares best logits of rank r, up to terms that softmax ignores (such as ⟨q, k̄⟩), if queries and keys are
-    independent. A sink is one more outcome, whose logit no map changes: it acts as a key at 0 with the rest of the
-    weight. Query heads of one key head share its maps; `group` key heads share one latent of r numbers per head.
+    C_q and C_k are those of `Grams`, where w is half the head's own attention and half uniform over the keys seen. If
+    queries and keys are independent, the logits are the least-squares best of rank r, up to terms that softmax ignores
+    (such as ⟨q, k̄⟩). A sink is one more outcome, whose logit no map changes: it acts as a key at 0 with the rest of
+    the weight. Query heads of one key head share its maps; `group` key heads share one latent of r numbers per head.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
@@ -273,7 +274,7 @@ class MapsFit:
         return both
 
     def latents(self) -> Latents:
-        """Return the directions; under the output metric, weights by attention and by output count half each."""
+        """Return the directions; under the output metric, the weights by attention and by output count half each."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
@@ -303,11 +304,11 @@ def share_keys(
     partner: Int[Tensor, "heads head_dim"] | None = None,
     **_parameters: object,
 ) -> Call | None:
-    """Return a call whose exponential kernel is that of the latents: ⟨q A, z⟩ or ⟨q, k̂⟩, k̂ = R(j)(z Aᵀ + offset).
+    """Return a call whose exponential kernel is that of the latents: ⟨q A, z⟩, or ⟨q, k̂⟩ for k̂ = R(j)(z Aᵀ + offset).
 
     z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no latent is
-    shared; returns None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt and
-    rotated.
+    shared, and the result is None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt
+    and rotated.
     """
     if members is None:
         return None
@@ -379,8 +380,8 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
     """Compute P, X and weights; N = PXPᵀ is the symmetric N that minimises tr (N−N₀)ᵀC_q(N−N₀)C_k, N₀ = `form`.
 
     PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and X_ab = (λ_a X₀_ab +
-    λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The
-    weights are (λ_a+λ_b)/2: the error of another X' is that of X plus Σ weights (X'−X)².
+    λ_b X₀_ba)/(λ_a+λ_b); outside the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}.
+    The weights are (λ_a+λ_b)/2: any other X' has the error of X plus Σ weights (X'−X)².
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
@@ -399,7 +400,8 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
 def nearest_positive(form: Square, weights: Square) -> Square:
     """Find the positive semidefinite X' that minimises Σ weights (X'−X)², by accelerated projected gradients.
 
-    For equal weights X' is [X]₊, the first step. FISTA (Beck & Teboulle 2009), restarts of O'Donoghue & Candès 2015.
+    For equal weights X' is [X]₊, the first step. The method is FISTA (Beck & Teboulle 2009) with the restarts of
+    O'Donoghue & Candès (2015).
     """
     step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     border = ENOUGH * form.norm(dim=(-2, -1))
@@ -438,10 +440,11 @@ TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts
 class NearestFit:
     """the form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
 
-    The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, u = [q; k], N₀ = [[0, I], [0, 0]]. With ū the mean of u over queries they
-    are s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax ignores. C_q = Σ_i
-    (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, m_i = Σ_j p_ij u_j, p the head's own attention. This is the
-    variance of the logits' error under p, twice the KL to second order, if queries and keys are independent.
+    The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, where u = [q; k] and N₀ = [[0, I], [0, 0]]. If ū is the mean of u over
+    queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
+    ignores. C_q = Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
+    head's own attention. If queries and keys are independent, this trace is the variance of the logits' error under p,
+    which is twice the KL to second order.
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:
@@ -464,9 +467,10 @@ class NearestFit:
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 
     def solve(self) -> dict[str, Tensor]:
-        """Return the fitted parameters of the swapped heads: centre ū and, except for no-key, factor, signs and gate.
+        """Return the swapped heads' parameters: centre ū and, unless the part is no-key, also factor, signs and gate.
 
-        N = F diag(signs) Fᵀ, factor F (heads, 2·head_dim, r), signs ±1 (0 beyond the rank of a head).
+        N = F diag(signs) Fᵀ, where `factor` is F (heads, 2·head_dim, r) and the signs are ±1 (0 beyond the rank of a
+        head).
         """
         count = self.count.clamp_min(1)  # 0/1, not 0/0, in a head without any choice
         centre = self.total / count
@@ -518,7 +522,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     """Return queries and keys unchanged for the oracle; raise UsageError for the fitted form, which mixes the two."""
     if how == ORACLE:
         return query, key, scale
-    raise UsageError("nearest needs query and key of both tokens: one query and one key have no score.", TOGETHER)
+    raise UsageError("nearest needs the query and key of both tokens: a query and a key alone have no score.", TOGETHER)
 
 
 @kernel(

@@ -21,7 +21,7 @@ MOST_ROWS = 32  # most queries per sequence whose rows a fit computes, if sums o
 
 
 def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
-    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; all 0.0 if a query sees fewer than two."""
+    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; rows that see fewer than two keys are 0.0."""
     query, seen = call.query[..., rows, :].double(), call.visible(rows)
     pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
     return pairs * (pairs.sum(-1, keepdim=True) >= 2)
@@ -46,7 +46,7 @@ def own_attention(call: Call) -> Matrix:
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
-    """Compute a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), ō_i = Σ_j a_ij v_j: the squared effect of an error in a logit.
+    """Compute the squared effect of an error in a logit: a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), where ō_i = Σ_j a_ij v_j.
 
     Errors δ_ij of the logits change the output by Σ_j a_ij δ_ij (v_j − ō_i) to first order. `metric` is G of each head,
     such as W_OᵀW_O.

@@ -61,8 +61,8 @@ class PrimalFit:
 
     C_q = mean Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the same for keys. e and r are the leading left and
     right singular vectors of K = Φ_qΦ_kᵀ of these tokens (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor
-    that W_c absorbs. Λ is (nΣ)⁻¹, n the mean length of the sequences, so that their mean J is 0. W_c and b map [e; r]
-    to the head's own output by ridge regression with a strength chosen on a held-out part of the text.
+    that W_c absorbs. Λ is (nΣ)⁻¹, where n is the mean length of the sequences, so that their mean J is 0. W_c and b map
+    [e; r] to the head's own output by ridge regression with a strength chosen on a held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -139,7 +139,7 @@ def _assemble_map(query_map: Map, key_map: Map) -> Float[Tensor, "heads size col
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D contains the scores' sds."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT

@@ -83,7 +83,7 @@ def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
 
 
 def _odd_sign(value: Score) -> Score:
-    """Return the sign, with +1 at 0, where the magnitude is not 0: a row of zeros gives uniform attention."""
+    """Return the sign, which is +1 at 0, so that a row of zeros gives uniform attention."""
     return 1.0 - 2.0 * (value < 0).to(value)
 
 

@@ -44,7 +44,7 @@ class KernelParameter:
 
 
 def choice(name: str, meaning: str, words: Sequence[str], default: int | None = None) -> KernelParameter:
-    """Build a parameter with values typed as words and stored as their indices; spellings omit a default."""
+    """Build a parameter with values typed as words and stored as their indices; spellings omit the default."""
     values = tuple((word, index) for index, word in enumerate(words))
     return KernelParameter(name, meaning, int, default, words=values, shown_at_default=default is None)
 
@@ -122,7 +122,7 @@ def kernel(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
-    Raises UsageError if another kernel has this name, unless `replace` is true, or if a tie, filter or hybrid has it.
+    Raises UsageError if a tie, filter or hybrid has this name, or if another kernel has it and `replace` is false.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

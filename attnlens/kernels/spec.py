@@ -86,7 +86,7 @@ class Kernel:
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
-        """Map from log k of a whole sequence to the part that the tie keeps; None without such a tie."""
+        """Map from log k of a whole sequence to the part that the tie keeps; None if there is no such tie."""
         return None if self.tie is None else TIES[self.tie].part
 
     @property
@@ -148,7 +148,7 @@ class Kernel:
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms, for equally many heads.
+        """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms, for a key head per query head.
 
         Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least
         float32, unless it is the score itself (exponential, rank, hard). A tie of whole sequences treats the tokens as
@@ -175,7 +175,7 @@ class Kernel:
     def apply_tie(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
-        """Return queries and keys after the tie; raise UsageError if tied queries and keys are of different tokens."""
+        """Return queries and keys after the tie; raise UsageError if they are tied but of different tokens."""
         if self.tie is not None:
             refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
@@ -222,7 +222,7 @@ def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Compute log|x| in float32 at least, |x| at least the smallest normal number: a row of zeros stays uniform."""
+    """Compute log|x| in float32 at least; |x| is raised to the smallest normal number: a row of zeros stays uniform."""
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
@@ -236,7 +236,7 @@ def smallest_kernel(of: dtype) -> float:
 
 
 def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
-    """Spell a kernel, filter or hybrid with its parameters; those at their default only if `shown_at_default`."""
+    """Spell a kernel, filter or hybrid with its parameters; defaults are spelled only if `shown_at_default`."""
     words = []
     for parameter in known:
         value = values[parameter.name]

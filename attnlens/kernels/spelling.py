@@ -214,7 +214,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return the numbers stored per key (or its part of a latent), averaged over heads; None for whole keys."""
+    """Return how many numbers a key (or its part of a latent) takes, averaged over heads; None for whole keys."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
@@ -228,8 +228,9 @@ def cached_numbers(kernel: Kernel) -> float | None:
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    These are the first 4 tokens (at most half of the keys) and the nearest; without `state`, the first 4 and the 64
-    nearest. In bidirectional heads |i − j| < w keeps 2w − 1 keys, so that one of the first tokens may not fit.
+    The keys are the first 4 tokens (at most half of the keys) and the nearest tokens; if `state` is None, they are the
+    first 4 and the 64 nearest tokens. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so that one of the first
+    tokens may not fit.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:
@@ -243,7 +244,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without window."""
+    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without a window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

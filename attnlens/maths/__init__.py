@@ -5,8 +5,8 @@
 - `attsvm`: attention as a support vector machine: problems, solvers with certificates, gradient descent.
 - `statistics`: standard errors, intervals, p-values, nulls, associations.
 
-Inputs are tensors, or a `QueryKey` of one attention site; outputs are tensors, numbers, or frozen results with their
-errors. All computations are in float64. Importers: `analyzers`, `kernels`, `runs`, `lab`.
+Inputs are tensors, or a `QueryKey` of one attention site; outputs are tensors, numbers, or frozen dataclasses. All
+computations are in float64. Importers: `analyzers`, `kernels`, `runs`, `lab`.
 """
 
 from attnlens.lazy import import_submodules

@@ -18,10 +18,10 @@ True
 Three functions handle long sequences. No command uses the last two: they are for your own programs.
 
 - `dual`, for a kernel with finitely many features (cosine, random features): exact, O(tokens · features²), without K.
-- `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: only the s leading
-  components, each to rounding.
-- `nystrom`, for any kernel function if K does not fit: from K's columns at a few keys and its rows at a few queries. An
-  approximation, more stable if s is half their number, because it divides by the block's smallest σ.
+- `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
+  the s leading components, each exact to rounding.
+- `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
+  its rows at a few queries. It divides by the block's s-th σ, so it is more stable for s half the number of keys.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -87,7 +87,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 def centre_rows(x: Queries) -> Queries:
     """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if the rows differ only by rounding.
 
-    Applied to key features it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
+    Applied to key features, it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
     """
     x = x.double()
     deviations = x - x.mean(-2, keepdim=True)
@@ -101,9 +101,9 @@ def random_features(
 ) -> Float[Tensor, "*batch n count"]:
     """Return φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0; the mean of ⟨φ(q), φ(k)⟩ over ω is exp(s⟨q, k⟩).
 
-    Positive random features of the softmax kernel (Choromanski et al. 2021, Lemma 1), ω Gaussian in orthogonal blocks,
-    in float64. The exponent is at most ‖ω‖²/2, about head_dim/2, and cannot overflow for any usual head_dim. Raises
-    UsageError if count < 1.
+    Positive random features of the softmax kernel (Choromanski et al. 2021, Lemma 1) in float64, where ω is Gaussian in
+    orthogonal blocks. The exponent is at most ‖ω‖²/2, about head_dim/2, and cannot overflow for any usual head_dim.
+    Raises UsageError if count < 1.
     """
     require_positive("count", count)
     x = x.double() * scale**0.5
@@ -201,9 +201,9 @@ class Dual:
 def dual(query_features: Queries, key_features: Keys, s: int, projection: Sampled | None = None) -> Dual:
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
-    `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, because K cannot
-    have more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
-    contains NaN or Inf.
+    `projection` is F; None means the identity. At most min(n, m, features, sampled) components are returned, because K
+    cannot have more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an
+    argument contains NaN or Inf.
     """
     require_positive("s", s)
     for name, value in (("query features", query_features), ("key features", key_features), ("projection", projection)):
@@ -234,14 +234,14 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
 def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:
     """Return the relative residual of the eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
 
-    √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖); NaN if K is zero. K is not formed.
+    It is √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖), and NaN if K is zero. K is not formed.
     """
     left, right = _factors(query_features, key_features, projection)
     return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
 
 
 def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerHead:
-    """Return the relative residual of a solution as `residual` does, for a dense K."""
+    """Return the relative residual, defined as in `residual`, of a solution for a dense K."""
     matrix = matrix.double()
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
 
@@ -277,12 +277,12 @@ def _dense_svd(matrix: Float[Tensor, "some n m"]) -> Packed:
 
 
 def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], border: Float[Tensor, " some"]) -> Packed:
-    """Stack singular vectors, σ and the zero threshold, because the pool over heads returns a single tensor."""
+    """Stack singular vectors, σ and the zero threshold in one tensor, as the thread pool over heads requires."""
     return torch.cat([left, right, values[:, None], border[:, None, None].expand(-1, 1, values.shape[1])], 1)
 
 
 def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
-    """Return the first s components for n queries, with those at or below the threshold set to zero."""
+    """Return the first s components for n queries, those with σ at or below the threshold are zero."""
     # Strict: a zero matrix has threshold 0, and none of its values is above it.
     above = packed[..., -2, :s] > packed[..., -1, :s]
     first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)
@@ -324,8 +324,8 @@ def _sparse_svd(matrix: Float[ndarray, "n m"], s: int) -> Float[ndarray, "n+m+2 
 class Nystrom:
     """Features with ⟨φ_q(x), φ_k(y)⟩ ≈ K(x, y) for any x and y, from a block K(x_I, y_J) of n' queries and m' keys.
 
-    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), W = U Σ Vᵀ being the block's truncated SVD: together
-    they give K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
+    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), where W = U Σ Vᵀ is the block's truncated SVD. Their
+    product is K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
     """
 
     through_keys: Float[Tensor, "*batch m_sampled s"]  # V Σ^{−½}; zero columns beyond the block's rank
@@ -341,16 +341,16 @@ class Nystrom:
 
 
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
-    """Compute the features of a block W = K(x_I, y_J); `dual` of them is the kernel SVD of the whole sequence.
+    """Compute the features of a block W = K(x_I, y_J), from which `dual` computes the kernel SVD of the whole sequence.
 
     A library function that no command calls, for sequences whose K does not fit in memory. Build the block from
     `sampled_rows` of queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both
     results to `dual`, as in the example of `attnlens.maths.ksvd`.
 
-    Exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W invertible, the
-    error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of K's k leading
-    right singular vectors. It grows as W approaches singularity: σ of W up to eps · size · σ₁ count as 0. Raises
-    UsageError if s < 1 or if W contains NaN or Inf.
+    The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
+    invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of
+    K's k leading right singular vectors. It grows as W approaches singularity: σ of W up to eps · size · σ₁ count as 0.
+    Raises UsageError if s < 1 or if W contains NaN or Inf.
     """
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]
@@ -381,7 +381,7 @@ class Primal:
 
 
 def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
-    """Compute the primal weights of a dual solution from the stationarity of J; e and r agree with the dual's.
+    """Compute the primal weights of a dual solution from the stationarity of J; e and r equal the dual's.
 
     `projection` is the F that the solution was computed with; the features are those of the training tokens.
     """
@@ -400,12 +400,12 @@ def objective(
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> PerHead:
-    """Return J of every head, of any sign and in the kernel's unit, under the convention `paper` (Eq. 6) or `code`.
+    """Return J of every head, which has the kernel's unit and any sign, under the convention `paper` (Eq. 6) or `code`.
 
-    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), 0 at every stationary point, where e and r contribute ½Σσ each.
-    J = 0 is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
-    tr(W_eᵀW_r), 0 if Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError for another
-    convention.
+    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every stationary point, where e and r contribute
+    ½Σσ each. J = 0 is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
+    tr(W_eᵀW_r), which is 0 if Λ² = n/σ instead of Λ = 1/σ. J is differentiable in every argument. Raises UsageError for
+    another convention.
     """
     _check_convention(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
@@ -436,8 +436,8 @@ def _check_convention(convention: str) -> None:
 def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
     """Return the angles between two spaces given by orthonormal columns, ascending, in [0, π/2].
 
-    Zero columns span nothing and count as π/2 at the end. Small angles are computed from the sines, large ones from the
-    cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
+    Zero columns span nothing; each counts as a last angle of π/2. Small angles are computed from the sines, large ones
+    from the cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
     """
     overlap = left.mT @ right
     cosines = singular_values(overlap).clamp(max=1.0)  # rounding can leave a cosine above 1
@@ -452,8 +452,8 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
 
-    0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
-    border, the span is arbitrary.
+    It is 0 if both spans are equal, as for a symmetric K, and π/2 if they are orthogonal. If singular values are equal
+    at the border, the span is arbitrary.
     """
     first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
     angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))
@@ -461,11 +461,11 @@ def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHea
 
 
 def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
-    """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
+    """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], where V is centred over tokens and H_r is the first `sizes` columns of `basis`.
 
     Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. H_r is orthogonal to 1 and contains, for V with
-    independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
-    (sizes − 1)/(n − 1), like that of K itself if its first mode is near-constant. NaN if all tokens have one value.
+    independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to (sizes −
+    1)/(n − 1), as the space of K itself does if its first mode is near-constant. NaN if all values are equal.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

@@ -29,9 +29,9 @@ class PrimalHeads(nn.Module):
 
     The heads of one layer, after the projections of queries and keys; there are no values. O(T·s) time and memory. As
     in the published code, the heads of a layer share W_c and b. Initially W_e and W_r are orthogonal between heads
-    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), W_c is torch's Linear. The logarithm of Λ is stored, so that Λ is
-    positive; the published code squares a free Λ. The rank is at most head_dim and, with F = X' (`samples` evenly
-    spaced rows of those passed to `forward`; 0: F = I), at most `samples`.
+    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), and W_c is initialised as torch's Linear. The logarithm of Λ is
+    stored, so that Λ is positive; the published code squares a free Λ. The rank is at most head_dim and, with F = X'
+    (`samples` evenly spaced rows of those passed to `forward`; 0: F = I), at most `samples`.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -101,8 +101,7 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    With `samples` > 0, F = X' as in the paper: each head's slice of evenly spaced rows of the input; not for causal
-    heads.
+    With `samples` > 0, F = X' as in the paper: each head's slice of evenly spaced input rows. Causal heads need 0.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
@@ -134,10 +133,10 @@ class PrimalAttention(nn.Module):
 def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
     """Compute the term ≥ 0 that η multiplies in the loss L + η·ΣJ², from the last forward pass of all primal layers.
 
-    paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
-    tokens with Λ². Both are averaged over the batch's sequences. After a training pass the term is differentiable, and
-    the layers release the pass, so that no graph outlives the step; after an eval pass call it under torch.no_grad.
-    Raises UsageError for a model without primal attention, and whenever `PrimalHeads.objectives` does.
+    paper: Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence. code: mean_layers (mean_heads J)², where
+    J is a mean over tokens and uses Λ². Both are averaged over the batch's sequences. After a training pass the term is
+    differentiable, and the layers release the pass, so that no graph outlives the step; after an eval pass call it
+    under torch.no_grad. Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

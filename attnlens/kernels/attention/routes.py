@@ -82,7 +82,7 @@ bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
-    """Return why the fused route `name` cannot compute the call; "" for other kernels' routes; None if it can."""
+    """Return why the fused route `name` cannot compute the call, None if it can, or "" if the kernel never uses it."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
     sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {

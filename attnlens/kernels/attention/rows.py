@@ -49,7 +49,7 @@ def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
     An entry is masked if it is below LOST, or more than GAP below its row's largest, unless other entries of the head
-    bridge the gap: −100 on top of a position bias is a mask (Swin), a bias that falls in small steps is not (ALiBi).
+    bridge the gap: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -135,7 +135,7 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
 
 
 def position_error(reason: str) -> UsageError:
-    """Build the error for a filter if queries have no position among the keys."""
+    """Build the error for a filter or hybrid whose queries have no known position among the keys."""
     problem = f"A filter or hybrid needs the position of each query among the keys, but {reason}."
     return UsageError(problem, "Leave out the filter or hybrid, or such sites with --part or --layers.")
 
@@ -235,7 +235,7 @@ def _positions(call: Call, kernel: Kernel) -> Positions | None:
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Split the queries into slices within the memory budget; with `reach`, tiles are about as high as wide."""
+    """Split the queries into slices within the memory budget; with `reach`, tiles are about square."""
     batch, heads, queries = call.query.shape[:3]
     # a tile of at most max(reach, 64) rows, with `reach` keys on both sides, is less than 4 · max(reach, 64) wide
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
-    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's q', k', s'; empty rows are zero.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's q', k', s'; rows with no key are 0.
 
     No tensor of size queries × keys is made except the model's own mask, or its sum with the bias.
     """
@@ -90,7 +90,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
     In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
-    underflow attend uniformly; with signed features, only queries whose sums are all zero. A query that sees no key
+    underflow attend uniformly; with signed features, only queries whose sums are all zero do. A query that sees no key
     gets zero; a query whose signed denominators cancel gets no finite number.
     """
     keys_reached = find_reach(call)
@@ -148,7 +148,7 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def find_reach(call: Call) -> Reach | None:
-    """Return the keys that each query sums over; None if a mask does more than causality and hiding padded keys."""
+    """Return the keys that each query sums over; None if masks do more than impose causality and hide padding."""
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
     if seen is None:
@@ -166,11 +166,11 @@ def find_reach(call: Call) -> Reach | None:
 
 
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
-    """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
+    """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
-    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first tokens (sinks) and
-    with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. In float32 or better, with
-    `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
+    The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first
+    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. In float32 or better,
+    with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
@@ -216,7 +216,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return φ(q), φ(k) and the values of the far part; φ(k) is zero at padding and sinks.
 
-    A further feature adds `smallest_kernel` to each product; a further value of 1 sums the denominator.
+    An extra feature adds `smallest_kernel` to each product; an extra value of 1 sums the denominator.
     """
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in (call.query, call.paired_key))
@@ -228,10 +228,10 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
 
 
 def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
-    """Compute Fφ(q) and Fφ(k), in float32 or better, with the mask of real tokens (None: all are real).
+    """Compute Fφ(q) and Fφ(k) in float32 or better, and the mask of real tokens (None: all are real).
 
-    φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does.
-    F is the identity if `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's
+    φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does. F
+    is the identity if `samples` = 0; otherwise it is that many evenly spaced rows of φ(k) (the paper takes rows of the
     input). Raises UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
@@ -243,12 +243,12 @@ def cosine_features(
 ) -> tuple[Features, Features]:
     """Compute x/‖x‖ of queries and keys, or of their running means if `causal`; with `samples`, project on rows.
 
-    The rows are evenly spaced among `rows`, or among the normalised keys if `rows` is None.
+    The rows to project on are evenly spaced among `rows`, or among the normalised keys if `rows` is None.
     """
     query, key = (ksvd.unit(running(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
-        problem = "samples takes rows of the whole text, but the mask is causal: future tokens would leak."
-        raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
+        problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
+        raise UsageError(problem, "Leave out `samples`: causal primal attention is data-independent.")
     if samples:
         chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)
         query, key = query @ chosen.mT, key @ chosen.mT

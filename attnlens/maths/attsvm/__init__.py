@@ -2,13 +2,13 @@
 
 - `problem`: posing problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`, `next_token`), and
   `certify`, which computes the duality gap and the optimality conditions of a solution.
-- `frobenius`: the solver `solve` of ‖W‖_F, `soft_margin` with its own duality gap, and `separable`, which decides if
-  any W exists. `nuclear`: the solver `solve_nuclear` of the nuclear norm.
+- `frobenius`: `solve`, which minimises ‖W‖_F, `soft_margin`, which computes its own duality gap, and `separable`, which
+  decides if any W meets the constraints. `nuclear`: `solve_nuclear`, which minimises the nuclear norm.
 - `head`: the comparison of an attention head with its SVM.
 - `descent`: gradient descent on one-layer attention, for many trials at once.
 
-All functions take plain tensors and work in float64, without a model. A `Solution` contains the certificate of its
-optimality or of infeasibility. Importers: as for `attnlens.maths`.
+All functions take plain tensors and work in float64, without a model. A `Solution` contains the certificate that it is
+optimal, or that the problem is infeasible. Importers: see `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import attsvm
@@ -19,8 +19,8 @@ optimality or of infeasibility. Importers: as for `attnlens.maths`.
 >>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
 ('optimal', True, True)
 
-If no W separates, as with a copy of a selected token, the soft margin measures how close a W can come; C is the price
-of a constraint's slack.
+If no W separates the tokens, for example because a selected token has a copy, the soft margin measures how close a W
+can come to separating them; C is the price of a constraint's slack.
 
 >>> copied = tokens.clone()
 >>> copied[4] = copied[1]

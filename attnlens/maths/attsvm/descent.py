@@ -41,12 +41,12 @@ class Anchored(NamedTuple):
 
 @dataclass(frozen=True)
 class Linear:
-    """h(a) = vᵀa."""
+    """Prediction head h(a) = vᵀa."""
 
     v: Float[Tensor, "trials d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return (f, γ_t − γ_α) for γ_t = vᵀx_t."""
+        """Return the output f and the score differences γ_t − γ_α, where γ_t = vᵀx_t."""
         v = self.v[:, None, :, None]
         rises = (anchored.differences @ v).squeeze(-1)
         return (anchored.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
@@ -54,12 +54,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Relu:
-    """h(a) = 1ᵀ relu(V a)."""
+    """Prediction head h(a) = 1ᵀ relu(V a)."""
 
     V: Float[Tensor, "trials hidden d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return (f, γ_t − γ_α) for γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
+        """Return the output f and the score differences γ_t − γ_α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
         mean = anchored.token + (weights[..., None, :] @ anchored.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
@@ -68,12 +68,12 @@ class Relu:
 
 @dataclass(frozen=True)
 class Scores:
-    """f = Σ_t s_t γ_t: a linear head given by a score for each token."""
+    """Linear prediction head, given by the score γ_t of each token: f = Σ_t s_t γ_t."""
 
     scores: Float[Tensor, "trials n T"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return (f, γ_t − γ_α) for the given scores γ."""
+        """Return the output f and the differences γ_t − γ_α of the given scores γ."""
         chosen = self.scores.gather(-1, anchored.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
@@ -85,7 +85,7 @@ PredictionHead: TypeAlias = Linear | Relu | Scores
 
 @dataclass(frozen=True)
 class Instances:
-    """Trials of one size: f_i = h(Σ_t s_it x_it), s_i = softmax_t(x_itᵀ W z_i) (Tarzanagh et al. 2023, Eq. 1)."""
+    """Trials of one size: f_i = h(Σ_t s_it x_it), where s_i = softmax_t(x_itᵀ W z_i) (Tarzanagh et al. 2023, Eq. 1)."""
 
     tokens: Float[Tensor, "trials n T d"]  # Tokens x
     queries: Float[Tensor, "trials n d_query"]  # Queries z
@@ -107,7 +107,7 @@ class Instances:
         return self.anchor(first.long())
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
-        """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token."""
+        """Return the tokens anchored at the highest-scoring token α, and the gaps x_tᵀWz − x_αᵀWz ≤ 0."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
@@ -139,7 +139,7 @@ class Descent:
         return norm
 
     def correlation(self, direction: BilinearForm) -> Float[Tensor, "steps trials"]:
-        """Return ⟨W, D⟩/(‖W‖‖D‖) for one direction per trial; NaN if either is 0 or D is NaN."""
+        """Return ⟨W, D⟩/(‖W‖‖D‖) for one direction D per trial; NaN if W or D is 0, or D is NaN."""
         inner = (self.W * direction).sum((-2, -1))
         cosine: Tensor = inner / (self.norm * torch.linalg.matrix_norm(direction))
         return cosine
@@ -159,13 +159,14 @@ def descend(
 ) -> Descent:
     """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
-    Factors (K, Q), W = KQᵀ: K ← K − lr·∇_W Q/c, Q ← Q − lr·∇_WᵀK/c with c = ‖∇_W‖ (`form`: W grows by (1 + lr)^2t at
-    most) or each divided by its own norm (`own`: by t²). `floor` is added to every norm before dividing, as published
-    code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor, it follows the remaining tiny
-    gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the iterations
-    to record (0 is the start); the last one is always recorded. `progress` is called with the iterations done and their
-    total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite,
-    shapes that do not fit, factors that are 0, and `form` for so many iterations that W would overflow.
+    If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
+    the normaliser `form`, c is ‖∇_W‖ for both, and W grows at most as (1 + lr)^2t. With `own`, each of the two
+    directions is divided by its own norm, and W grows at most as t². `floor` is added to every norm before dividing, as
+    published code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor, it follows the remaining
+    tiny gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the
+    iterations to record (0 is the start); the last one is always recorded. `progress` is called with the iterations
+    done and their total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are
+    not finite, shapes that do not fit, factors that are 0, and, with `form`, so many iterations that W could overflow.
     """
     parts: Parts = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
@@ -190,10 +191,10 @@ def descend(
 def gradient(
     instances: Instances, anchored: Anchored, log_weights: Weights, loss: Loss
 ) -> tuple[BilinearForm, PerTrial]:
-    """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
+    """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
     The textbook formula Σ_t s_t (γ_t − f) x_t includes t = α, a term that nearly cancels all others: no digits remain
-    once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
+    once 1 − s_α < 1e-16. With logarithms, the direction is correct even if all s_t underflow. D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
@@ -212,7 +213,7 @@ def gradient(
 
 
 def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial) -> Parts:
-    """Take one descent step in W, or in K and Q (directions D; D Q and Dᵀ K). `floor` has the units of D."""
+    """Take one descent step: in W along D, or in K and Q along D Q and Dᵀ K. `floor` has the units of D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts

@@ -54,9 +54,9 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
     Att-SVM of Tarzanagh et al. 2023: minimise ½λᵀGλ − bᵀλ over the working set, then add each query's most violated
-    constraints to the set, at most `limit` times. Equalities are eliminated first. The status is `inaccurate`, with the
-    gap reached, if this does not suffice. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50,
-    1e50]; UnposedError for a problem without constraints.
+    constraints to the set, at most `limit` times. Equalities are eliminated first. If this does not suffice, the status
+    is `inaccurate` and the gap is the one reached. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside
+    [1e-50, 1e50]; UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -116,7 +116,7 @@ def separable(problem: Problem, limit: int = 200) -> Separability:
 class UnitConstraints:
     """The constraints a_c = u_c z_q(c)ᵀ of a problem, each divided by its length, so that ⟨a_c, a_c⟩ = 1 or a_c = 0.
 
-    Only ⟨a_c, a_e⟩ = (u_c·u_e)(z_q(c)·z_q(e)) is needed, so that no d × d_query matrix is formed.
+    Only ⟨a_c, a_e⟩ = (u_c·u_e)(z_q(c)·z_q(e)) is needed, so no d × d_query matrix is formed.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -156,7 +156,7 @@ class UnitConstraints:
 
 
 class Constraints(UnitConstraints):
-    """The inequalities a_c of a problem, projected off the span of its equalities.
+    """The inequalities a_c of a problem, each without its component in the span of the equalities.
 
     G_EE = LLᵀ is factored once with pivoting, so that dependent equalities drop out. Inequalities then have the inner
     products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E, and no equality remains.
@@ -189,7 +189,7 @@ class Constraints(UnitConstraints):
         return answer.reshape(right.shape)
 
     def inner_products(self, rows: Rows) -> Float[ndarray, "k rank"]:
-        """Return (L⁻¹G_Ec)ᵀ for c in rows, each computed once."""
+        """Return (L⁻¹G_Ec)ᵀ for every c in rows; each is computed only once."""
         new = rows[self.position[rows] < 0]
         if len(new):
             self.position[new] = self.count + np.arange(len(new))
@@ -210,7 +210,7 @@ class Constraints(UnitConstraints):
         return self.unit_scores(np.append(rows, self.independent), np.append(loads, -share))
 
     def vectors(self, rows: Rows) -> Float[ndarray, "k width"]:
-        """Return vectors whose inner products are those of `gram`."""
+        """Return one vector for each of the rows, such that their inner products are the entries of `gram`."""
         both = np.append(rows, self.independent)
         u, z = compact(self.u[both]), compact(self.z)[self.query_of[both]]
         if u.size * z.shape[1] > LARGE:
@@ -237,7 +237,7 @@ class Constraints(UnitConstraints):
         return all_rows, multipliers
 
     def refine(self, rows: Rows, loads: Loads) -> Loads:
-        """Refine λ by the residuals of its inequalities, with equalities met; return λ itself if a sign would flip."""
+        """Refine λ by the residuals of its inequalities, with the equalities met; keep λ if any would turn negative."""
         support = np.flatnonzero(loads)
         if not len(support) or not len(self.independent):
             return loads
@@ -249,7 +249,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row most likely to contradict the equalities alone, and its residual's sign, or empty arrays."""
+        """Return the row that most likely contradicts the equalities, and its residual's sign; empty if none does."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -259,7 +259,7 @@ class Constraints(UnitConstraints):
 
 
 def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
-    """Return the rows in an orthonormal basis of their span (QR of the transpose) if that is narrower."""
+    """Express the rows in an orthonormal basis of their span (by QR) if there are fewer rows than columns."""
     if rows.shape[0] >= rows.shape[1]:
         return rows
     triangle: Float[ndarray, "least rows"] = np.linalg.qr(rows.T)[1]
@@ -267,7 +267,7 @@ def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
 
 
 class WorkingSet:
-    """The working set of constraints, and their λ."""
+    """The working set of constraints, and the λ of each."""
 
     def __init__(self, constraints: Constraints, tolerance: float) -> None:
         inequalities = np.flatnonzero(~constraints.equal)
@@ -311,7 +311,7 @@ class WorkingSet:
         self.optimal = bool((short <= self._rounding(self.bounds)).all())
 
     def find_violated(self) -> Rows:
-        """Return each query's WORST most violated constraints outside the set; none if λ proves that no W exists."""
+        """Return each query's up to WORST most violated constraints, or none if λ proves that no W exists."""
         constraints, support = self.constraints, np.flatnonzero(self.loads)
         scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
@@ -342,8 +342,8 @@ class WorkingSet:
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
     """Minimise ½λᵀGλ − bᵀλ, λ ≥ 0, by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
-    `support` is the first guess. Return None if a block of G is singular, or if the exchanges do not settle; then use
-    `damped_step`.
+    `support` is the first guess. Returns None if a block of G is singular, or if the exchanges do not settle; the
+    caller then uses `damped_step`.
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
@@ -369,10 +369,10 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
 
 
 def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, damping: float) -> tuple[Loads, float]:
-    """Return a better λ for the same problem by a projected Newton step (Bertsekas 1982), and the next damping.
+    """Return a better λ for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
 
-    Because of G + damping · I, repeated constraints cause no singularity. The objective never rises, so that steps
-    cannot cycle. If no step lowers it, λ is unchanged and the damping grows.
+    The step uses G + damping · I, so that repeated constraints cause no singularity. The objective never rises, so
+    steps cannot cycle. If no step lowers it, λ is unchanged and the damping grows.
     """
     slack = gram @ loads - bounds
     active = np.flatnonzero((loads > 0.0) | (slack < 0.0))
@@ -433,7 +433,7 @@ def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, flo
 
 @dataclass(frozen=True)
 class SoftMargin:
-    """The W that violates its constraints least: min ½‖W‖² + C Σ max(0, b − u W z), |b − u W z| at equalities."""
+    """The W that minimises ½‖W‖² + C Σ violation: max(0, b − u W z) at inequalities, |b − u W z| at equalities."""
 
     W: Float[Tensor, "d d_query"]  # W(λ), not rescaled
     multipliers: Float[Tensor, " constraints"]  # λ in [0, C], in [−C, C] at equalities
@@ -496,7 +496,7 @@ class Box(UnitConstraints):
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
 
     def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Return λ and the number of steps, by L-BFGS-B and, every few steps, Newton steps on the free λ."""
+        """Minimise by L-BFGS-B with Newton steps on the free λ every few steps; return λ and the number of steps."""
 
         def objective(loads: Loads) -> tuple[float, Loads]:
             downhill = -self.uphill(loads)
@@ -513,7 +513,7 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Take projected Newton steps (Bertsekas 1982) on the λ not at a bound while they help, and return λ."""
+        """Improve λ by projected Newton steps (Bertsekas 1982) on the entries free to move, while they help."""
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
@@ -527,7 +527,7 @@ class Box(UnitConstraints):
         return loads
 
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
-        """Try a Newton step with each of RIDGES, clipped to the box; return the best λ with its gradient, or None."""
+        """Try a clipped Newton step for each of RIDGES; return the best λ and its `uphill` (None if no step helps)."""
         best, largest_gain = None, 0.0
         curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:

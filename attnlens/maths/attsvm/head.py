@@ -42,7 +42,7 @@ class FactoredForm:
         return (queries @ self.right) @ (tokens @ self.left).mT
 
     def rotate_randomly(self, seed: int) -> FactoredForm:
-        """Return O₁ M O₂ᵀ with O₁, O₂ Haar-random: the same singular values in random directions."""
+        """Return O₁ M O₂ᵀ with Haar-random O₁ and O₂: it has the singular values of M, but random directions."""
         generator, factors = torch.Generator().manual_seed(seed), []
         for factor in (self.left, self.right):
             frame, core = torch.linalg.qr(factor)
@@ -64,13 +64,13 @@ class Scene:
 
     @property
     def visible(self) -> Flags:
-        """Tokens that a query can select: the first of their copies."""
+        """Mask of the tokens that each query can select; of several copies, only the first one counts."""
         return self.log_copies > -torch.inf
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """Further parameters of the head's softmax; neither changes the order of the tokens."""
+    """The softcap and the sink of the head's softmax; neither changes the order of the tokens."""
 
     softcap: float | None = None  # Bound on scores, softcap · tanh(score / softcap), or None
     sink: float | None = None  # Logit that takes weight without a token, or None
@@ -107,7 +107,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the visible copies of each token per query, stored at the first copy; 0 at the other copies."""
+    """Count each token's copies that a query sees; the count is stored at the first copy, and the others get 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -173,9 +173,10 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
-    """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for a single token, NaN for none.
+    """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for one visible token, NaN for none.
 
-    `masked` are the scores, `log_weights` the softmax's logits plus the log of copies; both are −∞ for hidden tokens.
+    `masked` are the scores, `log_weights` the softmax's logits plus the log of the number of copies; both are −∞ for
+    hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -187,10 +188,10 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
-    """Build the problem whose feasible W select what the head selects: u W z ≥ 1 from each token of O_i to all others.
+    """Build the problem whose feasible W select what the head selects: u W z ≥ 1 for u from O_i to every other token.
 
-    Several tokens in one O_i must have equal scores (Tarzanagh et al. 2023, the generalised SVM). Raises UnposedError
-    if no query was chosen.
+    If O_i contains several tokens, u W z = 0 between them (Tarzanagh et al. 2023, the generalised SVM). Raises
+    UnposedError if no query was chosen.
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
@@ -213,7 +214,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
 
 
 def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
-    """Mark the visible token of the largest score or, with `top_p`, the fewest tokens with that share of weight."""
+    """Mark the visible token of the largest score or, with `top_p`, the fewest tokens with that share of the weight."""
     if top_p is None:
         order = masked.argmax(-1, keepdim=True)
         selected = torch.ones_like(order, dtype=torch.bool)
@@ -241,16 +242,16 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by the best one; their minimum is the efficiency, ≤ 1, and 1 iff the head is the SVM."""
+        """Margins divided by the best margin; their minimum, the efficiency, is ≤ 1, and 1 iff the head is the SVM."""
         return self.margins / self.best
 
 
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
-    """Compare a head with the SVM of its selections; return the reason if there is no such SVM.
+    """Compare a head with the SVM of its selections, or return the reason why there is no such SVM.
 
     The scenes are those that the queries were chosen from, or others with the same scores. If sets of several tokens
     are selected, M is compared without its finite part W_fin, the least form with the score differences of M inside the
-    sets. Trained forms tend to W_fin + R · W_mm, and only the remainder can meet the equalities.
+    sets. Trained forms tend to W_fin + R · W_mm, and only M − W_fin can meet the equalities.
     """
     try:
         posed = pose(scenes, form, chosen)

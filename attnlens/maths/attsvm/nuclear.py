@@ -166,7 +166,7 @@ class Newton:
         self.system = cho_factor(system, lower=True, overwrite_a=True, check_finite=False)
 
     def direction(self, mean: float, affine: Point | None) -> Point:
-        """Return the step towards X S = mean · I and s λ = mean, corrected by the affine direction's second order."""
+        """Return the step towards X S = mean · I and s λ = mean, with a second-order correction from `affine`."""
         constraints, point, inverse = self.constraints, self.point, self.inverse
         fixed, slack = mean * inverse, mean * self.reciprocal
         if affine is not None:
@@ -179,7 +179,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after steps min(1, share · s), primal and dual; s is the largest step inside the cones."""
+        """Return the point after primal and dual steps min(1, share · s); s is the largest step inside the cone."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -211,10 +211,10 @@ def to_zero(values: Each, change: Each, share: float) -> float:
 def refine_on_face(
     problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
 ) -> tuple[Multipliers, Matrix] | None:
-    """Return (λ, W) near the given ones, where W = A Bᵀ has W's rank, u W z = b where `tight`, and λ = 0 elsewhere.
+    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b where `tight`, and λ = 0 elsewhere.
 
-    Solves the stationarity of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B, B = Mᵀ A, M = Σλ u zᵀ. None if the
-    system would be too large. The result is not guaranteed to be better: certify it.
+    Solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B = Mᵀ A, where M =
+    Σλ u zᵀ. Returns None if the system would be too large. The result is not guaranteed to be better: certify it.
     """
     left, values, right = torch.linalg.svd(W, full_matrices=False)
     # Strict complementarity distinguishes zero from small singular values of W: either σ(W) = 0 or σ(M) = 1.
@@ -250,9 +250,9 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
     An interior-point method on a working set of constraints, to which violated ones are added, in the row spaces of u
     and z (W never leaves them). `tolerance` is the sufficient relative gap (P − D)/P. By default it is 1e-4: the norm
-    is accurate to 1e-4, and W less so. For a result exact to rounding use, e.g., 1e-10. `gap` in the result is the gap
-    reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
-    without a norm. Raises the same errors as `solve`.
+    is then accurate to 1e-4, but W is less accurate. For a result exact to rounding use, e.g., 1e-10. `gap` in the
+    result is the gap reached. `limit` bounds the total number of interior-point steps. For an infeasible problem, the
+    result contains Gordan's certificate and no norm. Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
@@ -269,7 +269,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem in the row spaces of u and z, in rounds of interior point, polishing and added constraints."""
+    """Solve a problem in the row spaces of u and z, in rounds: interior point, polishing, new constraints."""
     # All constraints of a small problem, else the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
@@ -298,7 +298,7 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
 def certify_nuclear(
     problem: Problem, multipliers: Multipliers, W: Matrix, tolerance: float = 1e-4, iterations: int = 0
 ) -> Solution:
-    """Return the solution that λ and W prove: P = ‖W‖_*, W scaled to its least margin, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
+    """Return the solution that λ and W prove: P = ‖W‖_* after scaling W to feasibility, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
 
     D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If no multiple
     of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0 and sizes
@@ -332,7 +332,7 @@ def certify_nuclear(
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
-    """Count σ(W) > relative · σ₁, in [0, min(d, d_query)]; meaningful if the gap is well below `relative`."""
+    """Count the σ(W) above relative · σ₁; the count is meaningful if the gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
     return int((values > relative * values[:1]).sum())
@@ -349,7 +349,7 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
 ) -> tuple[Matrix, Multipliers, int]:
-    """Return W, λ (0 outside the working set) and steps, computed with u, z, b of unit size; `size`: expected ‖W‖."""
+    """Return W, λ (0 outside the working set) and the number of steps; `size` is the expected ‖W‖."""
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
     u_size, z_size, height = float(u.norm(dim=1).max()), float(z.norm(dim=1).max()), float(b.abs().max())
     length = u_size * z_size
@@ -361,7 +361,7 @@ def solve_working_set(
 
 
 def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:
-    """Return W on the equalities, scaled to be feasible (or None), and the least score − b before scaling."""
+    """Return W made feasible by projection and scaling (or None), and the least score − b before scaling."""
     inequal = ~problem.equal
     anchor = project_on_equalities(problem, torch.zeros_like(W))
     free = project_on_equalities(problem, W) - anchor
@@ -379,7 +379,7 @@ def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float
 
 
 def project_on_equalities(problem: Problem, W: Matrix) -> Matrix:
-    """Return the nearest W (Frobenius) that meets the equalities."""
+    """Return the matrix that meets the equalities and is nearest to W in the Frobenius norm."""
     if not problem.equal.any():
         return W
     equal = problem.select(problem.equal.nonzero().flatten())

@@ -45,7 +45,7 @@ class Problem:
 
     Tarzanagh et al. 2023, Eq. 2.
 
-    u_c = x_α − x_t is a difference of two tokens, z_q(c) the query of the constraint. Everything is float64.
+    u_c = x_α − x_t is a difference of two tokens, and z_q(c) is the query of the constraint. Everything is float64.
     """
 
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
@@ -119,9 +119,9 @@ def selection(
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
-    Each query selects one token α. `margins` is b of each sample, 1 by default. A duplicate of the chosen token gives a
-    constraint that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers that are not finite,
-    and a chosen token that is not allowed; UnposedError if there is no token to separate from.
+    Each query selects one token α. `margins` contains the b of each sample; it is 1 by default. A duplicate of the
+    chosen token gives a constraint that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers
+    that are not finite, and a chosen token that is not allowed; UnposedError if there is no token to separate from.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
@@ -130,8 +130,8 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query, one chosen token (integer) and, with margins, one margin.",
-            "Give one query, one chosen token and, if not 1, one margin per sample.",
+            f"Each of the {samples} samples needs a query, a chosen token index and, if margins are given, a margin.",
+            "Give one query and one chosen token per sample; leave out margins if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
@@ -143,7 +143,7 @@ def selection(
 
 
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
-    """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
+    """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W if every query is 1.
 
     Raises the same errors as `selection`.
     """
@@ -163,11 +163,11 @@ def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None
 
 
 def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
-    """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
+    """Build the problem u W z = 0 inside O_i, u W z ≥ 1 from O_i to other tokens (Tarzanagh et al. 2023, Gen-SVM).
 
-    O_i are the selected tokens; exact duplicates count as one token, selected if any of them is. Every constraint
-    starts at one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all
-    are selected.
+    O_i are the selected tokens; exact duplicates count as one token, which is selected if any of them is selected.
+    Every constraint starts at one representative of O_i. Raises UsageError as `selection` does and for an empty O_i;
+    UnposedError if all tokens are selected.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
@@ -181,8 +181,9 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
 def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n tokens"], sets: Mask) -> Problem:
     """Build the problem of W_fin, the part that stays finite: (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i.
 
-    Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
-    Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
+    Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, which must be > 0 inside O_i; each duplicate
+    gets the mean weight of its copies. Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i;
+    UnposedError if every O_i is one token.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
@@ -198,7 +199,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Return sample, first token of its set O_i and candidate, for every candidate except that first token."""
+    """Pair every candidate with the first token of its sample's O_i; return sample, first token and candidate."""
     representative = sets.int().argmax(-1)
     others = candidates.clone()
     others[torch.arange(len(sets)), representative] = False
@@ -213,7 +214,7 @@ def build_problem(
     margins: Each,
     equal: Bool[Tensor, " constraints"] | None = None,
 ) -> Problem:
-    """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
+    """Build a problem from constraints, by default inequalities; raise UnposedError if there are no constraints."""
     if not len(differences):
         raise UnposedError("There is no other token to select from.", "Give sequences of at least two tokens.")
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
@@ -221,7 +222,7 @@ def build_problem(
 
 
 def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, Mask]:
-    """Return the sets extended by copies of selected tokens, and which visible tokens are their first copies."""
+    """Return the sets with all copies of selected tokens, and a mask of visible tokens without an earlier copy."""
     same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
     first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
@@ -235,7 +236,7 @@ def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
 
 
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
-    """Build the problem (e_i − e_j)ᵀ W e_k = 0 inside cycles of k's graph, ≥ 1 along its other edges (Graph-SVM).
+    """Build the problem (e_i − e_j)ᵀ W e_k = 0 in cycles of k's graph, and ≥ 1 along its other edges (Graph-SVM).
 
     A sequence consists of input tokens followed by a label (Li et al. 2024). The graph of a last input token k has an
     edge from the label to each input token, for all sequences ending in k; a cycle is a strongly connected component.
@@ -271,12 +272,12 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` dimensions,
-    the last non-empty.
+    the last of which is not empty.
     """
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
-            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, the last non-empty.",
+            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, and the last must not be empty.",
             f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
@@ -285,7 +286,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
 
 
 def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
-    """Return the mask, all true by default; raise UsageError if its shape differs."""
+    """Return the mask, or a mask that is all true if it is None; raise UsageError if its shape is wrong."""
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
     if require_real(f"flags `{name}`", mask).shape != (samples, length):
@@ -321,7 +322,7 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
     """Raise UnposedError for a problem without constraints, and UsageError for a wrong tolerance, limit or size.
 
     The tolerance must be positive, the limit at least 1, and the largest |number| of each nonzero difference, query and
-    margin in [1e-50, 1e50]: squares and products of other sizes over- or underflow float64.
+    margin must lie in [1e-50, 1e50]: the squares and products of other numbers overflow or underflow float64.
     """
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
@@ -384,7 +385,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
 
 
 def _feasible_scale(problem: Problem, scores: Each) -> float:
-    """Return the least t with t · score ≥ b wherever b > 0; 1 if none exists or an equality with b ≠ 0 fixes it."""
+    """Return the least t with t · score ≥ b wherever b > 0; 1 if there is none or an equality with b ≠ 0 fixes it."""
     bounds, positive = problem.margins, ~problem.equal & (problem.margins > 0.0)
     if not positive.any() or (bounds[problem.equal] != 0.0).any() or not (scores[positive] > 0.0).all():
         return 1.0

@@ -59,7 +59,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
 
-    One NaN for a long sequence, whose full spectrum is not computed: `attention_rank` needs only the leading σ.
+    A long sequence gives one NaN because its full spectrum is not computed: `attention_rank` needs only leading σ.
     """
     if is_long(query_key):
         return query_key.query.new_full((*query_key.query.shape[:-2], 1), torch.nan, dtype=torch.float64)
@@ -71,7 +71,7 @@ def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = F
 
 
 def attention_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of P; NaN if P = 0, or if `least_rank` proves no k."""
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for the σ of P; NaN if P = 0 or `least_rank` fails."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
 
@@ -137,8 +137,8 @@ def _average_queries(query_key: QueryKey, compute: Callable[[QueryKey], Valid]) 
 class Anatomy:
     """Shares of ‖LJ‖² = Σμ₊² + Σμ₋² + ‖JAJ‖² + n‖c‖², each in [0, 1]; NaN if LJ = 0.
 
-    J = I − 11ᵀ/n; S and A are the symmetric and antisymmetric parts of the logits L, μ the eigenvalues of JSJ, c the
-    centred column means of L. Softmax ignores terms of the query alone, so attention depends on L only through LJ.
+    J = I − 11ᵀ/n; S and A are the symmetric and antisymmetric parts of the logits L, μ are the eigenvalues of JSJ, and
+    c contains the centred column means of L. Softmax ignores query-only terms, so attention depends on LJ alone.
     """
 
     positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel
@@ -198,10 +198,10 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
-    K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax ignores row constants, and
-    this choice gives one verdict for all L with the same attention (for symmetric L it is L itself). sym K is scaled to
-    unit diagonal, a congruence, so that nothing overflows and definiteness is kept. Any entry above 1, in a leading
-    block or in the whole, then proves sym K indefinite by a 2 × 2 minor. Otherwise Cholesky decides.
+    K_ij = exp(L_ij − ρ_i + κ_i), where ρ_i is the mean of row i and κ_i is the mean of column i: softmax ignores row
+    constants, and this choice gives one verdict for all L with the same attention (for symmetric L it is L itself). sym
+    K is scaled to unit diagonal, a congruence, so that nothing overflows and definiteness is kept. Any entry above 1,
+    in a leading block or in the whole, then proves sym K indefinite by a 2 × 2 minor. Otherwise Cholesky decides.
     """
     return over_heads(_verdicts, logits)
 
@@ -209,14 +209,14 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
 def definite_kernel(query_key: QueryKey) -> PerHead:
     """Return `definite` for the head's logits of all pairs, without position bias or mask.
 
-    Long logits are searched for a witness in tiles.
+    For a long sequence, a witness of indefiniteness is searched for in tiles of the logits.
     """
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide if one long head is definite; UNDECIDED if it lacks a witness and has more than FACTORED tokens."""
+    """Decide if one long head is definite; UNDECIDED if it has no witness and more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -255,7 +255,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Search a leading block for a witness, then the whole; decide the heads without one by Cholesky."""
+    """Search a leading block for a witness, then the whole matrix; decide heads without a witness by Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
@@ -284,7 +284,7 @@ def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]
 
 
 def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
-    """Return POSITIVE if K + tol has a Cholesky factor, INDEFINITE if K + 4 tol has none; tol = rounding · ‖K‖_∞.
+    """Return POSITIVE if K + tol·I has a Cholesky factor, INDEFINITE if K + 4 tol·I has none; tol = rounding · ‖K‖_∞.
 
     The factorisation rounds by less than tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3 tol.
     Between the two the result is UNDECIDED: the matrix is as close to the boundary as its rounding.

@@ -38,8 +38,9 @@ LARGEST_CONDITION = 1e5
 def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
-    Under rotation: Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a distance
-    (images): that of the joint kernel on (content, position), with every pair of positions once. NaN for a zero matrix.
+    Under rotation it is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a
+    distance (images), it is the symmetry of the joint kernel on (content, position), where every pair of positions
+    counts once. NaN for a zero matrix.
     """
     if not (form.rotation is None or form.rotation.by_distance):
         return _trace_ratio(form.query_mean, form.key_mean, form.cross_mean)
@@ -56,8 +57,8 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
     """Return the symmetry of Σ_h M_h over the heads of a site (Saponati et al. 2025, layer score), in [−1, 1].
 
     The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ; each query head is paired with
-    its key head. With RoPE, it runs over the same relative distances as `symmetry`. `query_key` must not have batch
-    axes. Returns None for a zero matrix and for cross-attention.
+    its key head. With RoPE, the symmetry covers the same relative distances as in `symmetry`. `query_key` must not have
+    batch axes. Returns None for a zero matrix and for cross-attention.
     """
     if query_key.site.part == "cross":
         return None
@@ -90,8 +91,8 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
 def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
-    The published sign (Saponati et al. 2025); 0 if nothing stands out. Row norms² are diag(W_Q G_K W_Qᵀ), under
-    rotation pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
+    The sign is as published (Saponati et al. 2025); 0 if no norm stands out. Squared row norms are diag(W_Q G_K W_Qᵀ)
+    or, pooled over rotations, diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is the Gram matrix of the stacked keys.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
@@ -123,7 +124,7 @@ def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
 
 
 def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-    """Sum the norms that exceed mean + 2 sd (unbiased), strictly, as defined by Saponati et al."""
+    """Sum the norms that are strictly above mean + 2 sd (unbiased), as defined by Saponati et al."""
     border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
@@ -156,7 +157,7 @@ def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Concatenated:
 
 
 def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -> Float[Tensor, " positions"]:
-    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`."""
+    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ; X and Y are blocks of `left` and `right`."""
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
@@ -166,7 +167,7 @@ def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -
 
 
 def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
-    """Return R by Cholesky at unit column lengths, 0 if ill-conditioned, and whether √size / min diag(R) ≤ 1e5."""
+    """Return R by Cholesky at unit column lengths (0 if ill-conditioned), and whether √size / min diag(R) ≤ 1e5."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
     least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
@@ -184,7 +185,7 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    For an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) of σ₁ are rounding.
+    Used for an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) of σ₁ are rounding.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -243,14 +244,14 @@ def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
 
 
 def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
-    """Return the quarters of a matrix in that order: first × first members of the pairs, first × second, and so on."""
+    """Return the quarters of a matrix in this order: first × first members of the pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
     ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
 
 
 def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
-    """Return the matrix with rows and columns in this order; the matrix itself if already in order (as in Llama)."""
+    """Return the matrix with rows and columns in this order; the matrix itself if it is in order (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
     return matrix[..., order[:, None], order]
@@ -261,8 +262,8 @@ class Form:
     """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, never formed.
 
     Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
-    (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. It is
-    factored by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
+    (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. The joint
+    kernel is factored by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
     """
 
     query_key: QueryKey
@@ -319,7 +320,7 @@ class Form:
 
     @cached_property
     def distance_traces(self) -> tuple[PerDistance, PerDistance]:
-        """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
+        """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, divided by s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
 
         Without rotation there is one position: tr(CC) and tr(G_Q G_K).
         """
@@ -337,7 +338,7 @@ class Form:
 
     @property
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
-        """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are omitted."""
+        """σ(M) = s·σ(R_Q R_Kᵀ), descending, for roots R of the Gram matrices G; σ that are always zero are omitted."""
         query, key = (self.query_mean, self.query_key.query), (self.key_mean, self.query_key.paired_key)
         return self._decompose_roots(root_singular_values, query, key) * abs(self.query_key.scale)
 
@@ -345,7 +346,7 @@ class Form:
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
         """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; eigenvalues that are always zero are omitted.
 
-        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
+        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, μ are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
         cross = self.cross_mean
         joint = torch.cat((torch.cat((self.query_mean, cross.mT), -1), torch.cat((cross, self.key_mean), -1)), -2)
@@ -359,7 +360,7 @@ class Form:
 
     @property
     def inertia(self) -> tuple[PerHead, PerHead]:
-        """Number of μ above the threshold eps · size · max|μ|, and below minus the threshold; 0 … head_dim each."""
+        """Numbers of μ above the threshold eps · size · max|μ| and of μ below its negative; each is 0 … head_dim."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
         # Strict on both sides: an eigenvalue at the border is zero up to rounding, and all of a zero matrix are.
@@ -367,7 +368,7 @@ class Form:
 
     @property
     def positivity(self) -> PerHead:
-        """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, which are the non-zero ones of M/s (Elhage et al. 2021)."""
+        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
@@ -384,7 +385,7 @@ class Form:
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
         """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
 
-        Roots by Cholesky; for an ill-conditioned Gram matrix, by QR of the factors or, under rotation, by eigenvalues.
+        Roots come from Cholesky or, for ill-conditioned matrices, QR of the factors (under rotation, eigenvalues).
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:
@@ -420,9 +421,9 @@ def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
 def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
-    Under RoPE, M is that of equal positions. The rank counts the σ of ΔM above eps · n · max(‖M‖_F, ‖ΔM‖_F), the
-    largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is float32's, in which models compute the cos and sin
-    of their rotations. NaN if M = 0.
+    Under RoPE, M is the form at equal positions. The rank counts the σ of ΔM above eps · n · max(‖M‖_F, ‖ΔM‖_F), the
+    largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is that of float32, in which models compute the cos and
+    sin of their rotations. NaN if M = 0.
     """
     query, key = base.query.double(), base.paired_key.double()
     query_after, key_after = query_key.query.double(), query_key.paired_key.double()
@@ -442,7 +443,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """Return R of [a·first b·second] by QR; a and b scale blocks to their partners' norms and cancel in the product."""
+    """Return R of [a·first b·second] by QR; a and b balance the norms of blocks and partners."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
         norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
@@ -454,8 +455,8 @@ def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
     Computed as asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, which is exact for small angles (Björck & Golub
-    1973). Directions with a singular value within rounding, eps · n · σ₁, do not count. 90 if the ranks differ, NaN if
-    both are 0.
+    1973). Directions with a singular value within rounding, eps · n · σ₁, do not count. The angle is 90 if the ranks
+    differ, and NaN if both ranks are 0.
     """
     return over_heads(_largest_angles, first.double(), second.double())
 

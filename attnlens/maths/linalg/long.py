@@ -101,7 +101,7 @@ class Ritz:
     turn: Float[Tensor, "basis basis"]  # V = basis · turn
 
     def bound_energy(self, rank: int, pairs: int, norm: float) -> float:
-        """Return an upper bound on Σ_{l≤rank} λ_l(A), if A deflated by its first `pairs` vectors has a norm ≤ `norm`.
+        """Return an upper bound on Σ_{l≤rank} λ_l(A), if A without its first `pairs` vectors has norm ≤ `norm`.
 
         In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. Sums of the largest
         eigenvalues are subadditive, and those of the coupling are at most Σ‖s_i‖.
@@ -203,7 +203,7 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # First query of each key, and one past its last
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
+        """Return the sums of squares of row-centred scores that b, and c beyond b, explain; NaN without convergence.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """
@@ -222,7 +222,7 @@ class IntervalMask:
         distance_counts = sum_by_distance(torch.ones_like(key_counts), of_queries)
 
         def multiply(b: Tensor, c: Tensor) -> Tensor:
-            """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
+            """Multiply the matrix of b's and c's normal equations, after eliminating row constants, by (b, c)."""
             row_means = (_sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)) / key_counts.clamp(min=1)
             keys = query_counts * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
             distances = distance_counts * c + sum_by_distance(b, of_keys) - sum_by_distance(row_means, of_queries)

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
-    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`, else NaN.
+    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`, or NaN.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
     `centred`, x_ij is the softmax input (score and bias) minus its mean over the keys that query i sees, which
@@ -47,7 +47,7 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
     two keys or more. At N = 0 attention is uniform except for bias. NaN also if no query sees two keys.
 
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to a row's
-    largest weight. Where that matters (|x| > 32), even the exact sum is larger than its neighbours until N > e·|x|.
+    largest weight. Where that matters (|x| > 32), even the exact sum exceeds the row's other sums until N > e·|x|.
     """
     score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -75,7 +75,7 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
 def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     """Return a sufficient number m of features: a K of rank m whose K_ij/Σ_j K_ij is within `error` of attention.
 
-    Sums and errors are over the visible pairs. K is unconstrained at hidden ones, so that attention alone decides (P
+    Sums and errors are over the visible pairs. K is unconstrained at hidden pairs, so that attention alone decides (P
     with zeros there would have full rank in every causal head). As in `taylor_order`, a query whose sum is not positive
     has error 1, and a sink keeps its share in the sum.
 
@@ -111,7 +111,7 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
     """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
 
-    Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b.
+    Newton's method maximises Σ_ij p_ij log p̂_ij, which is concave in b.
     """
     hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
@@ -169,7 +169,7 @@ def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
 def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey) -> Matrices:
     """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees, if kernel_ij = e^unit_i · k_ij.
 
-    NaN in rows whose sum is not positive.
+    Rows whose sum is not positive are NaN.
     """
     hidden = ~_visible_pairs(query_key)
     weights = kernel.masked_fill(hidden, 0.0)
@@ -184,7 +184,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average the total variation (with sinks; 1 for NaN rows) over queries with at least two keys, or return NaN."""
+    """Average the total variation (with sinks; 1 for NaN rows) over queries with two keys or more; NaN if none."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
     return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
@@ -217,8 +217,8 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
     `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). There are as many
-    workers as torch has threads, each with a single BLAS thread, because two on one small matrix mostly wait for each
-    other. A piece has at most PIECE numbers. Tensors on an accelerator are passed to `function` without splitting.
+    workers as torch has threads, each with a single BLAS thread, because two threads on one small matrix mostly wait
+    for each other. A piece has at most PIECE numbers. Tensors on an accelerator are not split.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
@@ -330,8 +330,7 @@ def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch s
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """Fit log σ_l ≈ a − b·l to descending values by least squares, and return b ≥ 0; NaN for fewer than two values.
 
-    Values up to eps · steps · largest are left out as rounding errors. Random factors decay too: compare with their
-    rate.
+    Values up to eps · steps · largest are left out as rounding errors. Random factors have b > 0 too: compare with it.
     """
     # Strict: a zero matrix keeps no value.
     above = values > EPS * values.shape[-1] * values[..., :1]

@@ -57,7 +57,7 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
     `packed` are the bits of the mask (None: all pairs) of n queries and m keys. The function returned takes the scores'
     sums per key (heads, m) and per distance (heads, n + m), and returns the sums of squares (heads, 2) explained by b,
-    and by c beyond b (NaN unless `distances`).
+    and by c beyond b (NaN if `distances` is false).
     """
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
@@ -85,8 +85,8 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return pairs per distance, c's normal equations (diagonal without the pairs), the block with b, and distances.
 
-    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The distances
-    are the indices of those that occur.
+    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The pairs per
+    distance must be added to the diagonal; only distances that occur are included.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -100,7 +100,8 @@ def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, 
 def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Callable[[Sums], Sums]:
     """Return the solver of N x = g for rows g in the range of N = diag(counts) + `normal`, which is singular and ≥ 0.
 
-    Cholesky of N + RIDGE·I, N scaled to `counts` of 1, then iterative refinement. `normal` is modified in place.
+    It uses Cholesky of N + RIDGE·I, where N is scaled such that `counts` become 1, and then iterative refinement.
+    `normal` is modified in place.
     """
     normal.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
@@ -169,7 +170,7 @@ def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
-    """Return True for heads whose mask hides no pair: attention identifies all of L up to row constants."""
+    """Return True for heads whose mask hides no pair, so that attention identifies all of L up to row constants."""
     lead = query_key.query.shape[:-2]
     if query_key.allowed is None:
         return torch.ones(lead, dtype=torch.bool, device=query_key.query.device)
@@ -179,8 +180,8 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if these are zero.
 
-    Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
-    are long, only its leading eigenvalues are computed (`least_rank`).
+    Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All other scores are reduced to their Gram matrix;
+    if they are long, only its leading eigenvalues are computed (`least_rank`).
     """
 
     def rank(head: QueryKey) -> float:
@@ -254,7 +255,7 @@ def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*b
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
-    """Concatenate ‖L‖², the sums over each key and the sums over each distance."""
+    """Concatenate ‖L‖², the sums per key and the sums per distance."""
     energy = scores.flatten(1).norm(dim=1, keepdim=True).square()
     return torch.cat((energy, scores.sum(-2), distance_sums(scores)), -1)
 

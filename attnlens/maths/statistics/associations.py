@@ -62,7 +62,7 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p of μ_a = μ_b for `pairs_of`; NaN if most pairs of the same kinds lack any spread."""
+        """Return the two-sided p of μ_a = μ_b for `pairs_of`; NaN if most pairs of the same kinds have no spread."""
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
         variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
@@ -80,7 +80,8 @@ class Blocks:
 def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) for each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
 
-    The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most that of `others` treatments, times COUNTED.
+    The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most the degrees of freedom of `others`
+    treatments, multiplied by COUNTED.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -102,8 +103,8 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    Rejecting the p below a level keeps the probability of any false rejection below it. NaN stays NaN and does not
-    count in n.
+    Rejecting the p below a level keeps the probability of any false rejection below this level. NaN stays NaN; n
+    excludes it.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
@@ -121,11 +122,12 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
 def rank_correlation(
     x: PerHead, y: PerHead, groups: Sequence[object] | None = None, draws: int = 2000, seed: int = 0
 ) -> Interval:
-    """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its 95 % interval. Pairs with NaN do not count.
+    """Return Spearman's ρ in [−1, 1] and its 95 % interval. Ties share their mean rank; pairs with NaN do not count.
 
-    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on that
-    of the sample. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
-    normal quantile, since few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
+    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on artanh
+    ρ of all heads. Because few layers make them too narrow, they are widened by √(n/(n − 1)), where n is the number of
+    draws, and by the ratio of Student's t (n − 1 degrees of freedom) to the normal quantile. NaN if fewer than four
+    pairs remain or one side is constant.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -166,7 +168,7 @@ class PermutationTests(NamedTuple):
 
 
 def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
-    """Return ranks along the last axis, ties sharing their mean; a NaN in a row makes the whole row NaN."""
+    """Return ranks along the last axis, where ties share their mean; a NaN in a row makes the whole row NaN."""
     return torch.from_numpy(np.asarray(stats.rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
 
 
@@ -174,8 +176,8 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
     """Return p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), for Spearman's ρ over the n heads with both values.
 
     Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
-    Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. A harm's
-    rank is that among all heads. NaN for a measure with fewer than four heads, or a constant one.
+    Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. The rank of
+    a head's harm is its rank among all heads. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -249,9 +251,9 @@ def windows_interval(
 def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms; r is Spearman's ρ between halves of the windows.
 
-    It is the median over random halvings, within each text if all texts have two windows (Spearman 1910, Brown 1910).
-    Its root is the ρ expected of a measure that determines the harm up to the noise of the windows. NaN for fewer than
-    two windows or four heads.
+    r is the median over random halvings, within each text if all texts have two windows (Spearman 1910, Brown 1910).
+    The root of the reliability is the ρ expected of a measure that determines the harm up to the noise of the windows.
+    NaN for fewer than two windows or four heads.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -100,8 +100,8 @@ class Design:
 
     Over "windows" the texts are strata: the error is that of the mean over these texts' windows. If a text has a single
     window, whose spread is unknown, all windows are treated as one sample; the error then includes the differences
-    between texts. Over "texts" they are clusters: the error is that of the mean over texts like these (Cochran 1977,
-    chapters 5 and 9A).
+    between texts. Over "texts" the texts are clusters: the error is that of the mean over texts like these (Cochran
+    1977, chapters 5 and 9A).
     """
 
     texts: tuple[int, ...]  # index of each window's text
@@ -136,7 +136,7 @@ class Design:
 
     @property
     def exchangeable(self) -> int:
-        """Number of exchangeable draws: texts, or the windows of the text with the fewest."""
+        """Number of exchangeable draws: texts, or the windows of the text with the fewest windows."""
         return self.units if self.clustered else min(Counter(self.strata).values(), default=0)
 
     @property
@@ -180,7 +180,7 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window, n the number of draws exchangeable with that of the window.
+        """√(n/(n − 1)) of each window, where n is the number of draws that are exchangeable with this window.
 
         Bootstrap deviations are multiplied by it, because their variance is that of n draws about their mean.
         """
@@ -191,7 +191,7 @@ class Design:
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
         """Return the variance of Σ times · residuals; each window is drawn `times` times (0: the window has no value).
 
-        Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)².
+        Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)²; over texts it is T/(T − 1) Σ_t (Σ_{i in t} r_i)².
         Residuals are those of a mean, divided by its denominator. NaN if there is only one draw.
         """
         sums = (times * residuals) @ self.members.mT
@@ -210,10 +210,10 @@ class Design:
     def weighted_means(
         self, values: Float[Tensor, "units windows"], size: Float[Tensor, " windows"], times: Samples
     ) -> tuple[Draws, Draws]:
-        """Return each sample's means over tokens, `size` per window, and their standard errors (Cochran 1977, ratios).
+        """Return each sample's means over tokens and their standard errors; each window has `size` tokens.
 
-        √variance of the residuals size · (value − mean)/Σ times · size, from matrix products: the residuals of every
-        draw, unit and window are not stored.
+        The errors are √variance of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). They come
+        from matrix products, so that the residuals of every draw, unit and window are never stored.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)

@@ -45,9 +45,9 @@ def gaussian_null(
     """Return mean and sd of each scalar measure over independent Gaussian factors in the layout of `like`.
 
     Factors have the shapes, scale and rotation of `like`. Analyzers are `Analyzer` or similar: a `function` of a
-    QueryKey, and `measures` with `name`, `curve` and `has_null`. All get the same draws. Each factor has unit Frobenius
-    norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖. Draws without a value do not count; a
-    measure with fewer than two values is left out.
+    QueryKey, and `measures` with `name`, `curve` and `has_null`. All analyzers get the same draws. Each factor has unit
+    Frobenius norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖. Draws without a value do not
+    count; a measure with fewer than two values is left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
@@ -125,8 +125,8 @@ def student_interval(value: float, error: float, freedom: int) -> Interval:
 def prediction_bound(values: Sequence[float]) -> float:
     """Return m + t s √(1 + 1/n), a bound that one more draw does not exceed with probability 0.95.
 
-    The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970), t with n − 1
-    degrees of freedom. NaN for fewer than two draws.
+    The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970), where t has
+    n − 1 degrees of freedom. NaN for fewer than two draws.
     """
     if len(values) < 2:
         return math.nan
@@ -148,10 +148,10 @@ def paired_difference(
     """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
     Studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and the
-    quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t if a text has fewer than eight
-    windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of tokens: means are then
-    over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN
-    if none remain.
+    quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t is used if a text has fewer than
+    eight windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of tokens: means are
+    then over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers
+    are NaN if none remain.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -208,11 +208,11 @@ def median_error(
     draws: int = MEDIAN_ERROR_DRAWS,
     seed: int = 0,
 ) -> list[float]:
-    """Return the standard error of the median over each group of heads of their means over windows.
+    """Return, for each group of heads, the standard error of the median of the heads' means over windows.
 
     It is the sd over bootstrap samples of windows. In each sample all heads are averaged over the same windows, because
     the heads of a median are not independent: they read the same text. Each text's deviations are widened by √(n/(n −
-    1)), n its number of windows. NaN if there is only one draw.
+    1)), where n is its number of windows. NaN if there is only one draw.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -223,12 +223,12 @@ def median_error(
 
 
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
-    """Return each unit's two-sided p for a mean difference of 0 over windows, weighted by tokens.
+    """Return each unit's two-sided p for the hypothesis that its mean difference, weighted by tokens, is 0.
 
-    (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap. Student's t is used for few or very many
-    windows; on skewed differences of heads it reports about twice as many false effects. If fewer than ENOUGH samples
-    exceed the score, Student's tail is used, stretched to match the ENOUGH largest. NaN if there are too few
-    differences, or if all are equal.
+    By the studentised bootstrap, p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws). Student's t is used for few or very
+    many windows; on skewed differences of heads, Student's t reports about twice as many false effects. If fewer than
+    ENOUGH samples exceed the score, Student's tail is used, stretched to match the ENOUGH largest. NaN if there are too
+    few differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
@@ -260,7 +260,7 @@ def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
 
 
 def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return q of each p: the smallest false discovery rate that rejects its hypothesis (Benjamini & Hochberg 1995).
+    """Return q of each p: the least false discovery rate that rejects the hypothesis (Benjamini & Hochberg 1995).
 
     NaN stays NaN and does not count in n.
     """
@@ -272,5 +272,5 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Select hypotheses to reject, with an expected share ≤ `rate` of true ones among them; none with p = NaN."""
+    """Select hypotheses to reject, of which an expected share ≤ `rate` is true; NaN is never selected."""
     return adjust_p_values(p_values) <= rate
