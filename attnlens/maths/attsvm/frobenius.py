@@ -444,7 +444,7 @@ class SoftMargin:
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
-    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by L-BFGS-B and Newton steps.
+    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C, |λ| ≤ C at equalities (Cortes and Vapnik 1995), by L-BFGS-B and Newton.
 
     Stops at a gap of `tolerance` or after `limit` steps; `gap` is the gap reached. Raises the errors of `solve`, and
     UsageError unless C is finite and positive.

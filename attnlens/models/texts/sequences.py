@@ -40,12 +40,12 @@ SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
     """Read a dataset's rows as lines of text, cut off after `most` characters, without running the dataset's code.
 
-    Raises UsageError if the package datasets is not installed, TextError if the dataset or its column can't be read.
+    Raises UsageError if the package `datasets` is not installed, TextError if the dataset or its column can't be read.
     """
     try:
         import datasets
     except ImportError:
-        problem = f"{DATASETS}{rows.name} needs the package datasets, which is not installed."
+        problem = f"{DATASETS}{rows.name} needs the package `datasets`, which is not installed."
         raise UsageError(problem, 'Run: pip install "attnlens[datasets]", or name a text file.') from None
     from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
