@@ -45,7 +45,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     try:
         import datasets
     except ImportError:
-        problem = f"{DATASETS}{rows.name} needs the package datasets, which is not installed."
+        problem = f"{DATASETS}{rows.name} needs the package `datasets`, which is not installed."
         raise UsageError(problem, 'Run: pip install "attnlens[datasets]", or name a text file.') from None
     from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
