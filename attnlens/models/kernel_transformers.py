@@ -382,7 +382,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         labels: Tensor | None = None,
         **_more: object,
     ) -> ModelOutput:
-        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels`, add the loss.
+        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels`, also to the loss.
 
         The labels of a causal language model are its ids, which are shifted here; labels of −100 are ignored.
         """

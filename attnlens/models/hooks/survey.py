@@ -88,7 +88,7 @@ class SiteCall:
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the inputs for the queries and for the keys, as `sequences` converts them; equal in self-attention."""
+        """Return the inputs of queries and of keys, as `sequences` converts them; they are equal in self-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -326,7 +326,10 @@ def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
 def replay_outputs(
     blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object], site: Site
 ) -> Iterator[None]:
-    """Inside the `with`, return recorded outputs from all blocks before `site`'s block instead of running them."""
+    """Inside the `with`, return recorded outputs from all blocks before `site`'s block instead of running them.
+
+    This is exact if no earlier block changes.
+    """
     containing = [index for index, (path, _) in enumerate(blocks) if site.path.startswith(f"{path}.")]
     earlier = blocks[: containing[0]] if containing else []
     for path, block in earlier:

@@ -246,7 +246,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return their tensors, or {} if these are remote. Raises ModelError for bad files."""
+    """Check a model's files; return their tensors ({} if they are remote). Raises ModelError if any is invalid."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))

@@ -1,4 +1,4 @@
-"""Build models without weights with transformers' loader, and read weights from files, module by module."""
+"""Use transformers' loader to build models without weights, and read weights from files, module by module."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes only shapes; no tensors compare equal, so that none that are stored twice get tied."""
+    """Mode that computes only shapes; tensors never compare equal, so that transformers ties none stored twice."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""

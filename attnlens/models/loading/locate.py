@@ -65,7 +65,7 @@ class Hub:
             raise ModelError(problem, remedy) from None
 
     def _find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache, or raise ModelError with `reason`, why the hub is not used."""
+        """Return the model's folder in the local cache, or raise ModelError; `reason` says why the hub is not used."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -90,7 +90,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every library error inside the context to `kind`, but a lack of memory to ModelError.
+    """Convert every library error inside the context to `kind` or, if memory is short, to ModelError.
 
     Libraries raise arbitrary types for malformed files: the package `tokenizers` raises bare Exception, and its Rust
     panics derive only from BaseException.
@@ -406,7 +406,7 @@ def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH)
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return the format (safetensors, GGUF or an allowed pickle) and the first file of the weights; else raise."""
+    """Return the format (safetensors, GGUF or an allowed pickle) and first file of the weights, or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file

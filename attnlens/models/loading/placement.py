@@ -80,7 +80,7 @@ def device_of(name: str) -> torch.device:
 
 
 def check_device_map(options: Mapping[str, object]) -> None:
-    """Raise UsageError if arguments of `load` contradict device_map, or max_cpu_memory is given without device_map."""
+    """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory lacks device_map."""
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
         raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")

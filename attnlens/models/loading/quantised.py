@@ -169,7 +169,7 @@ def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; stored is zero − 1, in gptq_v2 zero."""
+    """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; all formats but gptq_v2 store zero − 1."""
     words, zero_words, scale, bits = _matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # these vary by module
@@ -217,7 +217,7 @@ def _decode_transposed(
 
 
 def _matrices(parts: Parts[Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
-    """Return GPTQ's or AWQ's codes, zeros, scales, and bits per code, which follow from one packed zero per scale."""
+    """Return codes, zeros, scales and bits per code of GPTQ or AWQ; the sizes of zeros and scales imply the bits."""
     codes, zeros, scales = matrices = parts[""], parts[".qzeros"], parts[".scales"]
     require(all(len(matrix.shape) == 2 for matrix in matrices), "its codes, zeros and scales are not matrices")
     require(not isinstance(codes, Tensor) or codes.dtype == torch.int32, "its codes are not 32-bit words")

@@ -236,7 +236,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 def _make_up(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, determined by `seed` and `number`; raise an error if it fails."""
+    """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise an error."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)

@@ -287,7 +287,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return the number of windows to use from each text: as equal as possible, `wanted` in total if available."""
+    """Return the number of windows of each text: as equal as possible, and `wanted` or all available in total."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -330,7 +330,7 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
 
 
 def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, pairs: bool) -> list[Row]:
-    """Return the ids, with special tokens, of all lines that have at least two; truncate lines to `tokens` ids.
+    """Return the ids, with special tokens, of all lines of at least two ids; truncate lines to `tokens` ids.
 
     With `pairs`, each line must contain two texts separated by a tab, which the tokenizer joins. Raises TextError if no
     line is left or a line is not such a pair, UsageError if the special tokens leave no room.
@@ -374,7 +374,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens` or, if None, 128 or a smaller model limit. Raises UsageError if `tokens` exceeds the limit."""
+    """Return `tokens`, by default 128 or the model's limit if that is smaller. Raises UsageError above the limit."""
     limit = position_limit(model)
     length = tokens or max(2, min(128, limit or 128))
     if limit is not None and length > limit:

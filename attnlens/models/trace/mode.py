@@ -93,7 +93,7 @@ Tokens = tuple[int, ...] | None  # axes of a module's first floating-point input
 
 @dataclass(frozen=True)
 class Lead:
-    """The leading axes of queries, keys and scores: either one axis is the heads, or one merges batch and heads."""
+    """The leading axes of queries, keys and scores; heads have an axis, or a single axis merges batch and heads."""
 
     shape: tuple[int, ...]
     axis: int  # axis of the heads, where a single axis counts as (sequences, heads)
@@ -237,10 +237,10 @@ def trace_attention(
     """Inside the `with`, replace each weighted sum of hand-written attention in `model` by the result of `answer`.
 
     Only `modules`, which were read before, are traced (None: all). Unreadable attention is left to the model, and the
-    yielded dict gives the reason by module; in `modules`, it raises ModelError. `content` are the tensors on which
-    queries and keys depend, by default the model's inputs except masks and positions. With `prove`, the model continues
-    with its own sums, which must agree with attention recomputed from the Call. `on_weights` gets each module and its
-    attention weights, (batch, heads, queries, keys).
+    yielded dict gives the reason by module; for one of `modules`, ModelError is raised instead. `content` are the
+    tensors on which queries and keys depend, by default the model's inputs except masks and positions. With `prove`,
+    the model continues with its own sums, which must agree with attention recomputed from the Call. `on_weights` gets
+    each module and its attention weights, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]

@@ -470,7 +470,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return the actual and expected queries, then keys, of the first token of 8 sequences, in heads without NaN."""
+    """Return (actual, expected) queries, and likewise keys, of the first token of 8 sequences; omit heads with NaN."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -480,7 +480,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Find one or two groups of coordinates in which actual are positive multiples of expected values, or None."""
+    """Find one or two groups of coordinates in which actual values are positive multiples of expected ones, or None."""
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:
