@@ -189,7 +189,7 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs at real tokens; only if there are none, those nested in tuples and dicts."""
+    """Return, without padding, the top-level floating-point outputs or, if there are none, the nested ones."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]

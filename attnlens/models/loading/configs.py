@@ -26,7 +26,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class in the config's `architectures` or, if there is none, an Auto class for its code or GGUF."""
+    """Return the class in the config's `architectures`, or a suitable Auto class for own code or an unknown class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -164,7 +164,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the weights' quantisation method and settings, or (None, {}); raise ModelError if it is unsupported."""
+    """Return a DECODED method and its settings, or (None, {}); raise ModelError for an unsupported variant of a method."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = next(candidates, {})
     method = str(_method(settings))

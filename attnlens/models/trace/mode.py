@@ -111,7 +111,7 @@ class Lead:
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if all heads share them."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if all heads share values."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)

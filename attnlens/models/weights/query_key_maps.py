@@ -321,7 +321,7 @@ def _wrap(angles: Tensor) -> Tensor:
 
 
 def _fit_frequencies(rotation: Rotation) -> Rotation:
-    """Replace the angles by φ(i) = iθ with the least-squares θ, which removes the rounding of cos and sin."""
+    """Return the rotation with angles φ(i) = iθ for the least-squares θ, which removes the rounding of cos and sin."""
     first = rotation.angles[1]
     turns = (_wrap(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # not wrapped to [−π, π)
     steps = torch.arange(len(rotation.angles)).to(first)
