@@ -164,7 +164,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return a DECODED method and its settings, or (None, {}); raise ModelError for an unsupported variant of a method."""
+    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError if its form is not supported."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = next(candidates, {})
     method = str(_method(settings))
