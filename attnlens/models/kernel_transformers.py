@@ -49,7 +49,7 @@ Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; c
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Form of attention Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows (Tsai et al., Def. 1)."""
+    """The form of attention Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
     """Kernel in command-line syntax, such as `rbf:gamma=1`; takes features, or features plus positions under "sum"."""
@@ -67,19 +67,19 @@ WAVELENGTH = 10_000.0  # of the slowest sinusoid, in units of 2π tokens
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d}) for p < d/2, then the cosines (Vaswani et al. 2017, in halves instead of pairs)."""
+    """Return sin(t/10000^{2p/d}) for all p < d/2, followed by all cosines (Vaswani et al. 2017 alternate the two)."""
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]
 
 
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return t_i − t_j for every query i and key j, (queries, keys)."""
+    """Return the distances t_i − t_j, (queries, keys), of every query i and key j."""
     return torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
 
 
 class PositionScores(nn.Module):
-    """Additive scores for every query and key, which depend on their positions.
+    """Scores, added for every query and key, that depend on the positions of the two.
 
     table: log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log
     k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL
@@ -121,7 +121,7 @@ OWN = "eager"  # name of the implementation in transformers with which a module 
 
 
 class KernelAttention(nn.Module):
-    """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, all heads (Tsai et al. 2019, Def. 1).
+    """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, per head (Tsai et al. 2019, Def. 1).
 
     x = (f, t): features and positions, combined according to `form`. If the configuration names an attention
     implementation other than OWN, as it does while attnlens watches or replaces attention, that implementation computes
@@ -149,7 +149,7 @@ class KernelAttention(nn.Module):
     def forward(
         self, features: States, key_value_states: States | None = None, mask: Bool[Tensor, "batch keys"] | None = None
     ) -> States:
-        """Compute attention of `features` to `key_value_states` (None: to themselves); `mask` is False at padding."""
+        """Compute attention from `features` to `key_value_states` (None: to `features`); `mask` is False at padding."""
         source = features if key_value_states is None else key_value_states
         query, key, value = features, source, source
         if self.positions == "sum":  # Eq. 4
@@ -201,13 +201,13 @@ def _projection(d_model: int) -> nn.Linear:
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids t of each token, which are about as large as features after a layer norm."""
+    """Return the sinusoids t of each token, which are about as large as its features after a layer norm."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
 
 class Layer(nn.Module):
-    """Pre-norm layer: x + A(LN(x)), with `crosses` cross-attention to a memory, then x + F(LN(x)); F has GELUs."""
+    """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if `crosses`, then x + F(LN(x)); F has GELUs."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool
@@ -236,7 +236,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers of an encoder or a decoder, followed by a layer norm."""
+    """The layers of an encoder or a decoder, followed by a layer norm."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, *, crosses: bool = False
@@ -257,7 +257,7 @@ class Stack(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings √d_model E, and the logits h Eᵀ of the next token."""
+    """Token embeddings √d_model · E, and next-token logits h Eᵀ with the same matrix E."""
 
     def __init__(self, size: int, d_model: int) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class EncoderDecoder(nn.Module):
         return cast("Tensor", self.encoder(self.words(inputs), mask))
 
     def decode(self, decoder_inputs: Tensor, memory: States, mask: Unpadded = None) -> Tensor:
-        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` is False at memory padding."""
+        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` is False at padded memory."""
         return self.words.logits(self.decoder(self.words(decoder_inputs), None, memory, mask))
 
     def forward(self, inputs: Tensor, mask: Unpadded, decoder_inputs: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Classifier on the mean of an encoder's features, for token ids or for the channels of a time series."""
+    """Classifier of token ids or of a time series with several channels, on the mean of an encoder's features."""
 
     def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         labels: Tensor | None = None,
         **_more: object,
     ) -> ModelOutput:
-        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels` compute the loss.
+        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels`, also to the loss.
 
         The labels of a causal language model are its ids, which are shifted here; labels of −100 are ignored.
         """
@@ -395,7 +395,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Return True: transformers would look for names in the source file, and miss `KernelAttention`."""
+        """Return True: transformers' own test, a search for names in the source file, would miss `KernelAttention`."""
         return True
 
     def attentions(self) -> list[KernelAttention]:
@@ -403,7 +403,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         return [module for module in self.modules() if isinstance(module, KernelAttention)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the modules initialise their weights when they are built."""
+        """Do nothing, because the modules already initialise their weights when they are built."""
 
 
 class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]
@@ -439,7 +439,7 @@ AutoModelForSequenceClassification.register(
 
 
 def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
-    """Build a new model for this kind of task, with weights drawn from `seed`."""
+    """Build a model for this kind of task, with random weights determined by `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config.is_encoder_decoder = task == "translation"

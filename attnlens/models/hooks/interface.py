@@ -1,4 +1,4 @@
-"""Watch attention or replace its kernel inside a `with`: calls are counted, and the end restores everything."""
+"""Watch attention, or replace its kernel, inside a `with` that counts the calls and restores the model at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual"
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Use the attention implementation `name` (`in_place_of_eager` in parts set to eager) inside the `with`."""
+    """Use the attention implementation `name` inside the `with`; parts set to eager use `in_place_of_eager` instead."""
     previous = _implementations(model)
     try:
         _choose(model, name, in_place_of_eager or name)
@@ -45,7 +45,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 
 def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
-    """Set the implementation of all parts that use transformers' interface; return True if there are any."""
+    """Set the attention implementation of all parts that use transformers' interface; return True if any do."""
     # private: transformers has no public test; its setter only logs a warning about a class without the interface
     parts = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
@@ -75,7 +75,7 @@ def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """Build the error for a model without readable attention; `refused` maps paths to reasons, `ran`: modules run."""
+    """Build the error for a model without readable attention: `refused` maps paths to reasons, `ran` lists what ran."""
     name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
@@ -97,7 +97,7 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: Keywords
 ) -> Call:
-    """Convert the arguments of transformers' attention function to a Call; raise ModelError for unsupported ones."""
+    """Convert the arguments of transformers' attention function to a Call; raise ModelError if they are unsupported."""
     scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
     if more.get("sinks") is not None:
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
@@ -150,7 +150,7 @@ def answer_calls(
 ) -> Iterator[Refused]:
     """Compute all attention of `model` with `answer` inside the `with`; yield the reason for each unreadable module.
 
-    Hand-written attention is traced in `modules` (None: all), with `content` and `prove` as in `trace_attention`.
+    Hand-written attention is traced in `modules` (None: in all). See `trace_attention` for `content` and `prove`.
     """
     names = _register(f"{NAMES}{next(_name_numbers)}", answer)
     trace: AbstractContextManager[Refused] = nullcontext({})
@@ -176,7 +176,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers; return the names that replace the SDPA and the eager function."""
+    """Register `answer` with transformers; return its two names, one to replace SDPA and one to replace eager."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
@@ -197,14 +197,14 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CallCounter:
-    """Number of calls of each attention module while attention is watched or replaced."""
+    """The number of calls of each attention module while attention is watched or replaced."""
 
     calls: Counter[str] = field(default_factory=Counter)  # by the module's path
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Kernel that replaces the model's own at a site, and the heads that use the new kernel."""
+    """The kernel that replaces the model's own kernel at a site, and the heads that use the new kernel."""
 
     kernel: Kernel  # its fitted parameters are those of `heads`, in their order
     heads: tuple[int, ...] | None = None  # query heads; None for all
@@ -219,7 +219,7 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Pass each attention computation to `visit`, and its output with the model's own kernel to `answered`."""
+    """Pass each attention computation to `visit`, and its output to `answered`; the model keeps its own kernel."""
     swaps = dict.fromkeys(sites, Replacement(OWN))
     return replace(model, sites, swaps, every_site=False, visit=visit, answered=answered)
 
@@ -235,11 +235,11 @@ def replace(
     visit: Callable[[Site, Call], None] | None = None,
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
-    """Compute the sites of `swaps` with their new kernels (route `path`), other sites with the model's own kernel.
+    """Compute the sites of `swaps` with their new kernels by route `path`, and other sites with the model's own kernel.
 
-    `visit` gets each attention computation at the sites of `swaps`, and `answered` its output, (batch, queries, heads,
-    value_dim). Raises UsageError if a kernel does not support a site and, with `every_site`, ModelError at the end of
-    the `with` if a site of `swaps` was never reached.
+    `visit` gets each attention computation at the sites of `swaps`, and `answered` gets its output, (batch, queries,
+    heads, value_dim). Raises UsageError if a kernel does not support a site. With `every_site`, raises ModelError at
+    the end of the `with` if a site of `swaps` was never reached.
     """
     by_path = defaultdict[str, list[Site]](list)
     for site in sorted(sites, key=attrgetter("ordinal")):
@@ -280,7 +280,7 @@ def replace(
 
 
 def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
-    """Compute the output of one site under a swap: (batch, queries, heads, value_dim)."""
+    """Compute the output, (batch, queries, heads, value_dim), of one site with its kernel replaced as in `swap`."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
         return attend(call, swap.kernel, path)

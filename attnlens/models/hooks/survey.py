@@ -31,7 +31,7 @@ OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to the modality of the innermost submodel around it; {} unless there are several modalities."""
+    """Map each module to the modality of the innermost submodel around it; return {} for fewer than two modalities."""
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -55,7 +55,7 @@ UNTRACED = "it has no softmax over query–key products that weights the values"
 
 @dataclass(frozen=True)
 class SiteCall:
-    """A site that a forward pass reached, with the call of its module."""
+    """A site that a forward pass reached, together with the call of the site's module."""
 
     site: Site
     module: nn.Module
@@ -69,12 +69,12 @@ class SiteCall:
 
     @property
     def other(self) -> str | None:
-        """Name of the argument that is the other sequence of a cross-attention; None in self-attention."""
+        """Name of the argument that contains the sequence of the keys in cross-attention; None in self-attention."""
         return _other_input(self.arguments)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Axes of the module's inputs in the order (batch, tokens, …, d_model); XLNet puts the tokens first."""
+        """The permutation that brings the axes of the module's inputs into the order (batch, tokens, …, d_model)."""
         hidden, query = self.arguments[self.input_name], self.call.query
         usual = tuple(range(hidden.dim()))
         for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if hidden.dim() > 2 else ():
@@ -84,11 +84,11 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Convert inputs of the module from `layout` (None: that of this call) to (batch, tokens, …, d_model)."""
+        """Permute an input of the module by `layout` (None: by this call's layout) to (batch, tokens, …, d_model)."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the `sequences` that yield queries and keys: the same one twice, except in cross-attention."""
+        """Return the inputs of queries and of keys, as `sequences` converts them; they are equal in self-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -104,7 +104,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Path of each attention module that is not a site → reason; None if the module did not run."""
+        """The reason why each attention module, keyed by path, is not a site; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -165,7 +165,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
-    """Run the model without a cache; return its outputs. In eval mode, all passes use equal random draws (ViTMAE)."""
+    """Run the model without a cache; return its outputs. In eval mode, every pass has the same random draws."""
     # in all configurations, since submodels do not receive the argument `use_cache`
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
@@ -184,12 +184,12 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """Return the argument that prevents a cache, if the model's `forward` has it."""
+    """Return the keyword argument that turns off the cache; return {} if the model's `forward` has no such argument."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs without padding (whose queries may see no key), or else the nested ones."""
+    """Return, without padding, the top-level floating-point outputs or, if there are none, the nested ones."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -211,7 +211,7 @@ def as_float64(value: Any, device: torch.device | None = None) -> Any:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a (batch, tokens, …) tensor without padding as (real tokens, …); return any other tensor unchanged."""
+    """Remove the padding from a (batch, tokens, …) tensor: (real tokens, …); return any other tensor unchanged."""
     mask = _padding_mask(tensor, inputs)
     if mask is None:
         return tensor
@@ -230,7 +230,7 @@ def _padding_mask(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None
 
 
 def _other_input(arguments: Mapping[str, object]) -> str | None:
-    """Return the argument name of the other sequence: one of CROSS_INPUTS, or a `key` that is not the query."""
+    """Return the name of the argument with the sequence of the keys in cross-attention; None in self-attention."""
     query, key = arguments.get("query"), arguments.get("key")
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
     between = isinstance(query, Tensor) and isinstance(key, Tensor) and query is not key
@@ -248,7 +248,7 @@ def _part(call: Call, arguments: Mapping[str, object]) -> Part:
 
 @contextmanager
 def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the last input of each site's module inside the `with`: module → (batch, tokens, d_model)."""
+    """Record the latest input, (batch, tokens, d_model), of each site's module inside the `with`; yield the dict."""
     latest: dict[nn.Module, Tensor] = {}
     by_module = {target.module: target for target in sites}
 
@@ -270,7 +270,7 @@ def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield the call without padding: sequence by sequence, or as a whole if there is no padding."""
+    """Yield the call one sequence at a time without padding; yield the whole call if it has no padding."""
     masked = hiding_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -281,8 +281,8 @@ def real_parts(
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
     """Yield the sequences of a batch with the indices of their queries and keys that are not padding.
 
-    Keys that no query sees are padding, and in cross-attention queries that see no key. A batch without padding is
-    yielded as a whole.
+    Keys that no query sees are padding; in cross-attention, queries that see no key are padding, too. A batch without
+    padding is yielded as a whole.
     """
     keys = queries = torch.ones(1, 1, dtype=torch.bool)
     if allowed is not None:
@@ -296,7 +296,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module) of each element of an outermost module list that runs once, in order of execution."""
+    """Return, in execution order, (path, module) of each element of an outermost module list that runs exactly once."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -326,7 +326,10 @@ def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
 def replay_outputs(
     blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object], site: Site
 ) -> Iterator[None]:
-    """Replay the outputs of all blocks before `site`'s block; exact if no earlier block changes."""
+    """Inside the `with`, return recorded outputs from all blocks before `site`'s block instead of running them.
+
+    This is exact if no earlier block changes.
+    """
     containing = [index for index, (path, _) in enumerate(blocks) if site.path.startswith(f"{path}.")]
     earlier = blocks[: containing[0]] if containing else []
     for path, block in earlier:
@@ -340,9 +343,9 @@ def replay_outputs(
 
 @contextmanager
 def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected: dict[Site, Tensor]) -> Iterator[None]:
-    """Collect in `collected` the attention weights that transformers' eager attention computes inside the `with`.
+    """Store in `collected` the attention weights that transformers' eager attention computes inside the `with`.
 
-    Weights come from the site's softmax, or from the module's output if the softmax has other axes (with a sink).
+    Weights come from the site's softmax. If a sink adds a column to the softmax, they come from the module's output.
     """
     by_call = {(target.module, target.site.ordinal): target for target in sites}
     softmaxes, calls = Counter[nn.Module](), Counter[nn.Module]()
@@ -379,11 +382,12 @@ Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
-    """Compute ‖original − recomputed‖ / ‖original‖ over the model's outputs.
+    """Compute ‖original − recomputed‖ / ‖original‖ of the output that changes most when attnlens recomputes attention.
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
-    by site, each module in float64 on its inputs in the unmodified model, unless a module cannot compute in float64 or
-    two passes of the model differ. `precise` provides the float64 modules; None converts the model's own one by one.
+    by site: each module computes in float64 on its inputs in the unmodified model. This is not done if a module cannot
+    compute in float64 or if two passes of the model differ. `precise` provides the float64 modules; None converts the
+    model's own modules one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -398,12 +402,12 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
 
 def recompute(call: Call) -> Tensor:
-    """Compute the model's own attention for this call: (batch, queries, heads, value_dim)."""
+    """Compute attention for this call with the model's own kernel; return (batch, queries, heads, value_dim)."""
     return attend(call, OWN, "eager")
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest relative error of any site's module, given its inputs in one pass of the unmodified model."""
+    """Return the largest relative error of a site's module on its inputs in one pass of the unmodified model."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -422,7 +426,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64. Raises RuntimeError if it fails alone."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64; raise RuntimeError if its call fails."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:
@@ -445,7 +449,7 @@ def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tens
 
 @contextmanager
 def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Convert the site's module to float64 inside the `with`, and restore its original numbers at the end."""
+    """Convert the site's module to float64 inside the `with`; restore its original values at the end."""
     module = target.module
     originals = {part: part.data for part in (*module.parameters(), *module.buffers()) if part.is_floating_point()}
     upcasting = _stop_upcasting(module)
@@ -469,7 +473,7 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Disable grouped experts and GPT-2's forced float32 attention, which can't compute in float64."""
+    """Disable grouped experts and GPT-2's forced float32 attention, because neither can compute in float64."""
     for module in model.modules():
         # private: transformers has no public test for such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
@@ -483,7 +487,7 @@ def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def repeat_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
-    """Return the relative difference between two passes of the unmodified model: 0 unless the model is random."""
+    """Return the relative difference between two passes of the unmodified model; it is 0 for a deterministic model."""
     return difference(model, inputs, nullcontext())
 
 
@@ -498,7 +502,7 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
 
 
 def _relative_difference(original: Tensor, changed: Tensor) -> Tensor:
-    """Compute ‖original − changed‖ / ‖original‖ in float64, in parts; equal infinities do not differ."""
+    """Compute ‖original − changed‖ / ‖original‖ in float64, chunk by chunk; equal infinities count as no change."""
     change = size = torch.zeros((), dtype=torch.float64, device=original.device)
     for a, b in zip(*(torch.split(part.flatten(), PART) for part in (original, changed)), strict=True):
         first, second = a.double(), b.double()

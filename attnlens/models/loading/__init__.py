@@ -45,7 +45,7 @@ SWAPPED = "attnlens.json"  # Name of the file that marks a folder whose model wa
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode without gradients, with its tokenizer and description."""
+    """A model in evaluation mode, with gradients turned off, and its tokenizer and description."""
 
     model: PreTrainedModel  # The model, including its output head
     tokenizer: PreTrainedTokenizerBase | None  # The model's tokenizer, or None
@@ -72,7 +72,7 @@ class Loaded:
 
     @property
     def nonfinite(self) -> list[str]:
-        """Names of parameters with NaN or Inf, in the model's order; with deferred weights, of those read so far."""
+        """Names of parameters with NaN or Inf, in the model's order; deferred weights count once they are read."""
         source = self if self.shapes is None else self.shapes
         return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
 
@@ -96,18 +96,18 @@ def load(
     """Load the model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
     A path object always means a file or folder, never the hub. `dtype="auto"` keeps the checkpoint's type, except that
-    half precision becomes float32 on the CPU, where half precision is slow and inaccurate; a GGUF file is dequantised.
-    `device="auto"` is the first of cuda, mps, cpu that is available. `offline` uses only the local cache, which is also
-    used if no connection to the hub succeeds within two seconds. `swapped` loads a model that `swap-kernel --save`
-    wrote, but with the original kernel; `load_swapped` also restores the new kernel. `adapter` names a LoRA, rsLoRA or
-    DoRA adapter of peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from
+    half precision becomes float32 on the CPU, where it is slow and inaccurate, and a GGUF file is dequantised.
+    `device="auto"` is the first of cuda, mps and cpu that is available. `offline` uses only the local cache, which is
+    also used if no connection to the hub succeeds within two seconds. `swapped` loads a model that `swap-kernel --save`
+    wrote, but with the original kernel; `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA
+    or DoRA adapter of peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from
     shapes alone and reads weights from their files, module by module: the model can't run, but `inspect` can compute
     its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g.
     "8GB") and disk, in the checkpoint's type.
 
     Raises UsageError for invalid arguments (unknown dtype, a revision of a folder); ModelError if the model or the
-    device does not exist, files are broken, the model needs a pickle or its own code, which was not allowed, a package
-    is missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
+    device does not exist, files are broken, the model needs a pickle or its own code without permission, a package is
+    missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
     belongs to another base; TooLargeError if the model does not fit into free memory.
     """
     options = locals()
@@ -164,7 +164,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model spread over all devices, and its shapes. Raises ModelError unless files are plain safetensors."""
+    """Load the model spread over all devices, and its shapes. Raises ModelError unless it is plain safetensors."""
     if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
         raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")
@@ -216,7 +216,7 @@ def _describe(
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """Return the model with its description; `loading_info` is transformers' loading record."""
+    """Return the model as Loaded, with its description; `loading_info` is transformers' record of the loading."""
     missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,
@@ -242,7 +242,7 @@ def _refuse_swapped(place: Location) -> None:
 
 
 def _name_of(name: object) -> str:
-    """Return the name as a string; a relative path object gets `./` in front, unlike a hub id or `demo`."""
+    """Return the name as a string; a relative path object gets the prefix `./`, so that it never means a hub id."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again

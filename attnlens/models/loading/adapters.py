@@ -92,9 +92,9 @@ class Adapted:
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """Restore the base model's float64 weights of the module at `path` for the context; yield True if any differ.
+        """In the context, restore the base model's float64 weights of the module at `path`; yield True if any differ.
 
-        peft computes W = W'/D − s·BA from the rounded merged W', so W' − W has exactly the adapter's rank.
+        peft computes W = W'/D − s·BA from the rounded merged W', so that W'/D − W has exactly the adapter's rank.
         """
         import torch
         from torch import nn
@@ -177,7 +177,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
-    """Raise ModelError if the model also uses a changed parameter under a second name, where it would change too."""
+    """Raise ModelError if a changed parameter also has a second name in the model, so that both uses would change."""
     shared: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
@@ -189,7 +189,7 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA can't be inverted."""
+    """Add a layer's update to its weight in float64, and round the sum. Raises ModelError if DoRA can't be undone."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -218,7 +218,7 @@ def _read_settings(file: Path) -> Json:
 
 
 def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Map parameters of peft and of the model to their stored tensors, and list the tensors without a parameter."""
+    """Map parameters of peft and of the model to stored tensors; also return the tensors that match no parameter."""
     names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
@@ -260,7 +260,7 @@ def _limit_matching() -> Iterator[None]:
 
 
 def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: list[str], say_base: str) -> LoraConfig:
-    """Return peft's config. Raises ModelError if settings, model and tensors disagree on which modules are adapted."""
+    """Return peft's config. Raises ModelError if settings, model and tensors disagree about the adapted modules."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which is undocumented
     from peft.utils.other import get_pattern_key  # also undocumented

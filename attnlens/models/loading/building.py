@@ -75,7 +75,7 @@ def check_loaded(
         raise ModelError(f"{where} can't be loaded: {problem}.", configs.SAY_BELONGS)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
-            problem = f"transformers would ignore {format_names(ignored)} in {where}, which changes attention."
+            problem = f"transformers would ignore {format_names(ignored)} in {where}, which would change attention."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where).check_rotation(model)
     sources: dict[str, str] = {}
@@ -91,7 +91,7 @@ def check_loaded(
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters with NaN or Inf, in the model's order; offloaded ones are loaded one by one."""
+    """Return the names of parameters with NaN or Inf, in the model's order; load offloaded parameters one by one."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
     return [
@@ -103,7 +103,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
-    """Return the encoded tensors that were loaded as numbers: all except buffers, unused and ignored tensors."""
+    """Return the tensors of codes that were loaded as plain numbers, apart from buffers."""
     buffers = dict(model.named_buffers())
     # transformers can store a buffer under another path, so that only its last name component is compared
     counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
@@ -124,7 +124,7 @@ def _leaf(name: str) -> str:
 
 
 def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
-    """Return a tensor's possible names in the model: unchanged, with the base model's prefix, and without it."""
+    """Return a tensor's possible names in the model: unchanged, with the base model's prefix added, or removed."""
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
 
 
@@ -158,10 +158,10 @@ DOWNLOADING = ("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3")  # l
 
 @contextmanager
 def silence_logging(*names: str) -> Iterator[None]:
-    """Let transformers and these loggers log only critical messages inside the context.
+    """Let transformers, accelerate and the loggers `names` log only critical messages inside the context.
 
     Their messages repeat a config's content, including control characters; serious problems are raised as errors.
-    Mamba logs, when it first runs, which kernels are not installed; torch logs computations that need more than shapes.
+    When Mamba first runs, it logs which kernels are missing; torch logs computations that need more than shapes.
     """
     from transformers.utils.logging import get_logger
 
@@ -195,7 +195,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
         if place is not None and place.gguf:
 
             class PlainReader(import_module("gguf").GGUFReader):  # type: ignore[misc]  # a package that ships no types
-                """gguf's reader with a plain array instead of numpy's memmap, whose slices take three times as long."""
+                """The reader of gguf with a plain array; slices of numpy's memmap would take three times as long."""
 
                 def __setattr__(self, name: str, value: object) -> None:
                     super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
@@ -246,7 +246,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return their tensors ({} if remote). Raises ModelError for unsafe or invalid files."""
+    """Check a model's files; return their tensors ({} if they are remote). Raises ModelError if any is invalid."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -299,8 +299,8 @@ def build_model(
 ) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
-    `weights` are tensors read from `files`, or stand-ins with only shapes; if None, transformers itself reads the
-    tensors `stored` in the files. `spread` are the options of transformers that spread the model over devices.
+    `weights` are tensors read from `files`, or stand-ins that have only shapes; if None, transformers itself reads the
+    tensors, whose headers are `stored`. `spread` are transformers' options that spread the model over devices.
     """
     from transformers import GenerationConfig
 

@@ -26,7 +26,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class in the config's `architectures`, or else an Auto class that suits own code or GGUF."""
+    """Return the class in the config's `architectures`, or a suitable Auto class for own code or an unknown class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -55,7 +55,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the part that reads text; if two parts do (MusicGen), that of the encoder."""
+    """Return the configuration of the part that reads text: of the encoder if two parts read text (MusicGen)."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -63,7 +63,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of the model's input: `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's pairs."""
+    """Return the kind of the model's input; `seq2seq`: text for encoder and decoder; `pixels+text`: CLIP's pairs."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -81,7 +81,7 @@ def has_tokenizer(place: Location) -> bool:
 
 
 def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Load the tokenizer; return it and an empty string, or None and the reason why there is no tokenizer."""
+    """Load the tokenizer; return (tokenizer, ""), or (None, reason) if there is no usable tokenizer."""
     from transformers import AutoTokenizer
 
     if not has_tokenizer(place):
@@ -98,7 +98,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""
-    problem = f"the tokenizer has {size} tokens, the model {expected}: tokenizer files are missing or of another model"
+    problem = f"the tokenizer has {size} tokens, but the model has {expected}: tokenizer files are missing or wrong"
     return None, problem
 
 
@@ -164,7 +164,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the weights' quantisation method and settings, or None and {}; raise ModelError for other methods."""
+    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError if its form is not supported."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = next(candidates, {})
     method = str(_method(settings))

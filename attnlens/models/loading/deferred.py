@@ -1,4 +1,4 @@
-"""Build models without weights by transformers' loader, and read their weights from files, module by module."""
+"""Use transformers' loader to build models without weights, and read weights from files, module by module."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DeferredWeights:
         ]
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
-        """Return some bytes of each tensor of these modules, as stored in the files."""
+        """Return some of the stored bytes of each tensor of these modules, to detect changes of the files."""
         names = [self._stored_names(module, dict(module.named_parameters())) for module in modules]
         return self.files.sample(dict.fromkeys(chain.from_iterable(names)))
 
@@ -111,7 +111,7 @@ class DeferredWeights:
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """Stored name → name of the (first) parameter or buffer made from the tensor, and True if it is converted."""
+        """Stored name → (name of the first parameter or buffer made from this tensor, True if it is converted)."""
         renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
@@ -130,7 +130,7 @@ ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes with shapes; tensors never compare equal, so transformers ties no tensors stored twice."""
+    """Mode that computes only shapes; tensors never compare equal, so that transformers ties none stored twice."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
@@ -138,7 +138,7 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
 
 
 def is_announced(tensor: Tensor) -> bool:
-    """Return True if the tensor has a shape but no values."""
+    """Return True if the tensor has a shape but no values yet."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -186,7 +186,7 @@ class SafetensorsFiles(TensorFiles):
         return {name: self.coded[name].decode(self._read) if name in self.coded else self._read(name) for name in names}
 
     def _read(self, name: str) -> Tensor:
-        """Read a stored tensor by letting safetensors parse an in-memory file that contains only this tensor."""
+        """Read a stored tensor: safetensors parses an in-memory file that contains only this tensor."""
         file, stored = self._sources[name]
         entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
         header = json.dumps({name: entry}).encode()

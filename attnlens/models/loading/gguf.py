@@ -110,7 +110,7 @@ OF_ATTENTION = re.compile(r"attn|rope_f")  # Pattern in the names of tensors tha
 
 
 class Settings:
-    """Attention settings of a GGUF file, each of which is applied to a config, checked, or rejected."""
+    """Attention settings of a GGUF file; each setting is applied to a config, checked, or rejected."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
@@ -180,13 +180,13 @@ class Settings:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)
 
     def _require(self, name: str, is_supported: bool) -> None:
-        """Raise ModelError unless the field can be applied."""
+        """Raise ModelError, naming the field, unless `is_supported`."""
         if not is_supported:
             setting = f"{shorten_text(f'{self.architecture}.{name}')} = {format_value(self.fields[name])}"
             raise self._refusal(f"sets {setting}, which transformers' model does not support")
 
     def _number(self, name: str, default: float) -> float:
-        """Return a field, or `default`, as a number. Raises ModelError unless it is finite and at least 0."""
+        """Return a field or, if absent, `default` as a number. Raises ModelError unless it is finite and at least 0."""
         value = self.fields.get(name, default)
         number = float(value) if isinstance(value, int | float) else math.nan
         self._require(name, 0 <= number < math.inf)
@@ -207,7 +207,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return the scaling as transformers' rope_parameters, {} without scaling. Raises ModelError if unsupported."""
+        """Return the scaling as transformers' rope_parameters, or {} if none. Raises ModelError if unsupported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)
@@ -250,7 +250,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` frequencies (`local`: of sliding-window layers); none if settings are invalid."""
+        """Compute llama.cpp's `count` frequencies, with `local` for sliding windows; [] if settings are invalid."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)

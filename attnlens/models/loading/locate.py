@@ -65,7 +65,7 @@ class Hub:
             raise ModelError(problem, remedy) from None
 
     def _find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache; raise ModelError with the `reason` why the hub is not used."""
+        """Return the model's folder in the local cache, or raise ModelError; `reason` says why the hub is not used."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -81,7 +81,7 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first non-empty line (and the next if the first ends with a colon) or its type, shortened."""
+    """Return, shortened, an error's first non-empty line (two if the first ends with a colon), or else its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -90,10 +90,10 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every library error inside the context to `kind`, or to ModelError if memory is short.
+    """Convert every library error inside the context to `kind` or, if memory is short, to ModelError.
 
-    Libraries raise arbitrary types for malformed files: the package tokenizers raises bare Exception, and its Rust
-    panics are not even Exceptions.
+    Libraries raise arbitrary types for malformed files: the package `tokenizers` raises bare Exception, and its Rust
+    panics derive only from BaseException.
     """
     try:
         yield
@@ -133,7 +133,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Parse an address and its port. The ModelError omits an invalid address, since it can contain a password."""
+    """Parse an address and its port. The error for an invalid address omits it, since it can contain a password."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
@@ -162,7 +162,7 @@ SAY_PATH = "Give a folder with config.json and weights, a .gguf or .safetensors 
 
 @contextmanager
 def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
-    """Convert OSError inside the context to ModelError: the file or folder can't be read."""
+    """Convert an OSError inside the context to a ModelError which says that the file or folder can't be read."""
     try:
         yield
     except OSError as error:
@@ -222,9 +222,9 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
     """Raise ModelError for unsafe entries that transformers would open next to the weights.
 
-    An adapter (unless `adapter_too`) and a distributed checkpoint are unsafe. Unless the weights are GGUF, which
-    includes config and tokenizer, so are files that are not regular (reading a named pipe would block), that link out
-    of the folder, or that are too large.
+    An adapter (unless `adapter_too`) and a distributed checkpoint are unsafe. Files that are not regular (reading a
+    named pipe would block), that link out of the folder, or that are too large are unsafe, too, unless the weights are
+    GGUF, which includes config and tokenizer.
     """
     for name in sorted(names):
         path = folder / name
@@ -253,7 +253,7 @@ def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = Fal
 
 
 def refuse_outside(folder: Path, path: Path) -> None:
-    """Raise ModelError if `path` links out of the folder, except into `blobs`, where the hub's cache stores files."""
+    """Raise ModelError if `path` links out of the folder; links into the hub cache's folder `blobs` are allowed."""
     real = Path(os.path.realpath(path))
     homes = [Path(os.path.realpath(folder))]
     if folder.parent.name == "snapshots":
@@ -274,7 +274,7 @@ SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin",
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a model on this machine, and the form of its weights."""
+    """Location of a model on this machine, and the format of its weights."""
 
     id: str  # The name that the user gave, without the revision
     folder: Path  # The folder of config, tokenizer and weights
@@ -315,7 +315,7 @@ def find(
 ) -> Location:
     """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    With `leave_weights`, a hub model's weights are not downloaded; cached weights are used. Raises ModelError if no
+    With `leave_weights`, a hub model's weights are not downloaded, but used if they are cached. Raises ModelError if no
     such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a path.
     """
     path = DEMO if name == "demo" else with_home(name)
@@ -406,7 +406,7 @@ def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH)
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return format and first file of the weights (safetensors, GGUF, or an allowed pickle), or raise ModelError."""
+    """Return the format (safetensors, GGUF or an allowed pickle) and first file of the weights, or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file

@@ -49,7 +49,7 @@ def free_memory() -> int | None:
 
 
 def _counts(file: Path, name: str) -> list[int]:
-    """Return the number in each line that starts with `name` in a file of the kernel; [] if the file is missing."""
+    """Return the number in each line that starts with `name` in a kernel file (/proc, cgroup); [] if it is missing."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
 
@@ -80,7 +80,7 @@ def device_of(name: str) -> torch.device:
 
 
 def check_device_map(options: Mapping[str, object]) -> None:
-    """Raise UsageError for arguments of `load` that contradict device_map, and for max_cpu_memory without it."""
+    """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory lacks device_map."""
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
         raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
@@ -92,7 +92,7 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device for the model's inputs: that of its first weight not on meta, where offloaded weights are."""
+    """Return the device for the model's inputs: that of its first weight that is not offloaded (on `meta`)."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
@@ -113,6 +113,6 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
 
 
 def places_of(model: PreTrainedModel) -> str:
-    """Return the model's device, or the devices that it is spread over, as text for a report."""
+    """Return the model's device, or the devices over which it is spread, as text for a report."""
     spread = getattr(model, "hf_device_map", None)
     return str(device_of_inputs(model)) if spread is None else ", ".join(sorted(set(map(str, spread.values()))))

@@ -63,14 +63,14 @@ class CodedWeight:
             return self.scheme.decode(Parts({part: read(name) for part, name in self.parts.items()}), self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
-        """Return the weight's shape, from its tensors' shapes or tensors that `read` returns. Raises ModelError."""
+        """Return the weight's shape, found from its tensors' shapes or from a tensor that `read` returns."""
         with foreign(self.problem, SAY_UNQUANTISED):
             parts = Parts({part: stored[name] for part, name in self.parts.items()})
             return self.scheme.shape(parts, lambda part: read(self.parts[part]))
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the weights stored as codes; {} if the config declares none. Raises ModelError if the files lack them."""
+    """Return the weights stored as codes; {} if the config declares no codes. Raises ModelError if files lack them."""
     method, settings = quantisation(place)
     if method is None:
         return {}
@@ -139,7 +139,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
 
 
 def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
-    """Return the settings for weights ({} if groups differ) and all numbers of bits in compressed-tensors' config."""
+    """Return compressed-tensors' settings for weights ({} if layer groups differ), and all their numbers of bits."""
     groups = settings.get("config_groups")
     values = groups.values() if isinstance(groups, dict) else ()
     parts = [group.get("weights") for group in values if isinstance(group, dict)]
@@ -169,7 +169,7 @@ def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; except in gptq_v2, zeros are stored minus 1."""
+    """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; all formats but gptq_v2 store zero − 1."""
     words, zero_words, scale, bits = _matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # these vary by module
@@ -197,7 +197,7 @@ def decode_awq(parts: Parts[Tensor], settings: Settings) -> Tensor:
 def _decode_transposed(
     codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None
 ) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input, zeros and scales one row per group.
+    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input; zeros and scales have one row per group.
 
     `index` is the group of each input; None means that groups are consecutive runs of inputs.
     """
@@ -217,7 +217,7 @@ def _decode_transposed(
 
 
 def _matrices(parts: Parts[Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
-    """Return codes, zeros, scales and bits per code of GPTQ or AWQ; a group has as many packed zeros as scales."""
+    """Return codes, zeros, scales and bits per code of GPTQ or AWQ; the sizes of zeros and scales imply the bits."""
     codes, zeros, scales = matrices = parts[""], parts[".qzeros"], parts[".scales"]
     require(all(len(matrix.shape) == 2 for matrix in matrices), "its codes, zeros and scales are not matrices")
     require(not isinstance(codes, Tensor) or codes.dtype == torch.int32, "its codes are not 32-bit words")
@@ -245,7 +245,7 @@ def decode_mxfp4(parts: Parts[Tensor], _settings: Settings) -> Tensor:
 
 
 def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute map[code] · absmax per block, for two codes per byte, higher bits first (bitsandbytes nf4 and fp4)."""
+    """Compute map[code] · absmax of the block; a byte has two codes, higher bits first (bitsandbytes nf4 and fp4)."""
     state, kind = _state(parts), settings.get("bnb_4bit_quant_type")
     require(not settings.get("load_in_8bit"), "its codes have four bits, but load_in_8bit is true")
     is_kind = not kind or f"{QUANT_STATE}{kind}" in parts
@@ -259,7 +259,7 @@ def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def _state(parts: Mapping[str, Tensor]) -> Json:
-    """Parse bitsandbytes' description of the codes, JSON in a tensor of bytes. Raises ValueError if that fails."""
+    """Parse bitsandbytes' description of the codes, which is JSON in a tensor of bytes, or raise ValueError."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
     state = None
     with suppress(ValueError, TypeError, RecursionError):
@@ -269,7 +269,7 @@ def _state(parts: Mapping[str, Tensor]) -> Json:
 
 
 def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
-    """Return absmax of each block; if absmax itself is coded, decode it with its map, absmax per block and offset."""
+    """Return the absmax of each block; if absmax itself is stored as codes, decode it with its own map and scales."""
     absmax = parts[".absmax"]
     if absmax.is_floating_point():
         return absmax.float()
@@ -315,7 +315,7 @@ def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
 
 
 def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
-    """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
+    """Return the stored shape, which is a tensor in compressed-tensors and an entry of quant_state in bitsandbytes."""
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
     shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
     if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):

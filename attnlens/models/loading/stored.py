@@ -68,7 +68,7 @@ def format_names(names: Iterable[str]) -> str:
 
 
 class LocalFile:
-    """A weight file on this machine that is read in parts, and must not change after it was opened."""
+    """A weight file on this machine that is read in parts and must not change once it is open."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
@@ -85,7 +85,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor to detect changes, since a modification time can be set to any value."""
+        """Read some bytes of a tensor, to detect changes of the file that its modification time does not show."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 
@@ -113,7 +113,7 @@ class RemoteFile:
         self.size, self.stamp = metadata.size, metadata.etag or ""
 
     def read(self, start: int, count: int) -> bytes:
-        """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
+        """Read `count` bytes from offset `start`. Raises ModelError if ATTEMPTS attempts fail."""
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
         from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
@@ -163,7 +163,7 @@ class TensorFiles(ABC):
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some bytes of each tensor in a local file; the content of a remote file is identified by its stamp."""
+        """Return some bytes of each tensor in a local file; a remote file needs none, since its stamp shows changes."""
         spans = self.spans(names)
         return b"".join(file.sample(start, size) for file, start, size in spans if isinstance(file, LocalFile))
 
@@ -187,7 +187,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return the tensors in a safetensors header. Raises ModelError if invalid for a file of `size` bytes."""
+    """Return the tensors in a safetensors header. Raises ModelError if it does not fit a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():

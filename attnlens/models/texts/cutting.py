@@ -76,7 +76,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spread passes with about `sequences` sequences; all if there are no more."""
+        """Return evenly spread passes with about `sequences` sequences in total, or all passes if they have no more."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -100,7 +100,7 @@ class Batches:
 
     @property
     def taken(self) -> dict[str, frozenset[int]]:
-        """Numbers of the used windows of each text, keyed by the text's SHA-256."""
+        """The numbers of the windows used from each text, keyed by the text's SHA-256."""
         return {text.sha256: frozenset(text.windows) for text in self.texts}
 
 
@@ -122,7 +122,7 @@ def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Cut:
-    """Options for cutting texts into sequences and for choosing those that are fed."""
+    """Options for cutting texts into sequences, and for choosing the sequences that the model gets."""
 
     tokens: int | None = None  # length of a window with special tokens; None: 128, or the model's limit if smaller
     sequences: int = 32  # number of sequences over all texts, divided as equally as the lengths of the texts allow
@@ -145,10 +145,11 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """Build the inputs of `loaded` from the texts, without the windows in `apart_from`, which were cut the same way.
+    """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
 
-    A model of pixels or sound gets noise, without the first `skip_noise` draws; its decoder, or CLIP's text encoder,
-    gets the texts. Raises TextError for an unsuitable text or no tokenizer, UsageError for too many tokens or files.
+    A model of pixels or sound gets files or, if there are none, noise after the first `skip_noise` random draws; its
+    decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or there is no tokenizer,
+    UsageError if there are too many tokens or files.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -184,7 +185,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files of each modality, or None. Raises UsageError if they differ or exceed `most`."""
+    """Return the number of files per modality, or None. Raises UsageError if numbers differ or exceed `most`."""
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} for {modality}" for modality, count in counts.items())
@@ -198,7 +199,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
 
 
 def _checked_media(loaded: Loaded) -> media.Media:
-    """Return which images and sounds the model reads. Raises TextError for a required input that can't be generated."""
+    """Return which media the model reads. Raises TextError if it requires an input that can't be generated."""
     accepted = media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
     if missing := [name for name in required_inputs(loaded.model) if name not in available]:
@@ -212,14 +213,14 @@ def reads_text(loaded: Loaded) -> bool:
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Return True if the model's main input is not text (pixels, sound, series): without files it is noise."""
+    """Return True if the main input is pixels, sound or a series, and so is noise unless there are files."""
     return loaded.kind not in ("text", "seq2seq")
 
 
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
-    """Build random ids (and noise for models of pixels or sound), to find a model's attention sites without a text.
+    """Build inputs of random ids (and noise for pixels or sound), to find a model's attention sites without a text.
 
-    `bare` omits images and sounds that have placeholder ids. Raises TextError for an input that can't be generated.
+    `bare` omits images and sounds that have placeholder ids. Raises TextError if an input can't be generated.
     """
     accepted = _checked_media(loaded)
     ids: list[list[int]] = []
@@ -242,7 +243,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[list[Row], list[Text]]:
-    """Cut the texts; return the chosen sequences and a record of each text used. Raises TextError if none is left."""
+    """Cut the texts; return the chosen sequences and a record of each used text. Raises TextError if none is left."""
     if not reads_text(loaded):
         return [], []
     length = window_length(loaded.model, cut.tokens)
@@ -288,7 +289,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
 
 
 def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
-    """Build batches of `size` sequences, or of 1 if files are read or all images of a batch share a row of patches."""
+    """Build batches of `size` sequences, or of one sequence if files are read or an input packs all images in a row."""
     if feed.files or not PACKED.isdisjoint(feed.media.names):
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -72,9 +72,10 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
 
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
-    """Return the images and sounds that a model accepts, determined once per model by a trial pass on random ones.
+    """Return the images and sounds that a model accepts, found by a trial pass on random ones, once per model.
 
-    A modality is left out, with a note, if the model fails on it but runs without it. `folder` contains the processors.
+    A modality is left out, with a note, if the model fails on it but does not require it. `folder` contains the
+    processors.
     """
     if model not in _cache:
         media = Media()
@@ -125,7 +126,7 @@ def modalities(model: PreTrainedModel) -> list[Modality]:
 
 @dataclass
 class Feed:
-    """Images and sounds by sequence number, either random or read from files."""
+    """The images and sounds of each sequence, numbered from 0, either random or read from files."""
 
     model: PreTrainedModel
     media: Media
@@ -155,7 +156,7 @@ class Feed:
         return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
     def inputs(self, numbers: range, rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[dict[str, Tensor], int]:
-        """Return the inputs of sequences with the ids `rows` (empty: no text), and the number of placeholders."""
+        """Return inputs of sequences with the token ids `rows` (empty: no text), and their number of placeholders."""
         inputs, before = self.take(numbers), list[int]()
         if rows:
             placeholders = self._placeholders(numbers.start)
@@ -183,7 +184,7 @@ class Feed:
 
     @property
     def texts(self) -> list[Text]:
-        """Record of each modality's random inputs, with their digest."""
+        """A record of the random inputs of each modality, with their SHA-256."""
         return [Text(name=RANDOM[modality], sha256=digest.hexdigest()) for modality, digest in self._digests.items()]
 
 
@@ -235,7 +236,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 def _make_up(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, which depend only on seed and number, or raise an error."""
+    """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise an error."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
@@ -253,7 +254,7 @@ def _make_up(
 
 
 def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the height and width of an image in the config, unchecked; IMAGE_SIZE if the config gives none."""
+    """Return an image's height and width as given in the config, unchecked, or IMAGE_SIZE if it gives no size."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -302,7 +303,7 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
 
 
 def _rate(processor: Processor) -> int:
-    """Return the samples per second that a processor expects; RATE if it gives none, or an invalid number."""
+    """Return the samples per second that a processor expects, or RATE if it gives no valid number."""
     rate = getattr(processor, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
@@ -360,13 +361,13 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _input_name(model: PreTrainedModel, modality: Modality) -> str:
-    """Return the name of the prepared image or sound in the model's forward pass."""
+    """Return the parameter of the model's forward pass that takes the prepared image or sound."""
     names = _parameters(model)
     return next(names[name] for name in INPUTS[modality] if name in names)
 
 
 def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.json have any type
-    """Return the first of these settings in the model's config, else in its nested configs, level by level, or None."""
+    """Return the first of these settings in the model's config or, level by level, in its nested configs; or None."""
     level: list[object] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
@@ -377,7 +378,7 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return a modality's placeholder id and the number of placeholders per input (0 with cross-attention)."""
+    """Return a modality's placeholder id and the number of placeholders per input (0, 0 if there are none)."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:
@@ -395,13 +396,13 @@ def _failure(error: Exception) -> str:
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Return the placeholder ids for parts of images and sounds."""
+    """Return the ids of placeholders, each of which stands for a part of an image or sound."""
     names = [f"{modality}_token_{suffix}" for modality in INPUTS for suffix in ("id", "index")]
     return {token for name in names if (token := setting(model, name)) is not None}
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
-    """Return the first `count` ids of at least 10 that are not placeholders."""
+    """Return `count` token ids, from 10 upwards, that are not placeholders."""
     placeholders = placeholder_ids(model)
     return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 

@@ -123,7 +123,7 @@ def read(path: str, *, offline: bool = False) -> Content:
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
-    """Read texts, and give each a unique name. Raises TextError if a text is empty, or if two texts are identical."""
+    """Read texts, and give each a unique name. Raises TextError if a text is empty, or two texts are identical."""
     contents = [read(path, offline=offline) for path in paths]
     counts, known = Counter(content.name for content in contents), dict[str, Content]()
     for path, content in zip(paths, contents, strict=True):
@@ -136,7 +136,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: the book of `demo`; for others also documentation and source code."""
+    """Return the built-in texts for a model: the book for `demo`; book, documentation and source code otherwise."""
     try:
         is_demo = model == "demo" or Path(model).resolve().is_relative_to(DEMO)
     except (OSError, ValueError):  # the working directory was deleted, or the name can't be a path
@@ -157,7 +157,7 @@ def thin_text(content: Content, *, spread: bool) -> Content:
 
 
 def _read_text(path: str, name: str) -> str:
-    """Read a file, or standard input (`-`). Raises TextError, with `name`, unless it is text in UTF-8."""
+    """Read a file, or standard input (`-`). Raises TextError, which gives `name`, unless the content is UTF-8 text."""
     if path != "-":
         content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     else:
@@ -201,10 +201,10 @@ def token_tensors(
 def text_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
 ) -> dict[str, Tensor]:
-    """Return keyword arguments of the model for these ids; a decoder gets the ids from `start` on.
+    """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
 
-    If the encoder reads the same text, the decoder gets the text shifted right, after a start token. If the encoder
-    reads pixels or sound, the decoder gets the text unchanged, since the special tokens begin with the start token.
+    If the encoder reads the same text, the decoder gets a start token followed by the text. If the encoder reads pixels
+    or sound, the decoder gets the text unchanged, since its special tokens already begin with the start token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -229,7 +229,7 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the vocabulary size from the model's config or else its embedding; None if neither contains it."""
+    """Return the vocabulary size from the model's config or else from its embedding; None if neither gives a size."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding
@@ -238,7 +238,7 @@ def vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def required_inputs(model: PreTrainedModel) -> list[str]:
-    """Return the required parameters of the model's forward pass; its main input if no parameter is required."""
+    """Return the required parameters of the model's forward pass or, if there are none, its main input."""
     parameters = signature(model.forward).parameters.items()
     needed = [name for name, it in parameters if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     main = model.main_input_name
@@ -277,7 +277,7 @@ NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains 
 
 
 def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
-    """Return a sentence for each text whose share of unknown tokens is at least `least`."""
+    """Return a sentence for each text, keyed by name in `shares`, whose share of unknown tokens is at least `least`."""
     return [
         f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
         "the text may be in a language or domain that the model does not cover."
@@ -287,7 +287,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return the number of windows of each text: as equal as possible, `wanted` in total or all available ones."""
+    """Return the number of windows of each text: as equal as possible, and `wanted` or all available in total."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -296,10 +296,10 @@ def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
 def choose_windows(
     available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()
 ) -> list[int]:
-    """Return the numbers, ascending, of k = `wanted` windows out of the n `available` ones that are not `taken`.
+    """Choose k = `wanted` of the n `available` windows that are not `taken`; return their numbers in ascending order.
 
-    `spread` is systematic sampling: the window numbers ⌊(i + u)·n/k⌋ for i = 0 … k − 1, u in [0, 1) drawn from `seed`
-    (Cochran 1977, chapter 8); `random` draws k of n without replacement; `first` takes the first k.
+    `spread` is systematic sampling: the windows ⌊(i + u)·n/k⌋ for i = 0 … k − 1, where u in [0, 1) is random with
+    `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement; `first` takes the first k.
     """
     free = [number for number in range(available) if number not in taken]
     count = min(wanted, len(free))
@@ -330,10 +330,10 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
 
 
 def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, pairs: bool) -> list[Row]:
-    """Return the ids of all non-empty lines of at least two tokens, with special tokens, truncated to `tokens` ids.
+    """Return the ids, with special tokens, of all lines of at least two ids; truncate lines to `tokens` ids.
 
-    With `pairs`, each line contains two texts separated by a tab, which the tokenizer joins. Raises TextError if no
-    line is left or a line is not a pair, UsageError if the special tokens leave no room.
+    With `pairs`, each line must contain two texts separated by a tab, which the tokenizer joins. Raises TextError if no
+    line is left or a line is not such a pair, UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
     lines = [line.removesuffix("\r") for line in content.text.split("\n")]
@@ -374,7 +374,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError above the limit."""
+    """Return `tokens`, by default 128 or the model's limit if that is smaller. Raises UsageError above the limit."""
     limit = position_limit(model)
     length = tokens or max(2, min(128, limit or 128))
     if limit is not None and length > limit:
@@ -384,7 +384,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the number of the model's positions; None if unknown or if positions are relative and unbounded (T5)."""
+    """Return how many positions the model has; None if unknown, or if positions are relative and unbounded (T5)."""
     config = text_config(model.config)
     if hasattr(config, "relative_attention_num_buckets"):
         return None
@@ -405,7 +405,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 
 @contextmanager
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
-    """Switch off a tokenizer's random splits, which are for training, and convert its errors to TextError."""
+    """In the `with`, switch off a tokenizer's random splits, meant for training, and convert errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     remedy = f"Put the tokenizer files into the model's folder, or {WITHOUT_TEXT}"
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:
@@ -432,9 +432,10 @@ def shared_share(
 ) -> float:
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
-    A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A passage of
-    LEAST tokens or more, but fewer than RUN, counts if all of it occurs (all but one token of 2 · LEAST or more),
-    because the beginning of a text is tokenized differently from its repetitions. The share is 0 without tokens.
+    A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A shorter
+    passage of at least LEAST tokens counts if all of it occurs. From 2 · LEAST tokens on, one token may be missing,
+    because the beginning of a text is tokenized differently from its repetitions. If there are no evaluated tokens, the
+    share is 0.
     """
     evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))
@@ -452,7 +453,7 @@ def shared_share(
 
 
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
-    """Return the share, 0 to 1, of tokens in runs of RUN that several sequences contain, without special tokens."""
+    """Return the share, 0 to 1, of non-special tokens in runs of RUN tokens that several sequences contain."""
     bare = _bare(tokenizer, sequences)
     counts = Counter(run for row in bare for run in set(_runs(row, RUN)))
     repeated = {run for run, count in counts.items() if count > 1}
@@ -472,7 +473,7 @@ def _runs(passage: Ids, length: int) -> list[bytes]:
 
 
 def _count_covered(passages: Iterable[Ids], length: int, shared: Container[bytes]) -> int:
-    """Count the tokens of passages that lie in `shared` runs of `length` tokens."""
+    """Count the tokens of `passages` that are part of any of the `shared` runs of `length` tokens."""
     covered = 0
     for passage in passages:
         starts = [start for start, run in enumerate(_runs(passage, length)) if run in shared]

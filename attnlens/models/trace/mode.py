@@ -40,10 +40,10 @@ ROUNDINGS = 32  # roundings by which two results computed from the same number i
 
 
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return factor, visible pairs and bias of scores = factor · product + bias, up to a term per query.
+    """Fit scores = factor · product + bias, up to a term per query; return factor, visible pairs and bias.
 
-    `zero` are the scores for a product of 0, and `scores` those for the product `signs`, (queries, keys). The factor's
-    shape is (heads,). Raises UnreadableError if the factor differs within a head, or is 0.
+    `zero` are the scores if the product is 0, and `scores` are the scores if it is `signs`, (queries, keys). The
+    factor's shape is (heads,). Raises UnreadableError if the factor differs within a head, or is 0.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -63,7 +63,7 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
 
 
 def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor) -> None:
-    """Raise UnreadableError unless the model's scores of other queries and keys are factor · ⟨query, key⟩ + bias."""
+    """Raise UnreadableError unless the scores of these random queries and keys are factor · ⟨query, key⟩ + bias."""
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
     predicted = _centre(factor.view(1, -1, 1, 1) * product, visible)
     moved = _centre(scores.to(zero) - zero, visible)
@@ -75,12 +75,12 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the largest relative difference between results in this type that rounding can explain."""
+    """Return the largest relative difference that rounding can explain between two results in this type."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: half precision, through a few steps
 
 
 def _centre(scores: Tensor, visible: Tensor) -> Tensor:
-    """Subtract each query's mean over its visible keys, unless no query sees two keys; masked entries are 0."""
+    """Set masked scores to 0 and, if any query sees two keys, subtract each query's mean over its visible keys."""
     masked = torch.where(visible, scores, 0.0)
     if bool((visible.sum(-1) < 2).all()):
         return masked
@@ -93,7 +93,7 @@ Tokens = tuple[int, ...] | None  # axes of a module's first floating-point input
 
 @dataclass(frozen=True)
 class Lead:
-    """The leading axes of queries, keys and scores; heads are one of the axes, or the inner part of a single axis."""
+    """The leading axes of queries, keys and scores; heads have an axis, or a single axis merges batch and heads."""
 
     shape: tuple[int, ...]
     axis: int  # axis of the heads, where a single axis counts as (sequences, heads)
@@ -101,17 +101,17 @@ class Lead:
 
     @property
     def _whole(self) -> tuple[int, ...]:
-        """The axes, with the heads as a separate axis."""
+        """Sizes of the axes after a single axis is separated into (batch, heads)."""
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
-        """Return this lead with sequences and heads merged or separated as in a tensor with leading axes `shape`."""
+        """Return this lead with batch and heads merged, or separated, to match a tensor with leading axes `shape`."""
         if self.axis != 1 or {len(shape), len(self.shape)} != {1, 2}:
             return self
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or (batch, 1, a, b) if all heads share one entry."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if all heads share values."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -130,7 +130,7 @@ class Lead:
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
     """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
 
-    The number of heads is the number of queries per token, or of keys per token if a module pools its queries.
+    The number of heads is the number of queries per token or, if a module pools its queries, of keys per token.
     """
     total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
@@ -149,7 +149,7 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
 
 
 def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Return Call and Lead of a softmax whose weights multiply `value`, (…, keys, value_dim), in `module`.
+    """Return the Call and Lead of a softmax in `module` whose weights multiply `value`, (…, keys, value_dim).
 
     Raises UnreadableError unless the scores are factor · ⟨query, key⟩ plus a term that does not depend on this product.
     """
@@ -177,7 +177,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
 
 
 def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Convert arguments with which a module itself calls torch's scaled_dot_product_attention to a Call."""
+    """Return the Call and Lead for the arguments with which a module calls torch's scaled_dot_product_attention."""
     query, key, mask, scale = arguments["query"], arguments["key"], arguments.get("attn_mask"), arguments.get("scale")
     lead = find_lead(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
     if mask is not None:
@@ -199,7 +199,7 @@ def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[
 
 
 def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat heads of the keys or of the values so that keys and values have equally many heads."""
+    """Repeat the heads of the keys or of the values so that both have the same number of heads."""
     if key.shape[1] == value.shape[1]:
         return key, value
     heads = max(key.shape[1], value.shape[1])
@@ -234,13 +234,13 @@ def trace_attention(
     prove: bool = False,
     on_weights: Callable[[nn.Module, Tensor], None] | None = None,
 ) -> Iterator[Refused]:
-    """Let `answer` replace each weighted sum of hand-written attention in `model` inside the `with`.
+    """Inside the `with`, replace each weighted sum of hand-written attention in `model` by the result of `answer`.
 
-    Only `modules`, which were read before, are traced (None: all). Yields the reason for each module whose attention is
-    unreadable and left to the model, or raises ModelError for one of `modules`. `content` are the tensors on which
-    queries and keys depend, by default the model's inputs except masks and positions. With `prove` the model continues
-    with its own sums, which must agree with the answers. `on_weights` gets each module and its weights, (batch, heads,
-    queries, keys).
+    Only `modules`, which were read before, are traced (None: all). Unreadable attention is left to the model, and the
+    yielded dict gives the reason by module; for one of `modules`, ModelError is raised instead. `content` are the
+    tensors on which queries and keys depend, by default the model's inputs except masks and positions. With `prove`,
+    the model continues with its own sums, which must agree with attention recomputed from the Call. `on_weights` gets
+    each module and its attention weights, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]
@@ -262,7 +262,7 @@ class _Tracer(TorchFunctionMode):
     constants: set[int] = field(default_factory=set)  # addresses of the parameters and buffers
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Add a module to the running modules (hook); record the inputs of the outermost module."""
+        """Add a module that starts (hook) to the running modules; if it is the outermost module, record its inputs."""
         with torch._C.DisableTorchFunction():  # private: only it also disables modes, such as this tracer
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
@@ -274,7 +274,7 @@ class _Tracer(TorchFunctionMode):
             self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
     def leave(self, *_: object) -> None:
-        """Remove the innermost of the running modules (hook)."""
+        """Remove the module that ends (hook), which is the innermost, from the running modules."""
         self.running.pop()
 
     def __torch_function__(
@@ -338,7 +338,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Replace a product of attention weights and `values` (None: a product of another form, which is refused)."""
+        """Replace a product of attention weights and `values`; refuse a product of another form (`values` is None)."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -356,7 +356,7 @@ class _Tracer(TorchFunctionMode):
         return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
-        """Replace attention that the module computes with torch's fused function."""
+        """Replace the attention that a module computes with torch's scaled_dot_product_attention."""
         arguments = dict(zip(FUSED, call.args, strict=False)) | call.kwargs
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
@@ -372,7 +372,7 @@ class _Tracer(TorchFunctionMode):
     def _answer_site(
         self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the answer of the last owner's site, or the result of `original` if the site is not replaced."""
+        """Return the answer for the innermost module of `owners`, or `original()` if that module is not replaced."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()

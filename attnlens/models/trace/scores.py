@@ -1,4 +1,4 @@
-"""Trace products of queries and keys to a softmax, with stand-ins that show how each step changes a product."""
+"""Trace products of queries and keys to a softmax; stand-ins show how each step on the way changes a product."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FunctionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A call whose result is affine in left · rightᵀ, the product over the last axes."""
+    """A call whose result is an affine function of left · rightᵀ, a product over the last axes."""
 
     left: Tensor  # (…, rows, size): the first operand
     right: Tensor  # (…, columns, size): the second operand, with leading axes that broadcast to those of the first
@@ -53,7 +53,7 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors that a call multiplies as matrices, in order; None if it is not such a product."""
+    """Return the two tensors, in order, that a call multiplies as matrices; None if it is not a matrix product."""
     function, args, kwargs = call
     if function is torch.einsum:
         parsed = _parse_einsum(call)
@@ -72,7 +72,7 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | None:
-    """Return a call with these operands as a product of queries and keys; None if it can't be such a product."""
+    """Return the Product that a call computes from these operands; None if it can't be one of queries and keys."""
     function, args, kwargs = call
     if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None
@@ -86,7 +86,7 @@ def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | N
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
-    """Return the axes of both operands and of the result, and the operands, of an einsum; None for other forms."""
+    """Return the axes (left, right, result) and the two operands of an einsum; None if it has another form."""
     args = call.args
     if not args or not isinstance(args[0], str):
         return None
@@ -106,7 +106,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; None if impossible."""
+    """Compute an einsum of queries and keys, or of weights and values, in traceable steps, or return None."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -133,7 +133,7 @@ def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
 class TracedScores:
     """A product of queries and keys that is traced to a softmax.
 
-    All steps also run on stand-ins, other values of the product, to find how the softmax's argument depends on it.
+    All steps also run on stand-ins (other values of the product), which show how the softmax's argument depends on it.
     """
 
     product: Product
@@ -150,7 +150,7 @@ Standins = tuple[Tensor, ...]  # values for a product of 0, for `signs` and, if 
 def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """Start tracing a product; return its scores and two stand-ins, or three with `prove`."""
+    """Start to trace a product; return its TracedScores and its stand-ins: two, or three with `prove`."""
     wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(  # about as large as the model's own
@@ -175,7 +175,7 @@ def unreadable(reason: str) -> UnreadableError:
 
 @dataclass(eq=False)
 class TracedSoftmax:
-    """A softmax over keys, and the products that reach it."""
+    """A softmax over keys, with the traced products in its argument."""
 
     logits: Tensor  # argument of the softmax
     carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
@@ -184,8 +184,9 @@ class TracedSoftmax:
     def scores(self) -> TracedScores:
         """Return the product of queries and keys in the softmax's argument.
 
-        Products with a side that does not depend on the inputs, such as positions, count only if there are no others.
-        Raises UnreadableError if several products remain, or if the factor of the product depends on the inputs.
+        A product with a side that does not depend on the inputs, such as positions, counts only if all products have
+        such a side. Raises UnreadableError if several products remain, or if the product's factor depends on the
+        inputs.
         """
         content = [scores for scores in self.carried if scores.content]
         products = content or list(self.carried)
@@ -209,7 +210,7 @@ MULTIPLYING = frozenset(  # Functions that multiply a tensor by another one; tor
 
 @dataclass
 class Provenance:
-    """Facts about the tensors of one forward pass; tensors are held by weak references."""
+    """Facts about the tensors of one forward pass, keyed by tensor through weak references."""
 
     scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
     """Tensor → its stand-ins for each traced product that it depends on."""
@@ -219,7 +220,7 @@ class Provenance:
     """Tensor → the softmax whose weights it contains."""
 
     def run(self, call: FunctionCall) -> Any:
-        """Run the call, record the facts about its result, and return the result."""
+        """Run the call, record these facts for its result, and return the result."""
         arguments, name = list(tensors((call.args, call.kwargs))), getattr(call.function, "__name__", "")
         # `max` of two tensors is elementwise, so that scores continue
         ends = name in STEPS_END and not (name == "max" and len(arguments) == 2)
@@ -242,7 +243,7 @@ class Provenance:
         return result
 
     def _step(self, scores: TracedScores, call: FunctionCall, name: str, arguments: list[Tensor]) -> list[Standins]:
-        """Return the stand-ins of the tensors in the function's result; empty if the function fails on stand-ins."""
+        """Run a call on the stand-ins of `scores`; return stand-ins for each result tensor, or [] if the call fails."""
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
         if name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
@@ -268,7 +269,7 @@ class Provenance:
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or results, in order."""
+    """Yield, in order, the tensors in arguments or results, including nested ones."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Probe modules with few tokens, and find their query and key maps among weights or products of two weights."""
+"""Probe modules with few tokens, and find each query or key map in one weight or in a product of two weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Keywords = Mapping[str, object] | None
 
 
 class FewTokens(TorchFunctionMode):
-    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
+    """Torch function mode in which F.linear computes a repeated token (an expanded axis) only once."""
 
     def __torch_function__(
         self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
@@ -103,7 +103,7 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless a call has one query (key) per head and token of the first (second) sequence."""
+        """Raise UnreadableError unless a call has one query and one key per head and token of these two sequences."""
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
@@ -112,7 +112,7 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the module's last call in float64, without its cache, and without a mask that does not fit."""
+        """Arguments of the captured call in float64; a cache, and a mask that would not fit the probe, are None."""
         arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
@@ -130,12 +130,12 @@ class Probe:
 
     @cached_property
     def odd(self) -> Call:
-        """The module's call on a batch of ODD sequences."""
+        """The attention call that the module makes for a batch of ODD sequences."""
         return self(*self.random(ODD, seed=0))
 
     @cached_property
     def alike(self) -> Call:
-        """The module's call on as few sequences as it accepts, with the same token at every position."""
+        """The attention call for as few sequences as the module accepts, with the same token at every position."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:  # masks made for the number of sequences in the captured call
@@ -143,11 +143,11 @@ class Probe:
 
     @property
     def least(self) -> int:
-        """Smallest number of sequences that the module accepts: 1, or the number in the captured call."""
+        """Smallest number of sequences that the module accepts: 1 or, failing that, the number in the captured call."""
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Return two seeded normal inputs (one twice in self-attention), the same at all positions if `alike`."""
+        """Return random normal inputs for queries and for keys; with `alike`, a sequence repeats a single token."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
@@ -158,7 +158,7 @@ class Probe:
 
 
 def smallest(probe: Probe) -> Probe:
-    """Return the probe with the smallest input the module accepts: a token, a sequence, or the captured batch."""
+    """Return a probe with the smallest inputs that the module accepts: tokens, sequences, or the captured batch."""
     if len(probe.shapes[0]) > 2:
         whole = replace(probe, whole=True)
         for candidate in (probe, whole):
@@ -175,9 +175,9 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
-    """Return the names of all buffers, and of the parameters that the module's queries and keys depend on.
+    """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
 
-    These are the parameters with a gradient: no values are needed, so those of later projections are never read.
+    Gradients identify these parameters without values, so the values of later projections are never read.
     """
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
@@ -196,11 +196,11 @@ ODD = 7  # number of sequences tried first; a power of two might accidentally fi
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
-    """Ends a module's call at its attention computation, passed as the argument."""
+    """Signal that ends a module's call as soon as it requests attention; its argument is the attention Call."""
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module without gradients, with floating-point numbers in float64."""
+    """Return a module's parameters and buffers by name, detached, with floating-point values in float64."""
     return {name: as_float64(part.detach()) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
@@ -222,7 +222,7 @@ ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does
 
 
 def norms_inside(module: nn.Module) -> Norms:
-    """Return the RMSNorms and LayerNorms without bias in a module; other norms fail a site's affine check."""
+    """Return the norms in a module that act as an RMSNorm or as a LayerNorm without bias; leave out all others."""
     norms: dict[nn.Module, Norm] = {}
     for part in module.modules():
         if "Norm" in type(part).__name__ and next(part.children(), None) is None:
@@ -253,7 +253,7 @@ def _fit_norm(module: nn.Module) -> Norm | None:
 
 @contextmanager
 def linear(norms: Norms) -> Iterator[None]:
-    """Disable the per-token scaling of these norms inside the `with`; gain and centring remain."""
+    """Disable the per-token scaling of these norms inside the `with`, but keep their gain and centring."""
 
     def answer(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
         norm, x = norms[module], inputs[0]
@@ -267,7 +267,7 @@ LENGTHS = {"rsqrt", "sqrt", "norm", "linalg_norm", "linalg_vector_norm"}  # func
 
 
 class WithoutLengths(TorchFunctionMode):
-    """Torch function mode that replaces lengths in hand-written norms by 1: x/‖x‖ and x · rsqrt(mean x²) become x."""
+    """Torch function mode that replaces vector lengths by 1, so that x/‖x‖ and x · rsqrt(mean x²) become x."""
 
     def __torch_function__(
         self, function: Function, _types: object, args: tuple[object, ...] = (), kwargs: Keywords = None
@@ -292,7 +292,7 @@ class Maps:
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
+        """Map x to queries, (batch, heads, tokens, head_dim), and y to keys, (batch, kv_heads, tokens, head_dim)."""
         vectors = []
         for inputs, factor, bias in ((x, self.query, self.query_bias), (y, self.key, self.key_bias)):
             tokens = inputs.double().flatten(1, -2)
@@ -316,7 +316,7 @@ Match = tuple[Tensor, Tensor, Tensor | None]
 def match_columns(
     vectors: Tensor, multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor]
 ) -> list[Match] | None:
-    """Match the columns of `vectors`, (draws, columns), to multiples of rows of the weights; None unless all match."""
+    """Express each column of `vectors`, (draws, columns), by a multiple of a row of the weights; None if any fails."""
     if not bool(vectors.isfinite().all()):
         return None
     candidates = [
@@ -339,9 +339,10 @@ def match_columns(
 def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
 
-    The first case is a linear layer, q_hk(x) = c θ_r · x + b; the second, two linear layers around a norm without its
-    lengths, q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both are tested on DRAWS random inputs; the Jacobian
-    would cost d_model times as much. Returns None in other cases, for NaN, and if a single token is not accepted.
+    The first case is a linear layer, q_hk(x) = c θ_r · x + b. The second case is two linear layers around a norm
+    without its lengths, q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both are tested on DRAWS random inputs,
+    because the Jacobian would cost d_model times as much. Returns None in other cases, if any value is NaN, and if the
+    module does not accept a single token.
     """
     if probe.whole or probe.batch is not None:
         return None
@@ -368,7 +369,7 @@ def match_weights(probe: Probe) -> Maps | None:
 
 @contextmanager
 def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside the `with`, append the inputs of all submodules with a weight matrix to the yielded list."""
+    """Inside the `with`, append to the yielded list the input of each submodule that has a weight matrix."""
     inputs: list[Tensor] = []
 
     def record(_part: nn.Module, args: tuple[object, ...]) -> None:
@@ -380,7 +381,7 @@ def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
-    """Yield the inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
+    """Yield each inner input, minus its value at x = 0, whose coordinates are multiples of weight rows times x."""
     for inputs in inner:
         z = inputs.double().flatten(1)
         if len(z) == len(outer[0]) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
@@ -391,7 +392,7 @@ def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequenc
 
 
 def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """Assemble W of each head from matched columns; return a view if one stored matrix contains all of them."""
+    """Assemble W of each head from matched columns; return a view if a single match contains all columns."""
     _, whole, down = pieces[0]
     if len(pieces) > 1 or down is not None:
         whole = whole.new_empty(shape.numel(), (whole if down is None else down).shape[1])
@@ -402,7 +403,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Return the columns that are multiples of the rows most similar to them; None if the first column is not."""
+    """Match the columns that are multiples of their most similar row; None if the first column is no such multiple."""
     values, down = multiplicand
     products = values @ rows.mT
     if not bool(_fit_factors(vectors[:, :1], products[:, _most_similar_rows(vectors[:, :1], products)])[1]):
@@ -414,13 +415,13 @@ def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, ro
 
 
 def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
-    """Return for each column the row whose products have the most similar direction, up to sign."""
+    """Return, for each column, the index of the row whose products are most similar in direction, up to sign."""
     directions = nn.functional.normalize(products, dim=0)
     return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
 
 
 def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
-    """Return the least-squares factor c of each column, and which columns equal c times their product."""
+    """Return each column's least-squares factor c, and whether the column equals c times its product."""
     # clamped so that a row of zeros gives 0, not NaN
     factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
     factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)
@@ -430,7 +431,7 @@ def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " col
 
 
 def take_coordinates(factor: Tensor, chosen: Int[Tensor, " some"]) -> Tensor:
-    """Return some coordinates of each head; consecutive ones as a view, which needs no memory."""
+    """Return the `chosen` coordinates of each head, as a view without a copy if they are consecutive."""
     first, count = int(chosen[0]), len(chosen)
     if torch.equal(chosen, torch.arange(first, first + count, device=chosen.device)):
         return factor[..., first : first + count]

@@ -62,7 +62,7 @@ class Factors:
     Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and its root mean square rms(c), a head's
     score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
     positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). The sum is not one bilinear
-    form, since rms(c) depends on the key, but each part is one up to positive factors. Measures weights.* use M_n.
+    form, since rms(c) depends on the key, but each part is bilinear up to positive factors. Measures weights.* use M_n.
     """
 
     site: Site
@@ -100,7 +100,7 @@ class Factors:
 
     @property
     def parts(self) -> tuple[QueryKey, ...]:
-        """The bilinear form; for latent attention the form of the nope part and that of the rope part."""
+        """The bilinear form M; for latent attention, the two forms of the nope part and of the rope part."""
         query, key, heads = self.maps.query, self.maps.key, tuple(range(len(self.maps.query)))
         key_of = tuple(head * len(key) // len(query) for head in heads)
         whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
@@ -115,7 +115,7 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on (x, 1), with biases as last rows of the factors; None if the logits are not bilinear in one input x."""
+        """M on (x, 1), where biases are the last rows of factors; None if logits are not bilinear in one input x."""
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -124,7 +124,7 @@ class Factors:
         return replace(self.query_key, query=query, key=key)
 
     def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute queries and keys of these inputs; under QK-norm, give them the lengths of `originals`."""
+        """Compute the queries of x and the keys of y; under QK-norm, scale them to the lengths of `originals`."""
         query, key = (part if self.rotation is None else self.rotation.rotate(part) for part in self.maps(x, y))
         for part, original in zip((query, key), originals, strict=True):
             for group in self.groups:
@@ -147,7 +147,7 @@ DIRECTION = "position changes more than the direction of queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    Later sites of that kind reuse the leader's rotation if it fits them; otherwise they get their own fit.
+    A later site of that kind reuses the leader's rotation if this fits the site, and otherwise gets its own fit.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Turns:
     to directions, since norms scale queries and keys; False → fitted to queries and keys."""
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site, or else a new fit."""
+        """Return the leader's rotation if it also fits this site; otherwise return a new fit."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
@@ -166,7 +166,7 @@ class Turns:
 
 
 def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return the key of sites that should rotate alike: class, part, and the identity of their position tensors."""
+    """Return what identifies sites that should rotate alike: class, part, and the ids of their position tensors."""
     return type(target.module), target.site.part, *map(id, _positions(target))
 
 
@@ -186,8 +186,8 @@ def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token (Su et al. 2021, RoFormer, Eq. 16).
 
-    Returns None if position has no effect or is added. Under QK-norm, R is fitted without the gains, since a gain of 0
-    hides the rotation of its coordinate, and then checked with the gains.
+    Returns None if position has no effect, or if it only adds a vector. Under QK-norm, R is fitted without the gains,
+    since a gain of 0 hides the rotation of its coordinate, and then checked with the gains.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -211,9 +211,9 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation (equal rotations as one object), None if there is none, or the site's error.
+    """Yield each site's rotation, None if the site does not rotate, or the error if its rotation can't be fitted.
 
-    `window` lists the sites, called with as many positions as the rotations must have.
+    Equal rotations are one object. `window` are the sites' calls with as many positions as the rotations must cover.
     """
     known = list[Rotation]()
     for target in window:
@@ -230,7 +230,7 @@ def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotati
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
-    """Return θ of φ(i) = iθ in [−π, π) for a rotation by distance, fitted by least squares over its positions."""
+    """Return the least-squares frequencies θ, in [−π, π), of a rotation by distance, whose angles are φ(i) = iθ."""
     return _wrap(_fit_frequencies(rotation).angles[1])
 
 
@@ -252,9 +252,10 @@ def _changes_with_position(part: Rows) -> bool:
 def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
     """Fit the rotation of these queries and keys; each row is one input at all positions.
 
-    `rounding` is that of cos and sin. The least-squares angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w
-    = x_a + i x_b. Pairs that are 0 in queries or in keys are not compared, since they add nothing to scores. Raises
-    UnreadableError if queries and keys rotate differently, or if position does more than rotate.
+    `rounding` is the relative rounding of cos and sin. The least-squares angle of a pair is arg Σ conj(w_0) w_i over
+    queries and keys, where w = x_a + i x_b. Pairs that are 0 in queries or in keys are not compared, since they add
+    nothing to scores. Raises UnreadableError if queries and keys rotate differently, or if position does more than
+    rotate.
     """
     pairs = _find_pairs(torch.cat((query, key)))
     (of_queries, have_query), (of_keys, have_key) = (_overlaps(part, pairs) for part in (query, key))
@@ -294,7 +295,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i, (positions, pairs), and which pairs are longer than rounding at position 0."""
+    """Return Σ conj(w_0) w_i, (positions, pairs), and which pairs have a length above rounding at position 0."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -308,7 +309,7 @@ def _differs_from(part: Rows, rotation: Rotation, rounding: float) -> bool:
 
 
 def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
-    """Return True if angles differ from 0 at some position by more than 4 roundings (cos and sin of two positions)."""
+    """Return True if the root-mean-square angle at some position exceeds ANGLE and 4 · `rounding`."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 
@@ -320,7 +321,7 @@ def _wrap(angles: Tensor) -> Tensor:
 
 
 def _fit_frequencies(rotation: Rotation) -> Rotation:
-    """Return the rotation with φ(i) = iθ for the least-squares θ, which removes the rounding of cos and sin."""
+    """Return the rotation with angles φ(i) = iθ for the least-squares θ, which removes the rounding of cos and sin."""
     first = rotation.angles[1]
     turns = (_wrap(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # not wrapped to [−π, π)
     steps = torch.arange(len(rotation.angles)).to(first)
@@ -350,11 +351,12 @@ def factors(
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites called with a single token (position 0), `window` the same sites called with as many positions
-    as the rotations should cover. Other inputs check that the maps are affine. Norms inside the module keep their
-    gains without the positive scalar per token; under QK-norm only directions are checked. Works in float64, on a copy
-    of one module at a time. `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the
-    first site of its kind, chosen or not, and stored in `turns`. `present` loads weights of a model not in memory.
+    `first` are the sites called with a single token (position 0), and `window` are the same sites called with as many
+    positions as the rotations should cover. Further inputs test whether the maps are affine. Norms inside the module
+    keep their gains, but lose the positive scalar per token; under QK-norm, only directions are checked. All is
+    computed in float64, on a copy of one module at a time. `chosen` are the indices of the sites to read (None: all). A
+    rotation is fitted at the first site of its kind, even if this is not chosen, and stored in `turns`. `present` loads
+    weights of a model that is not in memory.
     """
     turns = Turns() if turns is None else turns
     kinds = [_kind(target) for target in window]
@@ -421,9 +423,9 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Input i has the tangent e_i, so that row i of W is exact and NaN weights of one head do not spread to others, as 0 ·
-    NaN would in a backward pass. An input is a token, rotated back to position 0 by `rotation`, or a sequence of one
-    repeated token if queries and keys come from two sequences or cos and sin have half precision.
+    Input i has the tangent e_i, so that row i of W is exact, and NaN weights of one head do not spread to other heads,
+    as they would through 0 · NaN in a backward pass. An input is a token, rotated back to position 0 by `rotation`, or
+    a sequence of one repeated token if queries and keys come from two sequences or cos and sin have half precision.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -458,7 +460,7 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
-    """Return the maps, with one bias per position if the biases differ between positions."""
+    """Return the maps, with one bias per position wherever the biases of a side differ between positions."""
     zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = {"query_bias": zero.query[0].double(), "key_bias": zero.key[0].double()}
     for (name, bias), factor in zip(biases.items(), (maps.query, maps.key), strict=True):
@@ -468,7 +470,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return actual and expected (sequences, heads, head_dim) queries and keys of 8 tokens, without heads with NaN."""
+    """Return (actual, expected) queries, and likewise keys, of the first token of 8 sequences; omit heads with NaN."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -478,7 +480,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Return the groups of coordinates (all, or two parts) that are positive multiples of expected values, or None."""
+    """Find one or two groups of coordinates in which actual values are positive multiples of expected ones, or None."""
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:
@@ -490,7 +492,7 @@ def _find_groups(sides: Sides) -> Groups | None:
 
 
 def _mismatch(sides: Sides, groups: Groups = ()) -> str | None:
-    """Return how actual and expected values differ, up to a positive scalar per group; None if they agree."""
+    """Describe how actual and expected values differ, up to a positive scalar per group; return None if they agree."""
     kind = "a positive multiple of an affine function" if groups else "an affine function"
     for name, side in zip(("queries", "keys"), sides, strict=True):
         for actual, expected in [tuple(unit(part[..., group]) for part in side) for group in groups] or [side]:
