@@ -103,7 +103,7 @@ class Reference:
 
 
 def round_value(value: float) -> float:
-    """Round to four significant digits, like the quantiles in the file, so that values can equal a quantile."""
+    """Round to four significant digits, like the quantiles in the file, so that a value can equal a quantile."""
     return float(f"{value:.4g}")
 
 
@@ -170,7 +170,7 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if a part's heads have about the same values as an atlas model's, even if the files differ."""
+    """Return True if the heads of one part appear to be those of an atlas model, even if the files differ."""
     # copies agree exactly, quantised or fine-tuned weights approximately
     if not heads or model.part != subject.part:
         return False
@@ -200,7 +200,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Return the third of its model part in which each layer lies, or `all` if only some layers were requested."""
+    """Map each layer to the third of its part that contains it, or to `all` if only some layers were requested."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}

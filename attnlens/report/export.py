@@ -41,7 +41,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
 
 def page(report: Report) -> Document:
-    """Build the document of a report's HTML page, without a limit on length. Raises UsageError for nothing to draw."""
+    """Build the document of a report's HTML page, of any length. Raises UsageError if there is nothing to draw."""
     shapes = Shapes(report)
     below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
     explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes

@@ -136,7 +136,7 @@ def without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token and their calls on random ids, both without media, for reading the weights.
 
-    Media are left out because the ids that represent an image have special positions, unlike those of a text.
+    Media are left out because the ids that represent an image have special positions, on which no weight depends.
     """
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:

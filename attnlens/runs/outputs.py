@@ -151,7 +151,7 @@ def tokens_in(fed: Fed) -> int:
 
 
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction in nats, where p is the original.
+    """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction in nats; p is the original distribution.
 
     Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels that of Σ p log(q/p).
     """
@@ -209,7 +209,7 @@ class TokenLosses:
         return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
-        """Return the change on each of 8 equal parts of the sequences, or at each position if they are shorter."""
+        """Return the change on each of 8 nearly equal parts of the sequences; short sequences have fewer parts."""
         before, after, _ = self.join()
         length, changes = before.shape[1], []
         bins = min(BINS, length)

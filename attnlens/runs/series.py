@@ -57,7 +57,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: the smallest number of analysed heads, everything skipped anywhere, and unread checkpoints."""
+    """Combine coverages: heads analysed at every checkpoint, parts skipped at any of them, and unread checkpoints."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:

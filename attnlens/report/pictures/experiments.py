@@ -305,7 +305,7 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves by picture title ('' if none) and quantity; a title shared by several quantities names each."""
+    """Group curves by picture title ('' if none) and quantity; add the quantity to titles shared by several."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))

@@ -145,7 +145,7 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def verdict(swap: Swap) -> str:
-    """State the effect of a swap after its last stage: the change in loss or, if unknown, KL or hidden cosine."""
+    """State the effect of a swap after its last stage by the first known of loss, KL and cosine of hidden states."""
     if swap.diverged:
         return "The model diverges: its predictions with this kernel are not finite."
     loss, unit = swap.loss, UNITS[swap.task]
@@ -369,7 +369,7 @@ def _off_simplex(swap: Swap) -> list[str]:
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes of the swaps and the missing values; a note on only some of the kernels names these."""
+    """Yield the notes of the swaps and the missing values; notes on only some kernels name these kernels."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))

@@ -263,7 +263,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test the changes of each measure; None for categories, and without both windows and simulated rounding."""
+        """Test each measure's changes; None for categories and for measures without windows or simulated rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)

@@ -51,7 +51,7 @@ AGAIN = "Create both reports with the same text and options, or compare the mode
 
 
 def read_side(path: Path) -> Report:
-    """Read a report and its --windows-csv file, if any. Raise UsageError if the file changed or no heads are left."""
+    """Read a report with its --windows-csv file, if any. Raise UsageError if that file changed or no heads exist."""
     report = read_report(path)
     if not report.heads:
         raise UsageError(f"{path} contains no heads.", "Give a report created with: attnlens inspect MODEL --json FILE")

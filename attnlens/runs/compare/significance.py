@@ -67,7 +67,7 @@ def _detectable_errors(level: float, freedom: int) -> float:
 def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> ChangeTest:
-    """Test changes paired by window: p is the larger p-value of sampling and rounding, or 1 if nothing changed."""
+    """Test changes paired by window: p is the larger p-value for sampling or rounding, or 1 if nothing changed."""
     values = differences.double()
     p = torch.full(values.shape[1:], torch.nan, dtype=torch.float64)
     missing = values.isnan().mT
@@ -88,7 +88,7 @@ def test_windows(
 
 
 def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
-    """Test changes of measures that do not depend on a text: p is their probability under rounding, or 1."""
+    """Test changes of measures that depend on no text: p is the p-value for rounding, or 1 if nothing changed."""
     p = torch.where(delta == 0, 1.0, rounding_p_values(delta, rounding)).masked_fill(~delta.isfinite(), torch.nan)
     return ChangeTest(delta, p, rounding=rounding)
 
@@ -239,7 +239,7 @@ def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Move one value in twelve of each weight by ± one spacing of its stored type; restore them after the block."""
+    """Inside the block, move one value in twelve of each weight by ± one spacing of the weight's stored type."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
@@ -253,7 +253,7 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
 
 
 def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: the mean 0 and variance of rounding."""
+    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0 and the variance of rounding."""
     return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
 
 

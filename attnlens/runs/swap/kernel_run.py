@@ -251,7 +251,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the window width of the kernel or, if it has none, of its same-size control or 64; or why none applies."""
+    """Return the first known window width: the kernel's, its same-size control's, or 64; or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -422,7 +422,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse an equal control of another kernel, and run it once; store the reason if a site refuses its kernel."""
+        """Reuse another kernel's equal control, and run a pass; if a site refuses the control, store the reason."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):

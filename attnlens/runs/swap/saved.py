@@ -223,7 +223,7 @@ def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
 
 
 def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor]) -> hooks.Swaps:
-    """Return the kernel of each swapped site. Raise ValueError if a site lacks fitted parameters that others have."""
+    """Return the kernel of each swapped site. Raise ValueError if a site lacks parameters that other sites have."""
     kernel = parsed(facts.kernel, allow_signed=True)
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():

@@ -128,7 +128,7 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference between two inputs' outputs at real tokens in `positions`; None without any."""
+    """Compute the relative difference between two inputs' outputs at real tokens in `positions`, or None."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in IDS if name in pair[0])

@@ -156,7 +156,7 @@ class Alone:
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
-        """Mean increase in the loss, or distance, that each unit causes; NaN if the model diverged."""
+        """Mean increase in the loss or distance that each unit causes; NaN if the model diverged."""
         means = (self.changed - self.original).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
 
