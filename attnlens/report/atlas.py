@@ -42,7 +42,7 @@ class Distribution:
         return self.quantiles[LEVELS.index(50)]
 
     def below(self, value: float) -> float:
-        """Return the percentage of heads below the value, plus half of those equal to it; linear between quantiles."""
+        """Return the percentage of heads below the value plus half of those equal to it; interpolate the quantiles."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):

@@ -36,7 +36,7 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Check that the model's files are those of the report, and recompute `heads` random heads, measure by measure.
+    """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
     Each call draws different heads, so that a forger can't predict them. tokens.* can differ by √ε of the model's type,
     weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
@@ -69,7 +69,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
 
 
 def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
-    """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
+    """Check whether one measure is reproduced in all heads; list the heads that differ, largest deviation first."""
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:

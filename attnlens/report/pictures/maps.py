@@ -57,7 +57,7 @@ FURTHEST = 1e300
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
-    """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
+    """Format the caption of a map: meaning, range, null, error, missing values and coverage, with one line for each."""
     present, lines = reading.present, []
     if not reading.labels:
         least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
@@ -157,7 +157,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
-    """Build the panel of a measure's map; `numbers`: write the values into the cells if they fit."""
+    """Build the panel of a measure's map; with `numbers`, write the values into the cells if they fit."""
     reading = shapes.readings[name]
     width = float(np.clip(CELL * len(shapes.heads), 3.4, 8))
     draw = partial(draw_map, shapes=shapes, reading=reading, numbers=numbers)
@@ -165,7 +165,7 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
 
 
 def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
-    """Draw the map: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
+    """Draw the map with a row per layer (layer 0 at the top) and a column per head; hatch heads without a value."""
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
     bar = heat_map(axes, grid, colours)
@@ -380,7 +380,7 @@ def overview_figure(shapes: Shapes) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    If the single source has a curve to be shown by depth, the curve's thirds form the first row and maps the second.
+    If the single source has a curve to be shown by depth, the curve's thirds form the first row, and maps the second.
     If the source has measures of two spaces, each space forms a row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))

@@ -312,7 +312,7 @@ def _draw_site_changes(
 def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
 ) -> dict[str, Tensor]:
-    """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
+    """Sample the effect of rounding on means of tokens.* over a few windows, on attention rows (KL), and on blocks."""
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}

@@ -69,7 +69,7 @@ class SwapSession:
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
     def survey(self) -> None:
-        """Find and verify the sites, and select those requested. Raise UsageError if a kernel is undefined there."""
+        """Find and verify the sites, and select those requested. Raise UsageError if any kernel is undefined there."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.proven_whole(self.loaded, self.probe)

@@ -213,11 +213,11 @@ def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
     """Raise ValueError if attnlens.json and the model have different sites, or a swapped head or layer is missing."""
     sites = [SavedSite.model_validate(each.site) for each in reached]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits some that it has")
+        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
     for saved, each in zip(facts.sites, reached, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
-            raise ValueError(f"{FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
+            raise ValueError(f"{FACTS} swaps heads of {saved.path} that the model lacks, or swaps a head twice")
     if not facts.swapped or not set(facts.swapped) <= set(range(len(reached))):
         raise ValueError(f"{FACTS} swaps no layer, or a layer that the model lacks")
 
