@@ -380,7 +380,7 @@ def overview_figure(shapes: Shapes) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    If the single source has a curve to be shown by depth, the curve's thirds form the first row, and maps the second.
+    If the single source has a curve to show by depth, the curve's thirds form the first row; maps form the second.
     If the source has measures of two spaces, each space forms a row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
