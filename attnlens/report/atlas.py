@@ -42,7 +42,7 @@ class Distribution:
         return self.quantiles[LEVELS.index(50)]
 
     def below(self, value: float) -> float:
-        """Return the percentage of heads below the value, plus half of those equal to it; linear between quantiles."""
+        """Return the percentage of heads below the value plus half of those equal to it; interpolate the quantiles."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
@@ -78,7 +78,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """Properties of a model that decide which atlas models its heads are compared with."""
+    """Properties of a model that determine with which atlas models its heads are compared."""
 
     part: str
     positions: str | None
@@ -89,7 +89,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Reference:
-    """Heads that a value is compared with, or the reason why there are none."""
+    """Heads with which a value is compared, or the reason why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
     spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
@@ -103,7 +103,7 @@ class Reference:
 
 
 def round_value(value: float) -> float:
-    """Round to four significant digits, as in the file, so that equal values compare equal to quantiles."""
+    """Round to four significant digits, like the quantiles in the file, so that a value can equal a quantile."""
     return float(f"{value:.4g}")
 
 
@@ -127,7 +127,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the heads of other trained models with which a value in this part and depth is compared."""
+    """Return the heads of other trained models with which a measure's value in this part and depth is compared."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas has no {measure}")
     if sized_by := find_measure(measure).sized_by:
@@ -149,18 +149,18 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
 
 
 def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
-    """Return True if the forms M are of one kind; under RoPE, M is a sum over the distances within a window."""
+    """Return True if the forms M are comparable; under RoPE, M sums over the distances within a window."""
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
 def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
-    """Return the percentage of the reference's heads below the value and None, or None and the reason."""
+    """Return (percentage of the reference's heads below the value, None), or (None, reason why it is unknown)."""
     heads = reference(measure, depth, subject)
     return heads.percentile(value), heads.reason
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """Return the properties that decide which atlas models the report's heads of one part are compared with."""
+    """Return the properties that determine with which atlas models the report's heads of one part are compared."""
     settings, conventions = report.settings, report.model.conventions
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
@@ -170,7 +170,7 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if the heads of one part have the values of an atlas model, regardless of the model's files."""
+    """Return True if the heads of one part appear to be those of an atlas model, even if the files differ."""
     # copies agree exactly, quantised or fine-tuned weights approximately
     if not heads or model.part != subject.part:
         return False
@@ -200,7 +200,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Return the third of its part that each layer is in; `all` for each if only some layers were requested."""
+    """Map each layer to the third of its part that contains it, or to `all` if only some layers were requested."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}

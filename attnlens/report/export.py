@@ -28,7 +28,8 @@ for _module in iter_modules(sections.__path__):  # registers the sections of all
 def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
     """Build the summary for a terminal: the findings, the requested selections, and the content that the flags add.
 
-    `whole`: every measure and note, but no selections; `all_heads`: every head; `verbose`: how the report was made.
+    `whole` adds every measure and note but omits selections; `all_heads` adds every head; `verbose` adds how the report
+    was made.
     """
     views: list[View] = ["markdown" if whole else "terminal"]
     if all_heads:
@@ -92,9 +93,9 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
 def rows(report: Report) -> Sequence[Row]:
     """Build the rows of a report, with the columns of `Report.to_dataframe`.
 
-    One row per head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps have one
-    row per stage, control or unit swapped alone; experiments one per figure, or per head, measure and step. Categories
-    are given by name.
+    Each head has one row with site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps
+    have one row per stage, control or unit swapped alone. Experiments have one row per figure, or per head, measure and
+    step. Categories are given by name.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)
@@ -104,7 +105,8 @@ def rows(report: Report) -> Sequence[Row]:
 def windows(report: Report) -> Sequence[Row]:
     """Build the rows of the values per window, from which standard errors and intervals are computed.
 
-    One row per window and head; for a swap, one per window, kernel and stage. Raises UsageError if no window was read.
+    There is one row per window and head or, for a swap, per window, kernel and stage. Raises UsageError if no window
+    was read.
     """
     values = report.windows
     if values is None or not values.windows:
@@ -141,7 +143,7 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
 def drawings(report: Report, target: Path) -> dict[Path, Callable[[], bytes]]:
-    """Return for each file a function that draws it and returns its bytes; nothing is drawn yet.
+    """Return the files to write, each with a function that draws it and returns its bytes; nothing is drawn yet.
 
     A folder gets `overview.png` and one picture per measure, curve, stage or experiment. A path that ends in .png, .svg
     or .pdf gets only the overview, or the margins of the selection if there is exactly one. Raises UsageError if the

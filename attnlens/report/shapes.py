@@ -70,7 +70,7 @@ class MeasureMap:
 
     @property
     def error(self) -> float | None:
-        """Median over heads of the standard error; None without errors."""
+        """Median over heads of the standard error; None if no head has an error."""
         return None if np.isnan(self.errors).all() else middle(self.errors)
 
 
@@ -120,8 +120,8 @@ class Shapes:
     def shares(self) -> dict[str, list[str]]:
         """Sets of measures that are ≥ 0 and sum to 1 in every head that has them all: `tokens.kernel_shares` → names.
 
-        Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). The sets
-        that most heads have come first; among these, sets with more measures.
+        Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). Sets are
+        sorted by the number of heads that have them, then by their number of measures, both descending.
         """
         sets: dict[str, list[str]] = {}
         for name in (name for name in self.report.measure_names() if name in self.readings):
@@ -167,7 +167,7 @@ def group_of(info: MeasureInfo) -> str:
 
 
 def middle(values: Float[np.ndarray, "layers heads"]) -> float:
-    """Compute the median of the values that are not NaN; NaN if there are none."""
+    """Compute the median of the values that are not NaN; return NaN if there are no such values."""
     present = values[~np.isnan(values)]
     return float(np.median(present)) if present.size else float("nan")
 
@@ -191,7 +191,7 @@ def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Return the numbers present, sorted; with `fill`, also those missing in between and up to `expected`."""
+    """Return the numbers present, sorted; if `fill`, add those missing from 0 to the largest and below `expected`."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

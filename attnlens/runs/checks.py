@@ -63,7 +63,7 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a missing weight that measured values need, and `name and 3 more`; None if there is none.
+    """Return the module and name (`name and 3 more`) of a missing weight that measured values need; otherwise None.
 
     A missing weight is ignored if its module ran and its gradient is None, since no measured value depends on it
     (BERT's pooler). A module that did not run on these inputs (an expert that no token chose) can run on other inputs.
@@ -127,16 +127,16 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
 
 
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites as reached by a single token, for reading the weights."""
+    """Return the sites with their calls in a pass over a single token, for reading the weights."""
     return _reach_by_ids(loaded, reached, 1, seed)
 
 
 def without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites reached by one token and those reached by random ids, without media, for reading the weights.
+    """Return the sites' calls on one token and their calls on random ids, both without media, for reading the weights.
 
-    Ids that represent an image have special positions, which the weights don't depend on.
+    Media are left out because the ids that represent an image have special positions, on which no weight depends.
     """
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
@@ -147,7 +147,7 @@ def without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites as reached by random ids, without media if `bare`; keep the known site if the ids miss it."""
+    """Return the sites with calls on random ids (without media if `bare`); keep known calls that ids don't reach."""
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
@@ -158,7 +158,7 @@ def _reach_by_ids(
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Measure the change of the outputs if the model's attention is recomputed. Raise ModelError if it can't run."""
+    """Measure how much recomputing the attention changes the model's outputs. Raise ModelError if it can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _refusing(loaded, inputs):
@@ -198,7 +198,7 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head; `hidden` if it predicts next tokens that the model sees (PaliGemma)."""
+    """Return the task of the model's head; `hidden` if the model sees the tokens that it predicts (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -216,7 +216,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of recomputed attention as `prove_identity` does; raise ModelError for weights not finite."""
+    """Return the error of recomputed attention as `prove_identity` does; raise ModelError if it returns no error."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(
@@ -227,7 +227,7 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List attention that can't be read, does not run on this input, or is in layers that the config leaves out."""
+    """List the attention that can't be read or does not run on this input, and layers that only the checkpoint has."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
@@ -243,7 +243,7 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
 
 
 def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
-    """Raise UsageError for chosen layers or heads that the model lacks."""
+    """Raise UsageError if the model lacks any of the chosen layers or heads."""
     most = max(each.call.query.shape[1] for each in reached)
     for noun, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
         wrong = [number for number in numbers or () if not 0 <= number < count]

@@ -1,4 +1,4 @@
-"""Compare a changed model with the original: both run on the same batches, and differences are paired."""
+"""Compare a changed model with the original on the same batches, with paired differences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prompts:
     source: str  # `windows`, or the name of a file
 
     def parts(self) -> Iterator[Prompts]:
-        """Yield batches of bounded size, so that many lines need no more memory than few."""
+        """Yield batches of bounded size, so that many prompts need no more memory than few."""
         for ids, mask in zip(torch.split(self.ids, MOST), torch.split(self.mask, MOST), strict=True):
             yield Prompts(ids, mask, self.source)
 
@@ -58,9 +58,9 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts` or, if None, first halves (equally long) of the windows or lines of at least median length.
+    """Return `prompts`; if None, return the first halves, cut to equal length, of inputs of at least median length.
 
-    Return the reason if the model can't continue windows. Raise UsageError if it can't continue `prompts`.
+    If the model can't continue its inputs, return the reason. Raise UsageError if it can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
@@ -85,7 +85,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize the lines of a file. Raise TextError if it is empty or a line too long, UsageError without tokenizer."""
+    """Tokenize a file's lines. Raise TextError if it has none or one is too long, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -337,7 +337,7 @@ class Differences:
         return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
     def _changes(self, seed: int, rows: Tensor | None = None) -> tuple[Change, Change | None]:
-        """Return the changes of loss and perplexity, if it does not overflow, over all sequences or those of a text."""
+        """Return the changes of loss and of perplexity (None if it overflows) over all sequences or those in `rows`."""
         parts = [torch.cat(part) for part in (self.before, self.after, self.counts)]
         before, after, counts = parts if rows is None else [part[rows] for part in parts]
         design = self.sampled if rows is None else Design.plain(len(rows))
@@ -349,7 +349,7 @@ class Differences:
 def _mean(
     means: Tensor, counts: Tensor, design: Design, bounds: tuple[float, float], seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """Return the mean over the tokens of all sequences, and its 95 % interval within `bounds`, if any."""
+    """Return the mean over the tokens of all sequences, and its 95 % interval, clipped to `bounds`, if there is one."""
     value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=counts, seed=seed)
     return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
@@ -401,7 +401,7 @@ COLUMNS = {  # Columns of each window, in this order, with the fields of Differe
 
 
 def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return losses, KL, hidden cosines and numbers of tokens by name, each (windows, differences)."""
+    """Return losses, KL, hidden cosines and numbers of tokens by name, as tables with a column per Differences."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

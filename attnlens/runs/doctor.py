@@ -36,7 +36,7 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Check that the model's files are those of the report, and recompute `heads` random heads, measure by measure.
+    """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
     Each call draws different heads, so that a forger can't predict them. tokens.* can differ by √ε of the model's type,
     weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
@@ -69,7 +69,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
 
 
 def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
-    """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
+    """Check whether one measure is reproduced in all heads; list the heads that differ, largest deviation first."""
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:
@@ -102,12 +102,13 @@ stays well below, another mask or scale well above."""
 def doctor(
     model: str | PathLike[str] | loading.Loaded = "demo", *, progress: Progress = silent, request: DoctorRequest
 ) -> Report:
-    """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
+    """Compare recomputed attention P with the model's own, site by site: ‖P − P_model‖/‖P_model‖.
 
-    P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
-    loaded in float64 (a loaded model is copied), which takes twice the memory, so that errors are not due to rounding.
-    The tolerance is the same for another `dtype`, and for float32, which is used if float64 fails. Raise UsageError
-    for invalid arguments, TextError, and ModelError if the model can't be loaded or analysed.
+    P is computed twice: from captured queries and keys, and from weights × inputs. P_model are the attention
+    probabilities that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
+    model is copied), which takes twice the memory, so that errors are not due to rounding. The tolerance is the same
+    for another `dtype`, and for float32, which is used if float64 fails. Raise UsageError for invalid arguments,
+    TextError, and ModelError if the model can't be loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -178,7 +179,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: heads without any error have no value; heads with one error lack the other source."""
+    """Summarise the coverage: heads without any error are not analysed; heads with one error lack the other source."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
@@ -200,7 +201,7 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check each `reached` site in these layers and heads; `first` has the same sites, reached by one token."""
+    """Check the `reached` sites in these layers and heads; `first` has the same sites' calls on one token."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)
@@ -221,7 +222,7 @@ def own_probabilities(
 ) -> dict[Site, Tensor | str]:
     """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
 
-    The eager attention of a few models differs from the one that they use (PaliGemma's is causal, its SDPA is not).
+    A few models use an attention that differs from their eager attention (PaliGemma's SDPA is not causal).
     """
     captured: dict[Site, Tensor] = {}
     why = "the module applies no softmax to these scores and returns no attention probabilities"
@@ -241,7 +242,7 @@ def own_probabilities(
 def _check(
     reached: SiteCall, factors: weights.Factors | UnreadableError, probabilities: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
-    """Compute both errors of a site's heads, or why one is missing; `probabilities` are the model's, or why unknown."""
+    """Compute both errors of a site's heads, or state why one is missing; `probabilities` can be such a reason."""
     errors: dict[str, float] = {}
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(probabilities, str):

@@ -43,7 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return each sequence's mean loss and number of predictions, and the vocabulary's size; [] and 0 if not causal."""
+    """Return each sequence's mean loss and number of predictions, and the vocabulary size; [] and 0 without a loss."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -58,7 +58,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
+    """Return a note for each text with a mean loss per token above ln(vocabulary); `names` has each sequence's text."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -75,7 +75,7 @@ NOTHING_FED = dict.fromkeys(("windows", "pack", "placement", "intervals"))  # se
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
-    """Return the options of `inspect` that a report records, without its text and the options of `load`."""
+    """Return the options of `inspect` that a report records, except for the text and the options of `load`."""
     names = sorted(InspectRequest.model_fields.keys() & Settings.model_fields.keys() - LOADED - {"text"})
     options = {name: getattr(settings, name) for name in names}
     options["windows"] = settings.windows_requested or settings.windows
@@ -86,7 +86,7 @@ LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # options of `loa
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
+    """Return options for `load`. Raise UsageError if a loaded model gets any, ModelError if it is on device meta."""
     options = {name: value for name, value in request.explicit().items() if name in LOADED}
     if not isinstance(model, Loaded):
         return options
@@ -99,7 +99,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
-    """Return the settings with the model's device, dtype and window length; raise UsageError for too many tokens."""
+    """Return the settings with the model's device, dtype and window length; raise UsageError if that is too large."""
     device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
     length = texts.window_length(loaded.model, settings.length)
     return settings.model_copy(update={"device": device, "dtype": dtype, "length": length})
@@ -122,7 +122,7 @@ def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
 
 
 def design_of(requested: Settings, inputs: texts.Batches) -> Design:
-    """Return the sampling design of the sequences. Raise UsageError for intervals over texts with too few texts."""
+    """Return the sampling design of the sequences. Raise UsageError if intervals over texts have too few texts."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
@@ -173,7 +173,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
-    """Return the settings with the largest number of tokens in the attention as length, if the input is noise."""
+    """Return the settings; if the input is noise, set the length to the largest number of tokens in any attention."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
@@ -233,7 +233,7 @@ def wrap_model(
 
 
 def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
-    """Wrap a model in memory. Raise UsageError if it is not a model, such as the name of one."""
+    """Wrap a model in memory. Raise UsageError for anything else, such as a model's name."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, Loaded):
         raise UsageError(f"{format_argument(model)} is not a model in memory.", "Pass the result of attnlens.load.")
@@ -242,7 +242,7 @@ def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in evaluation mode and without gradients inside the block, then restore modules and parameters."""
+    """Put the model in evaluation mode without gradients; restore its modules and parameters after the block."""
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]

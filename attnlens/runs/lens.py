@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
-    `batch` maps the names of the model's inputs to tensors, as its tokenizer returns them with
+    `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
     return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
     module (`site.path`) and its layer (`site.layer`); it has the property `attention` and is the input of analyzers.
     The model runs without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
@@ -80,7 +80,7 @@ class Lens:
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
         """Capture queries and keys of every attention computation on a text, or on a batch of the model's inputs.
 
-        Raise UsageError for a text if the model has no tokenizer; otherwise as `attnlens.capture`.
+        Raise UsageError for a text if the model has no tokenizer, and the errors of `attnlens.capture`.
         """
         if not isinstance(text, str):
             return capture(self.loaded, text)

@@ -34,7 +34,7 @@ CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's 
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Compute tokens per second: the median over passes, without the first (warm-up) if there are several."""
+    """Compute tokens per second: the median over passes, without the first (warm-up) pass if there are several."""
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     return statistics.median(rates[1:] or rates)
 
@@ -151,7 +151,7 @@ def tokens_in(fed: Fed) -> int:
 
 
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
+    """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction in nats; p is the original distribution.
 
     Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels that of Σ p log(q/p).
     """
@@ -171,7 +171,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Compare `of`(mean loss over `counts` tokens per sequence), with a 95 % interval; pairs with NaN are ignored."""
+    """Compare `of`(mean loss) of paired sequences, weighted by `counts`, with a 95 % interval; omit pairs with NaN."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
     weights = counts[valid]
@@ -204,12 +204,12 @@ class TokenLosses:
             rows += torch.split(part, predicted.sum(1).tolist())
 
     def join(self) -> list[Tensor]:
-        """Return each list as one tensor with a row per sequence, filled up with NaN or, for distances, 0."""
+        """Return each list as one tensor with a row per sequence, padded with NaN (losses) or 0 (distances)."""
         fields = (self.before, torch.nan), (self.after, torch.nan), (self.back, 0)
         return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
-        """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
+        """Return the change on each of 8 nearly equal parts of the sequences; short sequences have fewer parts."""
         before, after, _ = self.join()
         length, changes = before.shape[1], []
         bins = min(BINS, length)
@@ -239,10 +239,10 @@ class TokenLosses:
 def evidence(
     ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
 ) -> Int[Tensor, "batch positions"]:
-    """Return how many positions ago the pair (id, target) occurred last in the sequence; 0 if it did not.
+    """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 if it never did.
 
-    A copying (induction) head reads the target from the token after the earlier id, which lies this distance before the
-    target. A window of w keys, including the query's own, contains that token if the distance is at most w.
+    A copying (induction) head reads the target from the token after the earlier id; that token lies this distance
+    before the target. A window of w keys, including the query's own, contains that token if the distance is at most w.
     """
     distances = torch.zeros(targets.shape, dtype=torch.long)
     for row, (row_ids, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):

@@ -27,7 +27,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 @contextmanager
 def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
-    """Add the seconds that the block takes to its stage, even if the block fails."""
+    """Measure the seconds that the block takes and add them to its stage in `timings`, even if the block fails."""
     start = time.perf_counter()
     try:
         yield
@@ -36,7 +36,7 @@ def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def telling(progress: Progress, stage: str, total: int) -> Tell:
-    """Build a function that adds finished steps of a stage and reports their sum; report 0 at the start."""
+    """Report 0 finished steps of a stage, and return a function that adds finished steps and reports their sum."""
     done = 0
 
     def tell(more: int) -> None:
@@ -50,6 +50,6 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """Yield a function as from `telling`, for at most `most` steps; report all as done when the block ends."""
+    """Yield a function like that of `telling` for at most `most` steps; report all of them as done after the block."""
     yield telling(progress, stage, most)
     progress(stage, most, most)

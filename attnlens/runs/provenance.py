@@ -60,7 +60,7 @@ STATUS = Path("/proc/self/status")  # file of Linux with this process's high-wat
 
 
 def report_of(command: str, kind: Kind, **results: Any) -> Report:
-    """Build the report of a command; `results` are the other fields."""
+    """Build the report of a command; `results` are the fields that do not describe the run."""
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}
@@ -68,7 +68,7 @@ def report_of(command: str, kind: Kind, **results: Any) -> Report:
 
 
 def tool() -> Tool:
-    """Return name and version of the program that writes the report."""
+    """Return the name and version of the program that writes the report."""
     return Tool(version=attnlens.__version__)
 
 

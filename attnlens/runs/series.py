@@ -57,7 +57,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, parts skipped at any, and checkpoints not read."""
+    """Combine coverages: heads analysed at every checkpoint, parts skipped at any of them, and unread checkpoints."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -177,7 +177,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find checkpoints (None: those of demo), sorted by step; in the given order if steps are missing or repeated."""
+    """Find checkpoints (None: those of demo); sort them by step unless steps are missing or repeated."""
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
@@ -213,11 +213,11 @@ def converge_checkpoints(
     """Measure every head at each checkpoint; the report has one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`), or else 0, 1, 2 …
-    in the given order. By default, the analyzers of `inspect` and `selection` run. The last
-    checkpoint with a tokenizer provides the tokenizer for all. `head`, as (layer, head) or `3.7`, selects one head.
-    Finished units are kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (if a
-    checkpoint is missing, or shapes differ), TextError, and Interrupted, which contains the finished checkpoints.
+    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); without them, 0,
+    1, 2 … in the given order. By default, the analyzers of `inspect` and `selection` run. The last checkpoint with a
+    tokenizer provides the tokenizer for all. `head`, as (layer, head) or `3.7`, selects one head. Finished units are
+    kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (if a checkpoint is missing,
+    or shapes differ), TextError, and Interrupted, which contains the finished checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -351,7 +351,7 @@ class Series:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """Fields of `Loaded` that replace the tokenizers of all checkpoints by one; empty without texts."""
+        """Fields of `Loaded` that give all checkpoints the same tokenizer; empty if no text is read."""
         if not self.contents:
             return {}
         last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)

@@ -142,7 +142,7 @@ class Store:
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """Log which other runs of the same command have units in the same folder, and the first fact that differs."""
+        """Log other runs of the same command in the same folder, with their units and the first fact that differs."""
         files: list[Path] = []
         with suppress(OSError):  # a remote folder may be readable, but not listed
             files = sorted(self.folder.parent.glob(f"*/{RUN}"))
@@ -237,7 +237,7 @@ def _serialise(value: object, stamp: str) -> bytes:
 
 
 def _list_pairs(value: object) -> object:
-    """Return a value with dictionaries as lists of pairs, because keys in JSON can only be strings."""
+    """Return a value whose dictionaries are converted to lists of pairs, because keys in JSON can only be strings."""
     if isinstance(value, Mapping):
         return {"pairs": [[_list_pairs(key), _list_pairs(part)] for key, part in value.items()]}
     return [_list_pairs(part) for part in value] if isinstance(value, list | tuple | range) else value

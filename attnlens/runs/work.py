@@ -106,12 +106,12 @@ class WorkPlan(SharedRequest):
             raise errors.UsageError(f"--work {self.work}: {error}.", remedy) from None
 
     def select_units(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the units of this shard; all units if there is no shard."""
+        """Return the units of this shard, or all units if there is no shard."""
         index, _, count = (self.shard or "1/1").partition("/")
         return names[int(index) - 1 :: int(count)]
 
     def check(self, texts: Collection[object] = ()) -> None:
-        """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or no unit can be kept."""
+        """Raise UsageError if the plan contradicts itself or `texts`, OutputError if no unit can be kept."""
         if self.address is not None and self.engine != "ray":
             raise errors.UsageError("address applies only to engine='ray'.", "Omit address, or pass engine='ray'.")
         if self.engine == "ray":
@@ -199,7 +199,7 @@ def _compute_units(
     elsewhere: Elsewhere | None,
     usable: Callable[[V], bool],
 ) -> Iterator[tuple[str, V | Failure]]:
-    """Yield each unit's value, or its Failure, in the order of completion."""
+    """Yield each unit's name with its value or Failure, in the order of completion."""
     if store is None:
         yield from ((name, try_twice(compute, name)) for name in names)
         return
@@ -359,7 +359,7 @@ def _interruptions_blocked() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a process for units: one thread, no interruptions, and an end together with its parent."""
+    """Prepare a process for units: use one thread, ignore interruptions, and end when the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(dict.fromkeys(THREADS, "1"))
     if (torch := sys.modules.get("torch")) is not None:  # imported by the main script already
@@ -392,7 +392,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function with each name in a Ray cluster (default: this machine), which retries a lost task once."""
+    """Call a function with each name in a Ray cluster, by default on this machine; Ray retries a lost task once."""
     import torch
 
     ray: Any = import_module("ray")
@@ -433,7 +433,7 @@ def _start_ray(ray: Any, plan: WorkPlan) -> None:
 
 
 def _call_in(folder: str, function: Work, name: str) -> Failure | None:
-    """Call a function in a Ray worker, in the folder that relative paths start from."""
+    """Call a function in a Ray worker after changing to the folder that relative paths start from."""
     with suppress(OSError):  # on a node without that folder, the function itself reports missing files
         os.chdir(folder)
     return function(name)

@@ -67,7 +67,7 @@ def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid
 
 
 def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "") -> Colorbar:
-    """Draw a map, layer 0 at the top, with missing values hatched, and return its labelled colour bar."""
+    """Draw a map with layer 0 at the top and missing values hatched, and return its labelled colour bar."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(grid.values)
     image = axes.imshow(masked, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
@@ -105,7 +105,7 @@ def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: flo
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each of these cells, a quarter of the cell's width or height, or less if cells are large."""
+    """Draw a dot in each of these cells, a quarter of the cell's width or height in size, or less in large cells."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
     offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
@@ -123,13 +123,13 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int]) -> None:
-    """Label rows or columns 0 … n − 1 with these numbers, as many as there is room for."""
+    """Label rows or columns 0 … n − 1 with these numbers; label only as many as there is room for."""
     axis.set_major_locator(IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
 
 def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str]) -> None:
-    """Label the layers on the side, layer 0 at the top; with several parts, label each part's rows with its name."""
+    """Label the layers on the side, from layer 0 at the top; if there are several parts, add their names."""
     label_indices(axes.yaxis, layers)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     groups = [(part, [row for row, of in enumerate(parts) if of == part]) for part in dict.fromkeys(parts)]
@@ -154,8 +154,8 @@ def fan_chart(
 ) -> None:
     """Draw one thin line per head, coloured by layer.
 
-    `lines`: row of the head's layer (0 to `layers` − 1), and the points. `opacity`: total over all lines, then the
-    smallest and largest opacity of a single line.
+    `lines` contains the row of each head's layer (0 to `layers` − 1), and its points. `opacity` is the total over all
+    lines, followed by the smallest and largest opacity of a single line.
     """
     if not lines:
         return
@@ -209,7 +209,7 @@ class Dot:
 
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
-    """Draw one row of dots per name, the first at the top; intervals are thick pale lines."""
+    """Draw one row of dots per name, from the top down, with intervals as thick pale lines."""
     for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
         if dot.value is None:
             place: Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
@@ -307,7 +307,7 @@ def overview(
 
 
 def panel_figure(report: Report, panel: Panel) -> Figure:
-    """Draw one panel, or its parts, above its caption and the model's name, size and input."""
+    """Draw one panel or its parts, with the caption and the model's name, size and input below."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))

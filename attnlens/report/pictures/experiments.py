@@ -197,7 +197,7 @@ FARTHEST = 3.0  # deviation, in tolerances, at or above which a figure is drawn 
 
 
 def experiment_overview(report: Report) -> Figure:
-    """Draw all panels on a page, three per row; four if heads are followed."""
+    """Draw all panels on a page: three per row, or four if the experiment tracks heads over steps."""
     panels = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
@@ -211,7 +211,7 @@ def experiment_overview(report: Report) -> Figure:
 
 
 def experiment_panels(report: Report) -> list[Panel]:
-    """Build panels of each experiment's curves or trajectories, then one that compares figures with published ones."""
+    """Build panels of each experiment's curves or trajectories, then one panel of figures next to published ones."""
     panels: list[Panel] = []
     for experiment in report.experiments:
         if experiment.trajectories:
@@ -223,9 +223,10 @@ def experiment_panels(report: Report) -> list[Panel]:
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
-    """Scale and label the x axis: logarithmic if the steps span a factor of 20 (with room for 0), else linear.
+    """Scale and label the x axis: logarithmic (with room for 0) if the steps span a factor of 20, otherwise linear.
 
-    Few steps are all labelled if there is room; of many steps, round numbers are. The ends are always labelled.
+    If there are few steps, all are labelled where there is room; otherwise, round numbers are. Both ends are always
+    labelled.
     """
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]
@@ -288,7 +289,7 @@ def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Return the least and largest value shown, and True if the axis is logarithmic; None if there are no values."""
+    """Return the smallest and largest value shown, and True if the axis is logarithmic; None if there are no values."""
     middle = as_array(experiment.curves[name].median)
     values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
@@ -304,7 +305,7 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves by quantity and picture title ('' if none); a title that is ambiguous then names the quantity."""
+    """Group curves by picture title ('' if none) and quantity; add the quantity to titles shared by several."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
@@ -365,7 +366,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
 
 
 def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
-    """Return the least value on a logarithmic axis (None: linear), and True if smaller values are hidden."""
+    """Return the least value on a logarithmic axis (None for a linear axis), and True if smaller values are hidden."""
     values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves.values()) or 2 * above.size <= values.size or np.any(values < 0):
@@ -402,7 +403,7 @@ def _compared_panels(report: Report) -> list[Panel]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − published) / tolerance, clipped to ±3; 0 or ±3 without a tolerance, −3 without a value."""
+    """Compute (ours − published) / tolerance, clipped to ±3; 0 or ±3 if no tolerance exists, −3 if we have no value."""
     ours = experiment.final.get(figure)
     if ours is None:
         return -FARTHEST
@@ -412,7 +413,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """Draw one row per figure: its deviation from the published value over the tolerance; shade the allowed range."""
+    """Draw one row per figure: its deviation from the published value in tolerances; shade the allowed range."""
     edge = FARTHEST * 1.1
     dots = []
     for row, (experiment, figure) in enumerate(rows):

@@ -57,7 +57,7 @@ FURTHEST = 1e300
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
-    """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
+    """Format the caption of a map: meaning, range, null, error, missing values and coverage, with one line for each."""
     present, lines = reading.present, []
     if not reading.labels:
         least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
@@ -70,7 +70,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
 
 
 def curve_caption(shapes: Shapes, name: str) -> str:
-    """Format the caption of a fan of curves; one line per statement."""
+    """Format the caption of a fan of curves, with one line per statement."""
     groups = groups_by_part(shapes, name)
     alone = ", separately for each part" if len(groups) > 1 else ""
     lines = [f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}."]
@@ -93,7 +93,7 @@ def _capitalise(text: str) -> str:
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Format one line that explains a fan's black lines; empty if a legend names several parts' medians."""
+    """Format one line that explains a fan's black lines; return '' if a legend names several parts' medians."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
@@ -138,7 +138,7 @@ def source_heading(shapes: Shapes, name: str) -> str:
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:
-    """Build the panels with their own files. Raise UsageError if there are none, or if an axis cannot show a value."""
+    """Build the panels that get their own files. Raise UsageError if there are none or a value is too large."""
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
     curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
@@ -157,7 +157,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
-    """Build the panel of a measure's map; `numbers`: write the values into the cells if they fit."""
+    """Build the panel of a measure's map; with `numbers`, write the values into the cells if they fit."""
     reading = shapes.readings[name]
     width = float(np.clip(CELL * len(shapes.heads), 3.4, 8))
     draw = partial(draw_map, shapes=shapes, reading=reading, numbers=numbers)
@@ -165,7 +165,7 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
 
 
 def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
-    """Draw the map: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
+    """Draw the map with a row per layer (layer 0 at the top) and a column per head; hatch heads without a value."""
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
     bar = heat_map(axes, grid, colours)
@@ -188,7 +188,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
 
 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
-    """Format the value of every cell with as many decimals as fit; return {} if the texts do not fit."""
+    """Format the value of every cell with as many decimals as fit; return {} if no number of decimals fits."""
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
@@ -221,7 +221,7 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return the limits of `scale` and colours, evenly spaced or one per category, for renderers without matplotlib."""
+    """Return limits of `scale` and colours, evenly spaced or one per category, for renderers without matplotlib."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
@@ -239,14 +239,14 @@ class CurveGroup:
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
-        """The curves with at least the most common length (the longest of ties), cut to that length."""
+        """The curves that reach the most common length (the longest, if several are), cut to that length."""
         lengths = Counter(len(curve) for _, curve in self.curves)
         steps = max(lengths, key=lambda length: (lengths[length], length))
         return np.stack([curve[:steps] for _, curve in self.curves if len(curve) >= steps])
 
     @cached_property
     def quartiles(self) -> Float[np.ndarray, "3 steps"]:
-        """Lower quartile, median and upper quartile over the complete curves, the same heads at every step."""
+        """Lower quartile, median and upper quartile over the complete curves, with the same heads at every step."""
         quartiles: Float[np.ndarray, "3 steps"] = np.percentile(self.complete, [25, 50, 75], axis=0)
         return quartiles
 
@@ -281,12 +281,12 @@ def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> 
 
 
 def first_step(info: MeasureInfo) -> int:
-    """Return a curve's first step: an index k starts at 1, as in the formulas, a distance at 0."""
+    """Return a curve's first step: 1 for an index k, as in the formulas, and 0 for a distance."""
     return int(info.steps == "index")
 
 
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
-    """Build the panel of a curve, with one line per head; `split`: with one pair of axes per part of the model."""
+    """Build the panel of a curve, with one line per head; if `split`, each model part has its own pair of axes."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
     title, caption, drawn = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
     panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
@@ -296,7 +296,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves with medians, and quartiles if there is one group; groups share the axis limits."""
+    """Draw the heads' curves with medians, and with quartiles for a single group; groups share the axis limits."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -380,7 +380,7 @@ def overview_figure(shapes: Shapes) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    If the single source has a curve to be shown by depth, the curve's thirds form the first row and maps the second.
+    If the single source has a curve to show by depth, the curve's thirds form the first row; maps form the second.
     If the source has measures of two spaces, each space forms a row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
@@ -406,7 +406,7 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose up to `room` panels: the first shares, then maps (last those of the shares' parts), then curves."""
+    """Choose up to `room` panels: the first set of shares, maps (those of the single shares come last), then curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -427,7 +427,7 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
-    """Draw one line per head with parts that sum to 1, sorted by the first part per layer; hatch missing values."""
+    """Draw one bar per head, whose parts sum to 1; sort a layer's heads by the first part; hatch missing values."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
     # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
@@ -459,7 +459,7 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
-    """Return for each layer the values of these measures in the heads that have all of them."""
+    """Return for each layer the values of these measures in the heads that have all these measures."""
     stack = np.stack([shapes.readings[name].values for name in names], axis=1)
     return [layer[:, ~np.isnan(layer).any(axis=0)] for layer in stack]
 
@@ -470,7 +470,7 @@ def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
 
 
 def draw_margins(axes: Axes, selection: Selection) -> None:
-    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
+    """Draw the sorted margins of one head (blue) and of its null heads (grey), and the best least margin (dashed)."""
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))

@@ -1,4 +1,4 @@
-"""Colours, fonts, file formats, ticks and legends of all pictures; the output is byte-identical in every run."""
+"""Colours, fonts, file formats, ticks and legends of all pictures, whose files are byte-identical in every run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = 
 
 
 def shorten_label(text: str, width: int) -> str:
-    """Shorten a text of more than `width` characters, so that it ends with `…`."""
+    """Shorten a text of more than `width` characters to that width, with `…` at its end."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
@@ -118,13 +118,13 @@ class Powers(Formatter):
 
 
 class IndexTicks(Locator):
-    """Ticks at `first` and at multiples of a round step below first + count, as many as there is room for."""
+    """Ticks at `first` and at multiples of a round step below `first` + `count`; the room decides how many."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self.count, self.first = count, first
 
     def __call__(self) -> list[int]:
-        """Return the ticks that the axis has room for at its present size."""
+        """Return the ticks for which the axis has room at its present size."""
         # matplotlib's estimate of the room is for longer labels than a layer's or head's number
         assert isinstance(self.axis, Axis)  # noqa: S101  # for the type checker: set_major_locator has set it
         room = int(1.4 * self.axis.get_tick_space())
@@ -138,14 +138,14 @@ class IndexTicks(Locator):
 
 
 def tick_positions(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 … count − 1, starting at 0 in equal, round steps."""
+    """Return at most `most` of the numbers 0 … count − 1, which start at 0 and have equal, round steps."""
     steps = (1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 100, 200, 500, 1000)
     step = next((step for step in steps if count <= step * most), count)
     return list(range(0, count, step))
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and last of ascending ticks, and others if `gap` of the span or more from labelled ticks."""
+    """Label the first and last of ascending ticks, and those at least `gap` of the span from all labelled ticks."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -157,7 +157,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label an axis that is linear near 0: 0, and positive and negative powers of ten of at least `least`."""
+    """Label 0 and ± the powers of ten from `least` on, for an axis that is linear near 0 and logarithmic beyond."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]

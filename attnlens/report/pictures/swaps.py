@@ -79,7 +79,7 @@ DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at th
 
 
 def swap_overview(report: Report) -> Figure:
-    """Draw all panels on a page; a comparison of kernels is placed above the other panels."""
+    """Draw all panels on a page; a comparison of kernels comes above the other panels."""
     swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
@@ -120,7 +120,7 @@ def _overview_panels(report: Report) -> list[Panel]:
 
 
 def _drawn_controls(swap: Swap) -> list[Control]:
-    """Return the controls that have a loss to draw; none if the model has no loss."""
+    """Return the controls that have a loss to draw; an empty list if the model has no loss."""
     return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
 
 
@@ -175,7 +175,7 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise in perplexity, on a line of its own: `+5.6 %`, `gap`, `(4.9 to 6.4 %)`; '' if unknown."""
+    """Format the rise in perplexity on a new line: `name`, `+5.6 %`, `gap`, `(4.9 to 6.4 %)`; '' if it is unknown."""
     if outcome.perplexity is None or outcome.loss is None:
         return ""
     rise, ends = format_rise(outcome.loss)
@@ -192,7 +192,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss of the original, each stage and (grey) each control; without a loss, the distance."""
+    """Draw the loss, or distance if there is no loss, of the original, of each stage and, in grey, of each control."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
@@ -229,7 +229,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def draw_sites(axes: Axes, swap: Swap) -> None:
-    """Draw the relative error of each site's output, layer 0 at the top; sites without a value are hatched."""
+    """Draw the relative error of each site's output, with layer 0 at the top and hatching for sites without a value."""
     sites = sorted(swap.sites, key=_order)
     errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
     colours = [style.CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
@@ -285,7 +285,7 @@ def _sweep_panel(swap: Swap, stem: str) -> Panel:
 
 
 def draw_sweep(axes: Axes, swap: Swap) -> None:
-    """Draw heads as a map or layers as dots; layer 0 is at the top."""
+    """Draw the effects of single heads as a map, or of layers as dots, with layer 0 at the top."""
     if not _of_heads(swap):
         layers = sorted(swap.sweep, key=_order)
         axes.axvline(0, color=style.MUTED, linewidth=0.6, zorder=0)
@@ -315,7 +315,7 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours saturate, so that outliers do not make others pale, and the open ends."""
+    """Return the |effect| beyond which colours saturate to keep most cells from being pale, and the open ends."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -326,7 +326,7 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
 
 
 def _predictors_panel(swap: Swap, stem: str) -> Panel:
-    """Build a picture of several measures: those in ALWAYS first, then the strongest others."""
+    """Build a picture of several measures: first the measures in ALWAYS, then those with the strongest correlations."""
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
     caption = (
@@ -381,7 +381,7 @@ def _ranks_panel(plan: Plan) -> Panel:
 
 
 def budget_note(plan: Plan) -> str:
-    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
+    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, without unknown numbers; `ppl` means perplexity."""
     rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
     known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
@@ -414,7 +414,7 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
     """Draw perplexity above and distance below over the number of tokens; if one is missing, draw only the other.
 
     Separate axes, which need not begin at 0, keep the smaller quantity visible. Reports of versions that did not count
-    tokens are drawn over optimiser steps. Hollow: during attention transfer.
+    tokens are drawn over optimiser steps. Dots during attention transfer are hollow.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}

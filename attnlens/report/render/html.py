@@ -33,7 +33,7 @@ def encode_picture(picture: Picture, suffix: str = ".png") -> bytes:
 
 
 def embed_picture(picture: Picture) -> str:
-    """Draw a picture and return it as a data URL: as SVG if it is small, else as PNG in screen resolution."""
+    """Draw a picture and return it as a data URL: as SVG if that is small, otherwise as PNG at screen resolution."""
     with house_style():
         drawing, media = picture.draw(), "image/svg+xml"
         crowded = any(lines.get_rasterized() for lines in drawing.findobj(LineCollection))
@@ -111,5 +111,5 @@ def _hash(text: str) -> str:
 
 
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Return the groups of the columns from left to right, each with its number of columns."""
+    """Return the groups of neighbouring columns from left to right, each with its number of columns."""
     return [(group, len([*members])) for group, members in groupby(columns, key=lambda column: column.group)]

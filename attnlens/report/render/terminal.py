@@ -37,7 +37,7 @@ class _Page(Console):
         self.file.flush()
 
     def on_broken_pipe(self) -> None:
-        """Re-raise the BrokenPipeError for the caller; rich would exit with its own exit code."""
+        """Re-raise the BrokenPipeError for the caller, because rich would exit with its own exit code."""
         raise  # noqa: PLE0704  # rich calls this while it handles the BrokenPipeError
 
 
@@ -106,7 +106,7 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """Table with folded cells, or with whole columns: the first columns that fit, or all in several blocks."""
+    """Table with folded cells, or with whole columns: only the first that fit, or all of them in several blocks."""
 
     table: Table
 
@@ -164,7 +164,7 @@ def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Ren
 def _grid(columns: Sequence[Column], widths: Sequence[int], gap: int, *, folded: bool = False) -> Grid:
     """Build a table of columns with these widths and `gap` blanks between them.
 
-    `folded`: cells take as many lines as they need; lines after the first are dim, and the first column is bold.
+    If `folded`, cells take as many lines as they need; lines after the first are dim, and the first column is bold.
     """
     table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), show_footer=False)
     table.show_footer = any(column.foot for column in columns)

@@ -1,7 +1,7 @@
 """Build the sections of a report: `Report` → `Document` (`export.summary`, `export.page`) or rows.
 
 Contents: `section` (the types that renderers draw, and the decorator `section`), and the sections of one subject with
-their sentences: `facts` (any report), `layers` (heads), `swaps`, `plans` (also healing and sweeps), `comparisons` (and
+their sentences: `facts` (any report), `layers` (heads), `swaps`, `plans` (also healing and sweeps), `comparisons` (also
 studies), `experiments`, `checked` (rules and `doctor`), `explorer` (data of the page's interactive table and maps,
 which the scripts in `render/page` draw), `reference` (`list`, `explain`). A new section is one decorated function in
 any of them, or in a new module.

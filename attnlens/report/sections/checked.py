@@ -93,7 +93,7 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
 
 
 def rows(report: Report) -> list[Row]:
-    """Build spreadsheet rows of a check: one per head that breaks a rule, or one for a rule without such heads."""
+    """Build spreadsheet rows of a check: one per head that breaks a rule, and one per rule that no head breaks."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}

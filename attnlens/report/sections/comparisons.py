@@ -115,7 +115,7 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
 
 
 def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
-    """Yield one sentence per measure that names the best cell and those not significantly worse; a note on low BLEU."""
+    """Yield one sentence per measure with the best cell and those not significantly worse, and a note on low BLEU."""
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         means = {cell.name: mean(run.scores[measure] for run in cell.runs) for cell in cells}
         best = min(means, key=lambda name: means[name] if measure == "loss" else -means[name])
@@ -131,13 +131,13 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
 
 
 def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
-    """Return the pairs of a task that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
+    """Return a task's pairs of cells that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
     of_measure = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
     return [pair for pair in of_measure if pair.p_holm is not None and pair.p_holm <= LEVEL]
 
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Table | None:
-    """Build a table with one row per cell, in the order of the paper; `compared`: with the published numbers."""
+    """Build a table with one row per cell, in the order of the paper; if `compared`, add the published numbers."""
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
     factor = 100 if task.metric == "accuracy" else 1
@@ -208,13 +208,13 @@ EXPLAINED = (
 
 
 def rank_distances(comparison: Comparison) -> list[str]:
-    """Return the comparison's distances by which heads are ranked, the most informative first."""
+    """Return the comparison's distances that rank heads, the most informative first."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Return each measure's interquartile range over ENOUGH_HEADS or more heads of the first model, if above 0."""
+    """Return each measure's interquartile range over the first model's heads; omit ranges of 0 or of too few heads."""
     values = group_pairs((row.measure, row.before) for row in comparison.rows if row.before is not None)
     ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
     return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
@@ -231,7 +231,7 @@ def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences on the significant changes, and on the blocks and heads that changed by weights or inputs."""
+    """Yield sentences on the significant changes, and on the blocks and heads that weights or inputs changed."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
         return {(row.layer, row.head) for row in rows}
@@ -351,7 +351,7 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the largest significant change relative to the measure's interquartile range in the first model."""
+    """Format the significant change that is largest relative to its measure's interquartile range in the base model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
@@ -415,7 +415,7 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
+    """Build a table with one row per head: its distances, and the headline measures (base, adapted, difference)."""
 
     def build_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
         decimals = decimals_for([value for value in values if value is not None])

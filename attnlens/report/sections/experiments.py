@@ -115,7 +115,7 @@ SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield figures, questions and missing values; of a series, the terminal shows main measures, --verbose all."""
+    """Yield figures, questions and missing values; of a series, a terminal shows all measures only with --verbose."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:
@@ -143,7 +143,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
-    """Format a figure; `compared`: with its published value, tolerance and verdict."""
+    """Format a figure; if `compared`, add its published value, tolerance and verdict."""
     value, error = experiment.final[figure], experiment.errors.get(figure)
     decimals = _decimals(experiment, figure)
     known = value is not None and error is not None
@@ -163,7 +163,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Return the decimals that show two significant digits of the tolerance or error, or else four of the value."""
+    """Return the decimals for two significant digits of the tolerance or error or, without them, four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
@@ -197,7 +197,7 @@ def _describe(experiment: Experiment, report: Report) -> str:
 
 
 def experiment_rows(report: Report) -> list[Row]:
-    """Build one row per head, measure and step; if no head was followed over steps, one per figure."""
+    """Build one row per head, measure and step, or one row per figure if no head was tracked over steps."""
     rows: list[Row] = []
     for experiment in report.experiments:
         for trajectory in experiment.trajectories:

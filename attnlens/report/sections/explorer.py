@@ -1,4 +1,4 @@
-"""Data of the interactive part of a page, head by head, and the tokens that single heads select in their sentences."""
+"""Data of each head for the interactive part of a page, and the tokens that single heads select in sentences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEGEND = "<query> [selected] {support}: support vectors among the other tokens; 
 
 @section(70, "inspection", ("terminal",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each selection some sentences in which the head's queries, keys and support vectors are marked."""
+    """Yield some sentences of each selection, with the head's queries, selected keys and support vectors marked."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         sentences = {sentence.sequence: sentence for sentence in selection.sentences}
@@ -50,7 +50,7 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
-    """Yield the pieces of a sentence with their marks; only token positions if the model reads no text."""
+    """Yield the pieces of a sentence with their marks; pieces are token positions if the model reads no text."""
     marks = [*((place, "selected") for place in pick.selected), *((place, "support") for place in pick.support)]
     if sentence is None:
         yield f"token {pick.query} selects {join_items(pick.selected)}; support: {join_items(pick.support, 20)}", ()

@@ -1,4 +1,4 @@
-"""Facts of any report in words: its model, how much was read, notes, missing values, and what its errors refer to."""
+"""Facts of any report in words: its model, the amount read, notes, missing values, and the population of its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on the coverage or on studies or experiments, and True if nothing is missing or failed."""
+    """Return a sentence on the coverage, studies or experiments, and True if nothing is missing and nothing failed."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -54,7 +54,7 @@ def no_errors(report: Report) -> str:
 
 
 def population(report: Report, counted: str = "") -> str:
-    """Name the population that the errors refer to: windows of the texts, or similar texts; return "" without text."""
+    """Name the population to which the errors refer: windows of the texts, or similar texts; return "" without text."""
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
         return f"errors reflect {len(settings.texts)} files and apply to similar files" if settings.texts else ""
@@ -80,7 +80,7 @@ def _unit(report: Report) -> str:
 
 
 def _texts_in_windows(report: Report) -> list[Text]:
-    """Return the texts that were cut into windows or lines, without images and sounds from files or noise."""
+    """Return the texts that were cut into windows or lines, excluding files of images or sounds, and noise."""
     return [text for text in report.settings.texts if text.available is not None]
 
 

@@ -46,7 +46,7 @@ READ_AS = (
 
 
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (measure, part, median and its percentile among comparable atlas heads, medians of the atlas models).
+    """Yield (measure, part, median with its percentile among comparable atlas heads, medians of the atlas models).
 
     Yield nothing unless the report is by `inspect` and covers all heads, because other medians cannot be compared.
     """
@@ -91,7 +91,7 @@ def _numbers(values: list[float]) -> list[str]:
 @section(20, "inspection", TEXTS)
 @section(20, "experiments", ("markdown",))
 def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield one line that compares one headline measure of each source with trained models, or nothing."""
+    """Yield one line that compares one headline measure of each source with trained models, if any are comparable."""
     medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
     line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
@@ -100,7 +100,7 @@ def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return for each head its percentile among the atlas heads of its part and depth; empty if no head has one."""
+    """Return each head's percentile among the atlas heads of its part and depth; return [] if no head has one."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths = atlas.depths(report)
@@ -132,7 +132,7 @@ def finding_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _headlines(shapes: Shapes) -> Table | None:
-    """Build a table of the headline measures that vary between heads, or else of the first measure that varies."""
+    """Build a table of the headline measures that vary between heads or, if none does, of the first varying measure."""
     varying = [reading for reading in shapes.readings.values() if not reading.constant]
     rows = []
     for reading in [reading for reading in varying if reading.info.headline] or varying[:1]:
@@ -248,7 +248,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def measure_columns(shapes: Shapes) -> list[Column]:
-    """Build a column per measure that varies (headlines first, alternating sources), then one of layer symmetry."""
+    """Build a column per measure that varies (headlines first, sources alternating), then one for layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]

@@ -1,4 +1,4 @@
-"""Plans of ranks, healing, and heads or layers swapped alone: the harm that each causes, and its predictors."""
+"""Sections on plans of ranks, on healing, and on heads or layers swapped alone: their harm and its predictors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
 
 
 def _promise(plan: Plan, promised: Rise) -> str:
-    """State whether the promised rise, its interval and the rise on each text are within the budget."""
+    """State whether the promised rise over all texts, its interval, and the rise on each text are within the budget."""
     beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
     if beyond and max(promised.share, promised.high) <= plan.budget:
         return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
@@ -230,7 +230,7 @@ def _stage(stage: HealingTraining) -> str:
 
 
 def _losses(record: Healing, unit: str) -> Iterator[str]:
-    """Yield the losses on the evaluation text while the heads are trained, and those of the control."""
+    """Yield the losses on the evaluation text while the heads are trained, and the losses of the control."""
     drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
     counted = [(step.tokens, loss) for step, loss in drawn if step.tokens is not None]
     # exp overflows float64 above 709
@@ -304,7 +304,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many units have a significant effect and in which direction, and which diverge."""
+    """State how many units have a significant effect, in which direction, and which units diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]

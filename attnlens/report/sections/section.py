@@ -32,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that name the rows (always shown), and the other columns, the most important first."""
+    """Columns that name the rows and are always shown, and the other columns, the most important first."""
 
     names: Sequence[Column]
     columns: Sequence[Column]
@@ -43,7 +43,7 @@ class Table:
 def build_columns(
     rows: Sequence[Mapping[str, str | None]], words: Collection[str] = (), group: str = "", missing: str = NO_VALUE
 ) -> list[Column]:
-    """Build a column per key of the rows, in order of first occurrence, except for keys that are None in every row.
+    """Build a column per key of the rows, in order of first occurrence; omit keys whose value is None in every row.
 
     `words`: titles of the columns that are aligned to the left; `group`: heading above all of the columns; `missing`:
     the cell of a row whose key is missing or None.
@@ -62,7 +62,7 @@ def build_table(
     words: Collection[str] = (),
     fit: Literal["blocks", "first", "folded"] = "blocks",
 ) -> Table | None:
-    """Build a table from rows, each a mapping from column title to cell; return None if there are no rows.
+    """Build a table from rows that map column titles to cells; return None if there are no rows.
 
     Columns in `names` identify the row; those in `words` are aligned left.
     """
@@ -74,7 +74,7 @@ def build_table(
 
 
 def sort_by_group(columns: Sequence[Column]) -> list[Column]:
-    """Sort the columns so that those of one group are adjacent, with the groups in order of their first column."""
+    """Sort the columns so that each group's columns are adjacent and groups follow the order of their first columns."""
     order = list(dict.fromkeys(column.group for column in columns))
     return sorted(columns, key=lambda column: order.index(column.group))
 
@@ -159,7 +159,7 @@ def section(
 
 
 def build_sections(shapes: Shapes, *views: View) -> Iterator[Section]:
-    """Yield the sections of a report in these views."""
+    """Yield the sections of a report that are shown in these views."""
     for view in views:
         for _, builder in sorted(_BUILDERS.get((shapes.report.kind, view), []), key=lambda entry: entry[0]):
             yield from builder(shapes, view)

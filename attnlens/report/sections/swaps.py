@@ -76,7 +76,7 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change) -> tuple[str, str]:
-    """Format the rise of the perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if unknown)."""
+    """Format the rise in perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if it is unknown)."""
     rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
     size = (ends[1] - ends[0]) / 2 if ends else abs(rise)  # the interval justifies at most two decimals
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
@@ -92,7 +92,8 @@ def effect_name(swap: Swap) -> str:
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
     """Return the effect by which a swap is judged, and its 95 % interval; None for a missing value.
 
-    The effect is Δ of the loss; without a loss, KL(original ‖ changed); without predictions, 1 − hidden cosine.
+    The effect is Δ of the loss. If there is no loss, it is KL(original ‖ changed); if there are no predictions either,
+    it is 1 − hidden cosine.
     """
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
@@ -144,7 +145,7 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def verdict(swap: Swap) -> str:
-    """State the effect of a swap after its last stage: change in loss, else KL, else cosine of hidden states."""
+    """State the effect of a swap after its last stage by the first known of loss, KL and cosine of hidden states."""
     if swap.diverged:
         return "The model diverges: its predictions with this kernel are not finite."
     loss, unit = swap.loss, UNITS[swap.task]
@@ -206,7 +207,7 @@ def _count_tokens(number: float, agreement: Agreement) -> str:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls."""
+    """List (name, outcome) pairs: one per stage, or per kernel if there are several; each kernel's controls follow."""
     # controls common to all kernels come last, unless they differ because the kernels' Δ beyond has several windows
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
@@ -368,7 +369,7 @@ def _off_simplex(swap: Swap) -> list[str]:
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes of the swaps, each with its kernels unless the note applies to all, and the missing values."""
+    """Yield the notes of the swaps and the missing values; notes on only some kernels name these kernels."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))
@@ -402,7 +403,7 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
 
 @section(49, "swap", ("verbose", "page"))
 def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
+    """Yield for each kernel a table of its swapped sites, and a table of its loss by position in the sequence."""
     swaps = shapes.report.swaps
     for swap in swaps:
         name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""

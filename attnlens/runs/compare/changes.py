@@ -1,4 +1,4 @@
-"""Build the rows of a comparison, and describe how the forms, and the models as a whole, are related."""
+"""Build the rows of a comparison, and describe the relations between the heads' forms and between the models."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def describe(
 
 
 def _describe_weights(pairing: Pairing) -> Iterator[str]:
-    """Yield notes on the tensors that differ, or a note that the second model has the first's tensors, rounded."""
+    """Yield notes on the tensors that differ, or one note that the second model's are the first's, rounded."""
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
@@ -145,7 +145,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose RoPE differs: M agrees at equal positions, but not with all queries at the last position."""
+    """Yield heads whose RoPE differs: their M agrees at equal positions, but not between distant positions."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
         rotation = None if isinstance(pair, str) else pair[0].rotation
@@ -233,7 +233,7 @@ class Changes:
 
     @cached_property
     def blocks(self) -> tuple[list[Block], list[Block]]:
-        """Blocks of both models that run once per forward pass; empty without a text, or if their paths differ."""
+        """Blocks of both models that run once per forward pass; empty if no text is read or their paths differ."""
         first, second = (
             hooks.blocks(side.loaded.model, side.batches[0].inputs) if side.batches else []
             for side in (self.pairing.first, self.pairing.second)
@@ -263,7 +263,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test the changes of each measure; None for categories and measures without simulated rounding."""
+        """Test each measure's changes; None for categories and for measures without windows or simulated rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)
@@ -285,7 +285,7 @@ class Changes:
         return tests
 
     def _row_distances(self) -> dict[str, Tensor]:
-        """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
+        """Compute the distances between attention rows (windows, heads) and between block outputs (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
         values, block_changes = SequenceValues(total), list[Tensor]()

@@ -51,7 +51,7 @@ AGAIN = "Create both reports with the same text and options, or compare the mode
 
 
 def read_side(path: Path) -> Report:
-    """Read a report and its --windows-csv file, if any. Raise UsageError if this was changed or heads are missing."""
+    """Read a report with its --windows-csv file, if any. Raise UsageError if that file changed or no heads exist."""
     report = read_report(path)
     if not report.heads:
         raise UsageError(f"{path} contains no heads.", "Give a report created with: attnlens inspect MODEL --json FILE")
@@ -90,7 +90,7 @@ def _read_windows(path: Path, report: Report) -> Windows:
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
-    """Raise UsageError for the first setting that differs between two reports, since changes would be meaningless."""
+    """Raise UsageError if any setting differs between two reports, because their differences would be meaningless."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (getattr(each, "sha256", each) for each in values)
@@ -128,7 +128,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
 
 
 def _numbered_windows(report: Report) -> list[tuple[object, int]]:
-    """Return (index of the text, number in the text) for each window; the same text can have different names."""
+    """Return (index of the text, number in the text) for each window, because reports can name a text differently."""
     places = {text.name: place for place, text in enumerate(report.settings.texts)}
     windows = [] if report.windows is None else report.windows.windows
     return [(places.get(name, name), number) for name, number in windows]
@@ -241,7 +241,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
-    """Select the options of one side, without SECOND for the first; named models default to float32."""
+    """Select the options of one side; those in SECOND apply only to the second. Named models default to float32."""
     selected = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
         return {"dtype": "float32", **selected}
@@ -270,7 +270,7 @@ def _inspect_sides(
 
 
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
-    """Compare two inspected models: heads if they correspond, and text measures if their inputs are the same."""
+    """Compare two inspected models: heads if they correspond, and text measures if both read the same inputs."""
     shapes, other_shapes = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
         for side in (first, second)

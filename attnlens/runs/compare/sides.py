@@ -38,7 +38,7 @@ one; heads that merely resemble several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match the second model's heads to the first's by the distances of their forms; keep the order if in doubt."""
+    """Match the second model's heads to the first's by the forms' distances; keep the order if no match is clear."""
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -57,7 +57,7 @@ def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
 
 
 def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
-    """Compute ⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K)."""
+    """Compute ⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K) for all pairs of heads."""
     queries, keys = second.query.double(), second.paired_key.double()
     pairs = zip(first.query.double(), first.paired_key.double(), strict=True)
     rows = [((query.mT @ queries) * (key.mT @ keys)).sum((-2, -1)) for query, key in pairs]
@@ -65,7 +65,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute distances between M and M' of heads; NaN if both are 0 or a factor is not finite, 1 if only M is 0."""
+    """Compute distances between each head's M and M'; NaN if both are 0 or a factor is not finite, 1 if only M is 0."""
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:
@@ -92,7 +92,7 @@ class ComparedModel(Inspection):
 
     @classmethod
     def of(cls, run: PreparedRun, swaps: hooks.Swaps) -> ComparedModel:
-        """Inspect a model and keep the factors of its weights; with `swaps`, tokens.* get no value."""
+        """Inspect a model and keep the factors of its weights; if there are `swaps`, tokens.* have no value."""
         with at_rest(run.loaded.model):
             inspection = survey(run, factors={})
             report, results = compute(inspection)
@@ -137,7 +137,7 @@ class Pairing:
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form if forms can be read and all heads are inspected, else by number."""
+        """Pair sites in order, and heads by form, or by number if forms can't be read or heads are left out."""
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
@@ -173,7 +173,7 @@ class Pairing:
     def add_divergences(
         self, values: SequenceValues, name: str, passes: tuple[Pass, Pass], batch: texts.Batch, start: int
     ) -> None:
-        """Add the divergence of both passes' attention rows to `values` as measure `name`, from sequence `start` on."""
+        """Add the divergence between both passes' attention rows to `values` under `name`, from sequence `start` on."""
         for first, second in self.sites.items():
             before, after = passes[0].calls.get(first), passes[1].calls.get(second)
             if before is not None and after is not None:  # own-kernel sites of a saved swap are not visited
@@ -182,7 +182,7 @@ class Pairing:
                 values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
 
     def divergence(self, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Average Σ_j p log(p/p') of a site's two calls over queries that see keys (else NaN): (sequences, heads)."""
+        """Average Σ_j p log(p/p') of a site's two calls over the queries that see keys; NaN if none does."""
         parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
         wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
         calls = [hiding_padding(call, inputs) for call in wide]
@@ -221,8 +221,8 @@ def run_pass(
 ) -> Pass:
     """Run one side's model, and record its attention calls and the input and output states of `blocks`.
 
-    With `original`, each block runs on the input states recorded there. The output states of a block are its output or
-    the first element of its output; blocks without a tensor there are left out.
+    If `original` is given, each block runs on the input states that `original` recorded. The output states of a block
+    are its output or the output's first element; blocks whose output states are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 
@@ -257,7 +257,7 @@ def run_pass(
 
 
 def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
-    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o' without padding: (sequences, blocks); NaN if missing."""
+    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o', without padding; NaN if an output is missing."""
     masks = [batch.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch.inputs]
     changes = torch.full((batch.size, len(blocks)), torch.nan, dtype=torch.float64)
     for place, (path, _) in enumerate(blocks):
@@ -275,7 +275,7 @@ def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: te
 
 
 def _convert_state(state: Tensor | None, value: object) -> object:
-    """Convert `state` to the type and device of `value`; `torch.where` lets tracers see `value` as a source too."""
+    """Convert `state` to the type and device of `value`; `torch.where` makes tracers see `value` as a source too."""
     if state is None or not isinstance(value, Tensor) or value.shape != state.shape:
         return value
     always = torch.ones((), dtype=torch.bool, device=value.device)
@@ -283,7 +283,7 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights, with a sink's share appended; NaN for swapped heads with negative weights."""
+    """Compute attention weights with the sink's share appended; NaN for swapped heads without nonnegative weights."""
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)

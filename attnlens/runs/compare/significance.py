@@ -1,4 +1,4 @@
-"""Test changes against sampling and rounding (p, q, the smallest detectable change), and simulate rounding."""
+"""Test whether sampling and rounding explain changes (p, q, the smallest detectable change), and simulate rounding."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ChangeTest:
     rounding: Rounding | None = None
 
     def least_change(self, level: float) -> Float[Tensor, " heads"]:
-        """Compute the change that a test at `level` detects with probability POWER; NaN without an error estimate."""
+        """Compute the change that a test at `level` detects with probability POWER; NaN if no error is known."""
         least = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
             least = torch.fmax(least, self.se * _detectable_errors(level, self.freedom))
@@ -67,7 +67,7 @@ def _detectable_errors(level: float, freedom: int) -> float:
 def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> ChangeTest:
-    """Test changes paired by window: p is the larger of p for sampling and p for rounding; 1 if there is no change."""
+    """Test changes paired by window: p is the larger p-value for sampling or rounding, or 1 if nothing changed."""
     values = differences.double()
     p = torch.full(values.shape[1:], torch.nan, dtype=torch.float64)
     missing = values.isnan().mT
@@ -88,7 +88,7 @@ def test_windows(
 
 
 def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
-    """Test changes of measures that do not depend on a text: p is their probability under rounding, 1 for no change."""
+    """Test changes of measures that depend on no text: p is the p-value for rounding, or 1 if nothing changed."""
     p = torch.where(delta == 0, 1.0, rounding_p_values(delta, rounding)).masked_fill(~delta.isfinite(), torch.nan)
     return ChangeTest(delta, p, rounding=rounding)
 
@@ -101,7 +101,7 @@ def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], f
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute P(|t| ≥ |delta|/size), with the draws as degrees of freedom; NaN if rounding never moved the measure."""
+    """Compute P(|t| ≥ |delta|/size) with one degree of freedom per draw; NaN if rounding never moved the measure."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stats.t.sf(scores, rounding.freedom))
@@ -116,10 +116,10 @@ def number_of(value: float | Tensor) -> float | None:
 def combine_rounding(
     first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool
 ) -> Rounding:
-    """Combine the rounding of both models: the mean squares of their draws are added, and so are divergences.
+    """Combine the rounding of both models: add the mean squares of their draws, or the means if draws are `squared`.
 
-    The size of each head is at least that of a Gaussian whose typical maximum, over the draws of all heads, is the
-    largest observed change: a measure with steps (a count of columns, a rank) does not change in most draws.
+    A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore at
+    least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
@@ -187,7 +187,7 @@ def is_category(heads: Heads, name: str) -> bool:
 
 
 def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor, Tensor]:
-    """Return a measure's `field` (`value` or `se`) for the heads of both models; NaN if it is missing."""
+    """Return a measure's `field` (`value` or `se`) for the heads of both models; NaN where it is missing."""
     columns = ([getattr(head.measures.get(name), field, None) for head in side] for side in heads)
     first, second = ([math.nan if number is None else number for number in column] for column in columns)
     return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
@@ -217,7 +217,7 @@ MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance 
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
-    """Return the coarsest number type that holds all values exactly; float32 for few distinct values (gains of 1)."""
+    """Return the coarsest number type that represents all values exactly; float32 if few are distinct (gains of 1)."""
     sample = weight.flatten()[:MANY]
     if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32
@@ -239,7 +239,7 @@ def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Move one value in twelve of each weight by ± one spacing of its stored type inside the block; restore at exit."""
+    """Inside the block, move one value in twelve of each weight by ± one spacing of the weight's stored type."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
@@ -253,12 +253,12 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
 
 
 def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, and the variance of rounding."""
+    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0 and the variance of rounding."""
     return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
 
 
 def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw flat indices, one in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
+    """Sample one flat index in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
     part, remainder = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
     places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
@@ -271,7 +271,7 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
+    """Sample the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
     analyzers = side.analyzers_of("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
@@ -312,7 +312,7 @@ def _draw_site_changes(
 def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
 ) -> dict[str, Tensor]:
-    """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
+    """Sample the effect of rounding on means of tokens.* over a few windows, on attention rows (KL), and on blocks."""
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}

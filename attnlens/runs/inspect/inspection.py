@@ -1,8 +1,8 @@
 """Describe a surveyed model, list the units of its inspection, and compute each unit.
 
-Units are independent. A unit covers the weights of a site, a batch of tokens, or the input of a gathering analyzer at a
-few sites. The value of a unit is a dictionary of tensors and JSON values, which runs/store.py can write to a file, and
-which results.py converts to the heads of a report.
+Units are independent. A unit covers the weights of a site, a batch of tokens, or what gatherers read at a few sites.
+The value of a unit is a dictionary of tensors and JSON values, which runs/store.py can write to a file, and which
+results.py converts to the heads of a report.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from attnlens.runs.work import Stopped
 
 
 class Unit(TypedDict, total=False):
-    """Result of a work unit. Units of weights and of gatherers have `answers`, units of tokens `values`."""
+    """Result of a work unit. Units of weights and of gatherers have `answers`; units of tokens have `values`."""
 
     answers: dict[Place, dict[int, Answer]]  # by (site, "weights" or gatherer), and by head
     layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
@@ -60,7 +60,7 @@ would hold the tokens of all sites in memory."""
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), times ‖W_Q‖‖W_K‖ of the head if the measure grows with them."""
+    """Return each head's null mean and sd, (heads, 2), multiplied by its ‖W_Q‖‖W_K‖ if the measure grows with them."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -82,7 +82,7 @@ def build_measure(
 
 
 def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
-    """Return the entries without duplicates; the measure is omitted if the reason applies to several."""
+    """Merge entries with the same site, heads and reason; omit the measure if the reason applies to several."""
     merged: dict[tuple[object, ...], Skipped] = {}
     for entry in entries:
         place = entry.site, tuple(entry.heads), entry.reason
@@ -133,13 +133,13 @@ class PreparedRun:
 
     @property
     def gatherings(self) -> list[Gathering]:
-        """The analyzers that read several sequences at once."""
+        """Analyzers that collect values over all sequences."""
         return [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(PreparedRun):
-    """A surveyed model with its inputs. It is measured unit by unit, and any process can compute any unit."""
+    """A surveyed model with its inputs, which is measured in units; any process can compute any unit."""
 
     calls: Sequence[SiteCall]  # all sites of the model
     one_token: Sequence[SiteCall]  # the same sites of `weights_model`, reached by one token of text alone
@@ -175,7 +175,7 @@ class Inspection(PreparedRun):
 
     @property
     def reads_weights(self) -> bool:
-        """True if the weights are measured, or their factors kept."""
+        """True if the weights are measured, or if their factors are kept."""
         return self.factors is not None or bool(self.analyzers_of("weights"))
 
     @cached_property
@@ -295,7 +295,7 @@ class Inspection(PreparedRun):
         return {**measured, "losses": losses, "vocabulary": vocabulary, "rows": rows, "skipped": skipped}
 
     def _read_gathered(self, inputs: texts.Batches, work: WorkUnit) -> Unit:
-        """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
+        """Compute the gatherers' answers for a unit's sites over all sequences. Raise Stopped at an interruption."""
         answers: dict[Place, dict[int, Answer]] = {}
         try:
             gatherers = self._gather(inputs, work.sites)
@@ -353,7 +353,7 @@ class Inspection(PreparedRun):
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
-        """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
+        """Yield each site's factors and its form without the adapter; the form is None if the model has no adapter."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
@@ -363,7 +363,7 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors, and its form without the adapter (unchanged if the adapter skips the site)."""
+        """Return a site's factors and its form without the adapter (the same form if the adapter skips the site)."""
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None

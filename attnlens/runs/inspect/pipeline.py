@@ -52,10 +52,10 @@ def inspect(
     """Measure symmetry, definiteness and spectrum per head of a model, from its weights and from real text.
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
-    `tokenizer` (without it, only weights are analysed); a model in memory is not changed. Measures are float64;
-    tokens.* have standard errors, weights.* a null. `select` is an option of the analyzer selection: `top-p:0.9`
-    selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError, IdentityError, and
-    Interrupted, which contains the finished part.
+    `tokenizer` (without a tokenizer, only weights are analysed); a model in memory is not changed. Measures are
+    float64; tokens.* have standard errors, weights.* a null. `select` is an option of the analyzer selection:
+    `top-p:0.9` selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError,
+    IdentityError, and Interrupted, which contains the finished part.
     """
     report, clear_work = run_inspect(model, request, tokenizer, progress)
     clear_work()
@@ -98,7 +98,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> PreparedRun:
-    """Read the texts and load the model; if memory is too small, leave the weights in their files if possible."""
+    """Read the texts and load the model; if memory is too small and only weights are read, leave them in the files."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -175,7 +175,7 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, verify that recomputed attention changes nothing; `factors` is filled later."""
+    """Cut the texts, find the sites, and verify that recomputed attention changes nothing; units fill `factors`."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
@@ -212,7 +212,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Return the inspection of the `reached` sites of a verified model; text without media must also reach these."""
+    """Return the inspection of a verified model's `reached` sites, with every site's calls on ids without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs

@@ -260,7 +260,7 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads at the ends of those measures that define ends, the furthest from the median first.
+    """Return up to eight heads with the smallest or largest values of a measure, the furthest from the median first.
 
     Distances are in units of the spread. Heads are ranked within their part (encoder, decoder, cross). Calls of one
     module share its weights, so weights.* count and list them once.
@@ -282,7 +282,7 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return (distance from the median, head) at the ends of a measure; entries of `heads` are the calls of a head."""
+    """Return (distance from the median, head) for a measure's extreme heads; an entry of `heads` has a head's calls."""
     by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -352,7 +352,7 @@ def summarise(results: Results) -> records.Summary:
 
 
 def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str, float], dict[str, records.Null]]:
-    """Compute each measure's median over heads with a value (none for categories), and its null for as many heads."""
+    """Compute each measure's median over heads with a value, except for categories, and the null of that median."""
     by_name: dict[str, list[records.Measure]] = defaultdict(list)
     for record in heads:
         for name, measure in record.measures.items():
@@ -372,7 +372,7 @@ def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str
 def _errors(
     windows: Mapping[str, Tensor], design: Design, groups: Sequence[Sequence[int]], seed: int
 ) -> list[dict[str, float]]:
-    """Compute the standard error of each group's median per measure; errors that can't be estimated are left out."""
+    """Compute the standard error of each measure's median in each group; omit errors that can't be estimated."""
     by_group: list[dict[str, float]] = [{} for _ in groups]
     for name, values in windows.items():
         for errors, error in zip(by_group, median_error(values, design, groups, seed=seed), strict=True):

@@ -41,7 +41,7 @@ def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
 
 
 def split_sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
-    """Yield each sequence of a batch separately and without its padding, with its number in the batch."""
+    """Yield each sequence of a batch without padding, preceded by its number in the batch."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         for row in batch:
             yield row, query_key.sequences([row], queries, keys)
@@ -122,7 +122,7 @@ MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights kept per row, and the
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
-    """Add the texts of a selection's sequences if the model reads text; return None for None."""
+    """Add the texts of a selection's sequences if the model reads text; return None if there is no selection."""
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})
@@ -167,7 +167,7 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return each head's attention rows in the batch's first sequence, without padding; [] if it is all padding."""
+    """Return each head's attention rows in the batch's first sequence, without padding; [] if it is only padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []

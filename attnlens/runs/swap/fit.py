@@ -33,11 +33,11 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of log γ such that the mean share of near keys in the attention weights is the same as in the original model.
+    """Fit of log γ that gives near keys the same mean share of the attention weights as in the original model.
 
     The fit minimises Σ KL(original ‖ hybrid) over queries that also see far keys: the derivative, Σ γN/(γN + F) minus
-    the sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, and F that of far keys
-    and the sink.
+    the sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, and F is the weight of
+    far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -56,7 +56,7 @@ class NearShares:
         self.odds.append((inside.log() - outside.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
-        """Return the hybrid's fitted parameters with log γ, which is found by bisection (0 if no query is usable)."""
+        """Find log γ by bisection (0 if no query is usable); return it with the hybrid's other fitted parameters."""
         original, odds = torch.cat(self.original, -1), torch.cat(self.odds, -1)
         usable = odds.isfinite()
         low, high = (torch.full((len(original),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
@@ -77,8 +77,8 @@ TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a 
 class Search:
     """Line search per head between typed and fitted parameters that minimises KL(original ‖ new) of the attention rows.
 
-    Least squares weights all scores equally, but softmax mainly the large ones, so the fitted parameters can have a
-    larger KL than the typed ones.
+    Least squares gives all scores equal weight, but softmax depends mainly on the large ones, so the fitted parameters
+    can have a larger KL than the typed ones.
     """
 
     kernel: Kernel  # the kernel as typed
@@ -109,7 +109,7 @@ class Search:
 
 
 def _append_sink(call: Call, rows: Tensor) -> Tensor:
-    """Convert attention rows to float64 and append the share of a sink, if there is one, as a last outcome."""
+    """Convert attention rows to float64 and append the share of the sink, if there is one, as the last column."""
     rows = rows.double()
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
@@ -117,7 +117,8 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
     """Return the swaps with parameters fitted per head to the original model's queries and keys.
 
-    The first pass over the text is least squares in closed form, the second `Search` or, for a hybrid, `NearShares`.
+    The first pass over the text solves least squares in closed form; the second runs `Search` or, for a hybrid,
+    `NearShares`.
     """
     swaps = setup.swaps
     fits = _create_fits(swaps)
@@ -143,7 +144,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Expand unfitted trainable parameters to their typed value for each head; fits to `batches` give the shapes."""
+    """Repeat the typed value of each unfitted trainable parameter for all heads, in the shape that a fit would give."""
     unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
@@ -188,8 +189,8 @@ def sample_gradients(
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
     """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
 
-    Returns the calls of all sites, the outputs (batch, queries, heads, value_dim) of the chosen ones, the gradients of
-    the loss with respect to them, summed over targets, in nats, and the number of targets.
+    Returns the calls of all sites, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients
+    with respect to these outputs of the loss in nats, summed over targets, and the number of targets.
     """
     model, calls, outputs = setup.loaded.model, dict[Site, Call](), dict[Site, Tensor]()
 
@@ -214,7 +215,7 @@ SEQUENCES = 16  # maximum number of sequences per text for the gradients of the 
 
 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Set the rotation in the fits to unrotated keys. Raise UsageError for a site whose rotation is unknown."""
+    """Give fits that use unrotated keys their site's rotation. Raise UsageError if a site's rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
     by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
@@ -240,7 +241,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
 
 
 def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
-    """Return the rotation of each site's keys as frequencies, or the reason if it cannot be inverted."""
+    """Return the rotation of each site's keys as frequencies, or the reason why it can't be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(reached, model_weights.rotations(loaded.model, reached), strict=True)
@@ -266,11 +267,11 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
 
 
 def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
-    """Compute Σ g gᵀ over tokens for each head, where g = ∂loss/∂o for its output o, with targets drawn from the model.
+    """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to its output o.
 
-    Up to a factor, this estimates W_Oᵀ F W_O, where F is the Fisher information of the predictions at the residual
-    stream (Martens 2020, Eq. 7); with F = 1 the metric is W_OᵀW_O. The factor, the number of tokens, cancels in the fit
-    to one text, which gives the output's weights the same sum as the attention's.
+    Targets are sampled from the predictions. Up to a factor, the sum estimates W_Oᵀ F W_O, where F is the predictions'
+    Fisher information at the residual stream (Martens 2020, Eq. 7); if F = 1, it is W_OᵀW_O. The factor, the number of
+    tokens, cancels in the fit to one text, which gives the output's weights the same sum as the attention's.
     """
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(setup.seed)

@@ -69,7 +69,7 @@ class SwapSession:
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
     def survey(self) -> None:
-        """Find and verify the sites, and select those requested. Raise UsageError if a kernel is undefined there."""
+        """Find and verify the sites, and select those requested. Raise UsageError if any kernel is undefined there."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
@@ -85,7 +85,7 @@ class SwapSession:
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
-        """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's."""
+        """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's `path`."""
 
         @contextmanager
         def replace_attention() -> Iterator[None]:
@@ -130,7 +130,7 @@ class SwapSession:
 
 @contextmanager
 def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set these weights of the model inside the block, and restore the original ones at exit."""
+    """Set these weights of the model inside the block; restore the original weights afterwards."""
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].detach().clone() for name in values}
 
@@ -228,7 +228,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Return how many numbers a swapped head stores, averaged over sites; None without an attention matrix."""
+    """Return how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -251,7 +251,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the window width of the kernel, else of its same-size control, else 64; or why no window applies."""
+    """Return the first known window width: the kernel's, its same-size control's, or 64; or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -265,7 +265,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that keeps as many numbers as the kernel at each site, or give a reason."""
+    """Build the sink-window control that keeps as many numbers as the kernel at each site, or state why none exists."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -384,7 +384,7 @@ class KernelRun:
 
     @property
     def keep(self) -> Keep:
-        """Function that stores parts of long computations."""
+        """Function that stores and reuses parts of long computations."""
         return keep_nothing if self.store is None else self.store.compute
 
     def teller(self, stage: str, total: int) -> Tell:
@@ -393,7 +393,7 @@ class KernelRun:
         return telling(self.session.progress, label, total)
 
     def _fit(self) -> None:
-        """Choose ranks, or fit the kernel: as stage `swapped` if it must be fitted, else as stage `fitted`."""
+        """Choose ranks, or fit the kernel: as stage `swapped` if it requires a fit, otherwise as stage `fitted`."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
         if session.ranks is not None:
             self.stages["swapped"] = ChangedModel(session.ranks.choose(self))
@@ -422,7 +422,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse an equal control of another kernel, or run it once; store the reason if a site refuses its kernel."""
+        """Reuse another kernel's equal control, and run a pass; if a site refuses the control, store the reason."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -439,7 +439,7 @@ class KernelRun:
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
-        """Measure the differences of models from the original on the evaluated text, unless they are known."""
+        """Measure the differences between models and the original on the evaluated text, unless they are known."""
         session = self.session
         variants = {model: session.variant(model) for model in models if model.differences is None}
         tell = self.teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
@@ -500,7 +500,7 @@ class KernelRun:
 
     @property
     def fitted(self) -> list[str]:
-        """Names of the parameters chosen per head from text, without those still at their random initialisation."""
+        """Names of the parameters chosen per head from text, except for those still at their random initialisation."""
         kernel = next(iter(self.last.swaps.values())).kernel
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)

@@ -135,7 +135,7 @@ class SwapWork(SwapSession):
 
 
 def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, object], Compute]:
-    """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
+    """Prepare a run again in a worker process; return its facts and the function that computes a unit."""
     work = prepare("swap-kernel", model, swap_kernels(kernels, request), request)
     return work.facts, work.read_unit
 
@@ -163,7 +163,7 @@ def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, prog
 
 
 def check_work(model: Model, request: KernelRequest) -> None:
-    """Raise UsageError or OutputError if units of this run can't be kept or computed where requested."""
+    """Raise UsageError or OutputError if units of this run can't be kept or computed where the options request it."""
     if isinstance(model, loading.Loaded):
         feeding.refuse_work(request)
     else:
@@ -233,7 +233,7 @@ def prepare(
 def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named` is True if the user named the text; otherwise, other windows of the evaluated text are used. Raise
+    `named` is True if the user named the text; otherwise, the text is the evaluated one, cut into other windows. Raise
     UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
     """
     if cut.image or cut.audio:
@@ -284,7 +284,7 @@ class KernelResult(BaseModel):
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
     def with_window(self, window: int, session: SwapSession) -> Swap:
-        """Return the kernel's record with the losses beyond `window` keys instead of beyond the kernel's window."""
+        """Return the kernel's record with the losses beyond `window` keys in place of those beyond its own window."""
 
         def replace_losses(outcome: Part, name: str) -> Part:
             if name not in self.losses or outcome.loss is None:
@@ -306,7 +306,7 @@ class KernelResult(BaseModel):
 def build_report(
     session: SwapSession, values: Mapping[str, object], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
-    """Build the report from the values of finished kernels; `missing` has the reasons of other kernels."""
+    """Build the report from the values of finished kernels; `missing` has the reasons why others have no value."""
     by_name = {name: KernelResult.model_validate(value) for name, value in values.items()}
     results = list(by_name.values())
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]

@@ -37,7 +37,7 @@ WRITTEN = "Give an unchanged folder written by --save."
 
 
 class UnsavedError(OutputError):
-    """Failure to save the changed model; `report` holds the measurements."""
+    """Failure to save the changed model; `report` contains the measurements."""
 
     def __init__(self, error: OutputError, report: Report) -> None:
         super().__init__(error.problem, error.remedy)
@@ -109,7 +109,7 @@ def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: ho
 
 @contextmanager
 def _hide_quantization(model: Any) -> Iterator[None]:
-    """Remove the quantization entries of a GGUF model inside the block: its weights were dequantised at loading."""
+    """Remove the quantization entries of a GGUF model inside the block, because loading has dequantised its weights."""
     quantizer, config = getattr(model, "hf_quantizer", None), model.config
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
         yield
@@ -152,7 +152,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
 
 def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...], hooks.Swaps]:
-    """Return model, sites and kernels of a `--save` folder without swapping; raises the errors of `load_swapped`."""
+    """Return the model, sites and kernels of a `--save` folder without swapping. Raise the errors of `load_swapped`."""
     Loading(**loading)  # raises UsageError for invalid values
     with _refusing(place):
         facts, fitted = _read_attributes(place)
@@ -210,20 +210,20 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
 
 
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
-    """Raise ValueError if attnlens.json lists other sites than the model's, or swaps missing heads or layers."""
+    """Raise ValueError if attnlens.json and the model have different sites, or a swapped head or layer is missing."""
     sites = [SavedSite.model_validate(each.site) for each in reached]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits some that it has")
+        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
     for saved, each in zip(facts.sites, reached, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
-            raise ValueError(f"{FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
+            raise ValueError(f"{FACTS} swaps heads of {saved.path} that the model lacks, or swaps a head twice")
     if not facts.swapped or not set(facts.swapped) <= set(range(len(reached))):
         raise ValueError(f"{FACTS} swaps no layer, or a layer that the model lacks")
 
 
 def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor]) -> hooks.Swaps:
-    """Return the kernel of each swapped site. Raise ValueError if sites have fitted parameters of different names."""
+    """Return the kernel of each swapped site. Raise ValueError if a site lacks parameters that other sites have."""
     kernel = parsed(facts.kernel, allow_signed=True)
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():

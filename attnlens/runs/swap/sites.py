@@ -69,7 +69,7 @@ def leaks(
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
     """Measure the relative change of the outputs in each sequence's first half if the ids of the second half change.
 
-    For models with causal (decoder) self-attention; see `_check_error`.
+    The model must have causal (decoder) self-attention. `_check_error` defines the result.
     """
     name = next(name for name in IDS if name in inputs)
     ids = inputs[name]
@@ -79,7 +79,7 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
 
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
-    """Measure the relative change at real tokens if the padding before (`left`) or after each sequence changes."""
+    """Measure the relative change of the outputs at real tokens if padding before (`left`) or after them changes."""
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
@@ -93,7 +93,7 @@ def _check_error(
 ) -> float | str:
     """Return the error, or why it is unknown: no output has a row per token, or the original's error exceeds 1e-5.
 
-    Raises IdentityError if the error exceeds 1e-5 with the new kernel only.
+    Raises IdentityError if only the new kernel's error exceeds 1e-5.
     """
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
@@ -128,7 +128,7 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference between two inputs' outputs at real tokens in `positions`; None if none exist."""
+    """Compute the relative difference between two inputs' outputs at real tokens in `positions`, or None."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in IDS if name in pair[0])
@@ -147,7 +147,7 @@ def _relative_difference(
 
 
 def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """Yield floating-point outputs, including nested ones (CLIP's text model): logits or decoder states come first."""
+    """Yield floating-point outputs, including nested ones (CLIP's text model), with logits or decoder states first."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
@@ -182,10 +182,10 @@ def replaced(
             loss = model(**batch, labels=batch["input_ids"]).loss
 
     `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace; None selects
-    all. Other attention keeps the model's own kernel. Sites are found on made-up inputs, or on `batch` for models that
-    need other inputs. On entry, recomputing the model's own attention must reproduce its outputs, and a forward pass
-    with the new kernel must succeed. The context value counts calls of each module in `calls`. On exit, also after an
-    exception, the model's own attention is restored.
+    everything. Attention that is not selected keeps the model's own kernel. Sites are found on made-up inputs, or on
+    `batch` for models that need other inputs. On entry, recomputing the model's own attention must reproduce its
+    outputs, and a forward pass with the new kernel must succeed. The context value counts calls of each module in
+    `calls`. On exit, also after an exception, the model's own attention is restored.
 
     Raises UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, IdentityError; and on exit ModelError if a site was never reached.
@@ -328,7 +328,7 @@ def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
 
 
 def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes for the report; `special` has the number of sites with each special property, in words."""
+    """Yield notes for the report; `special` maps each special property to its number of sites, in words."""
     info = kernel.info
     if info.form == "output":
         yield PRIMAL
@@ -365,7 +365,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Return the mean of Σ max(−w, 0) / Σ |w| over real tokens' attention rows; None without finite rows."""
+    """Return the mean of Σ max(−w, 0) / Σ |w| over the attention rows of real tokens; None if no row is finite."""
     if kernel.info.form == "output":
         return None
     if not kernel.signed:

@@ -72,7 +72,7 @@ def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, un
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
-    """Correlate each measure with the harm of the heads, sorted by corrected p; diverged heads are left out."""
+    """Correlate each measure with the harm of the heads, and sort by corrected p; omit diverged heads."""
     harm, rises = alone.harms, alone.changed - alone.original
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
@@ -156,17 +156,17 @@ class Alone:
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
-        """Mean rise caused by each unit; NaN if the model diverged."""
+        """Mean increase in the loss or distance that each unit causes; NaN if the model diverged."""
         means = (self.changed - self.original).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
 
     @property
     def order(self) -> list[int]:
-        """Numbers of the units by decreasing harm, diverged ones first."""
+        """Numbers of the units by decreasing harm; units that made the model diverge come first."""
         return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
     def effects(self, seed: int) -> list[Effect]:
-        """Return the effect of each unit, in `order`, with paired 95 % intervals over sequences.
+        """Return the effect of each unit in the order of decreasing harm, with paired 95 % intervals over sequences.
 
         `significant` controls the false discovery rate at 5 %; distances have no p-value, because they are never
         negative.
@@ -257,7 +257,7 @@ class SweptBatch:
 
 
 def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """Compute each sequence's mean loss, KL(original ‖ new) on noise, or 1 − cosine of states if there is no head."""
+    """Compute each sequence's mean loss, or KL(original ‖ new) on noise, or 1 − cosine of states without a head."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
         # rows can be windows of an image, or hold all images
@@ -272,7 +272,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
 
 
 def _sequence_weights(fed: Fed, task: Task) -> Tensor:
-    """Return the weight of each sequence in the mean: its predicted tokens, real tokens if there is no head, or 1."""
+    """Return each sequence's weight in the mean: its number of predicted tokens (without a head: real tokens), or 1."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
