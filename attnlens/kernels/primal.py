@@ -61,8 +61,9 @@ class PrimalFit:
 
     C_q = mean Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the same for keys. e and r are the leading left and
     right singular vectors of K = Φ_qΦ_kᵀ of these tokens (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor
-    that W_c absorbs. Λ is (nΣ)⁻¹, where n is the mean length of the sequences, so that their mean J is 0. W_c and b map
-    [e; r] to the head's own output by ridge regression with a strength chosen on a held-out part of the text.
+    that W_c absorbs. Λ is (nΣ)⁻¹, where n is the mean length of the sequences; the mean over sequences of the KSVD
+    objective J is then 0. W_c and b map [e; r] to the head's own output by ridge regression with a strength chosen on a
+    held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:

@@ -463,9 +463,10 @@ def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHea
 def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], where V is centred over tokens and H_r is the first `sizes` columns of `basis`.
 
-    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. H_r is orthogonal to 1 and contains, for V with
-    independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to (sizes −
-    1)/(n − 1), as the space of K itself does if its first mode is near-constant. NaN if all values are equal.
+    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. H_r is then orthogonal to the vector
+    of ones, and the expected share of V with independent normal entries is sizes/(n − 1). It is smaller, down to
+    (sizes − 1)/(n − 1), for a basis that is not orthogonal to the vector of ones, such as that of K itself if its first
+    mode is near-constant. NaN if all values are equal.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

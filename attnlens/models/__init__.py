@@ -1,4 +1,4 @@
-"""Access to models of transformers: loading, inputs, attention and weights.
+"""Access to models of the library `transformers`: loading, inputs, attention and weights.
 
 Contents: loading/ (files → model), texts/ (texts and media → inputs), hooks/ (attention through transformers'
 interface), trace/ (attention traced from a softmax), weights/ (W_Q and W_K of each head), kernel_transformers.py (the

@@ -207,7 +207,7 @@ def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
 
 
 class Layer(nn.Module):
-    """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if `crosses`, then x + F(LN(x)); F has GELUs."""
+    """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if `crosses`, then x + F(LN(x)); F uses GELU."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool

@@ -57,7 +57,7 @@ LatentForm = Annotated[
 
 @dataclass(frozen=True)
 class Amount:
-    """Length of a training."""
+    """Length of a training run."""
 
     number: float  # Number of units
     unit: HealingUnit

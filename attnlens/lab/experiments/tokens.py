@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run with the overrides that this experiment uses; judge the result if the overrides keep the question.
+        """Run with the overrides that this experiment uses; judge the result if they do not change the question.
 
         `overrides` are options of requests.SyntheticRequest. Trials and seed affect the precision of the answer, not
         the question: with any seed, and at least as many trials as in the quick run, the result is compared with the

@@ -136,9 +136,10 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y. The output
-    is f = e_yᵀ Xᵀ softmax(X W z), where z is the last token. The loss −log f is convex, so descent is global. Off the
-    cyclic subspace a step has length lr. Within it, W stays finite, and plain steps have rate 1. W_fin is the limit of
-    descent if each label competes only within its own component. Published limits: correlation 1, distance 0.
+    is f = e_yᵀ Xᵀ softmax(X W z), where z is the last token. The loss −log f is convex, so descent converges to its
+    infimum. Off the cyclic subspace a step has length lr. Within it, W stays finite, and plain steps have rate 1. W_fin
+    is the limit of descent if each label competes only within its own component. Published limits: correlation 1,
+    distance 0.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)

@@ -128,7 +128,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return P = ‖W‖_* after scaling W to its least margin (∞ if W is infeasible), and D = bᵀλ / ‖M‖."""
+    """Return P = ‖W‖_*, with W scaled to just meet all bounds (∞ if impossible), and D = bᵀλ / ‖Σλ u zᵀ‖₂."""
     scores, needed = constraints.scores(point.X) / 2, ~constraints.equal & (constraints.b > 0)
     # an equality's residual is corrected later; it must be too small to affect the gap
     equalities_met = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
@@ -147,7 +147,7 @@ def mean_product(constraints: Constraints, point: Point) -> float:
 
 
 class Newton:
-    """The factored Newton system of one point."""
+    """The factored Newton system at one point."""
 
     def __init__(self, constraints: Constraints, point: Point) -> None:
         self.constraints, self.point = constraints, point

@@ -1,4 +1,4 @@
-"""Associations of measures with harm: rank correlations, permutation tests, split halves; treatments in blocks."""
+"""Association of measures with harm: rank correlation, permutation tests, reliability; treatments in blocks."""
 
 from __future__ import annotations
 

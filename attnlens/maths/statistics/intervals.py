@@ -44,10 +44,10 @@ def gaussian_null(
 ) -> dict[str, tuple[float, float]]:
     """Return mean and sd of each scalar measure over independent Gaussian factors in the layout of `like`.
 
-    Factors have the shapes, scale and rotation of `like`. Analyzers are `Analyzer` or similar: a `function` of a
-    QueryKey, and `measures` with `name`, `curve` and `has_null`. All analyzers get the same draws. Each factor has unit
-    Frobenius norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖. Draws without a value do not
-    count; a measure with fewer than two values is left out.
+    The random factors have the shapes, the scale of logits and the rotation of `like`. Analyzers are `Analyzer` or
+    similar: a `function` of a QueryKey, and `measures` with `name`, `curve` and `has_null`. All analyzers get the same
+    draws. Each factor has unit Frobenius norm, so the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖.
+    Draws without a value do not count; a measure with fewer than two values is left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())

@@ -270,8 +270,9 @@ def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Ten
     """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to its output o.
 
     Targets are sampled from the predictions. Up to a factor, the sum estimates W_Oᵀ F W_O, where F is the predictions'
-    Fisher information at the residual stream (Martens 2020, Eq. 7); if F = 1, it is W_OᵀW_O. The factor, the number of
-    tokens, cancels in the fit to one text, which gives the output's weights the same sum as the attention's.
+    Fisher information at the residual stream (Martens 2020, Eq. 7); if F = 1, it is W_OᵀW_O. The factor is the number
+    of tokens. It cancels in a fit to one text, because the fit scales the pair weights by output to the sum of those by
+    attention.
     """
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(setup.seed)
