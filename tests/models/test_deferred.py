@@ -127,6 +127,10 @@ def test_files_give_what_the_loaded_model_gives_and_only_queries_and_keys_are_re
     assert model.deferred.bytes_read == uses * sum(tensors[tensor].nbytes for tensor in wanted)
 
 
+def test_files_of_a_model_of_images_give_what_the_loaded_model_gives(tmp_path):
+    check_alike(*both(saved(tmp_path, "vit")))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("group", range(5))
 def test_files_of_other_types_give_what_the_loaded_model_gives(group, tmp_path):
@@ -260,6 +264,7 @@ def test_pickles_and_handwritten_attention_can_not_be_read_from_files(tmp_path):
     assert attnlens.inspect(tmp_path, **SYMMETRY).coverage.analysed == 8
     options = "--source", "weights", "--device", "files", "--no-progress"
     ended(invoke("inspect", tmp_path, *options), words[0])
+    assert invoke("inspect", "demo", *options).returncode == 0, "a control"
     ended(invoke("inspect", "demo", "--source", "tokens", *options[2:]), "cannot run on a text", "--source weights")
     (tmp_path / "model.safetensors").unlink()
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
@@ -434,7 +439,9 @@ def test_results_of_a_site_do_not_depend_on_the_other_sites(name, way, tmp_path)
 
 def test_a_layer_without_rotation_is_not_read_like_its_leader(tmp_path, monkeypatch):
     place, options = deep(tmp_path, "smollm3", **DEEP["smollm3"]), FILES | {"layers": [3]}
-    assert attnlens.inspect(place, **options).coverage.complete
+    alone = attnlens.inspect(place, **options)
+    assert alone.coverage.complete
+    assert alone.heads == [head for head in attnlens.inspect(place, **FILES).heads if head.layer == 3]
     monkeypatch.setattr(query_key_maps, "_fits", lambda *_: True)
     with pytest.raises(ModelError, match="No head could be analysed"):
         attnlens.inspect(place, **options)

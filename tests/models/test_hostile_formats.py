@@ -60,7 +60,7 @@ def test_a_gguf_file_is_read_whole_and_called_truncated_wherever_it_is_cut(gguf_
     assert {entry.name: entry.shape for entry in header.tensors}["token_embd.weight"] == (8, 32)
     loaded = loading.load(str(file))
     assert (loaded.info.architecture, loaded.missing_keys, loaded.unused_keys) == ("LlamaForCausalLM", (), ())
-    for size in (0, 3, *range(4, len(gguf_bytes), 397), len(gguf_bytes) - 1):
+    for size in (0, 3, *range(4, 1600, 97), *range(1600, len(gguf_bytes), 997), len(gguf_bytes) - 1):
         file.write_bytes(gguf_bytes[:size])
         words = "empty file" if size == 0 else "not a GGUF file" if size < 4 else "truncated"
         refused(ModelError, partial(read_header, file), str(file), words)

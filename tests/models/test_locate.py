@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import socket
 from threading import Event
@@ -72,6 +73,8 @@ def test_a_weight_file_is_read_with_the_config_of_its_folder(folder):
     assert not torch.equal(loaded.model.transformer.wte.weight, load(folder).model.transformer.wte.weight)
     assert [file.name for file in loaded.info.files] == ["step.safetensors"]
     assert loaded.tokenizer is not None
+    os.truncate(folder / "step.safetensors", 100)
+    refused(ModelError, lambda: load(folder / "step.safetensors"), "step.safetensors", "not a safetensors file")
 
 
 def test_all_shards_are_read_and_hashed_whichever_is_named(tmp_path):

@@ -216,7 +216,7 @@ THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possib
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
-    """Compute σ₁/Σσ of P and of the cosine kernel in each third of the layers of `demo`, averaged over heads, then windows.
+    """Compute σ₁/Σσ of P and of the cosine kernel in each third of `demo`'s layers, averaged over heads, then windows.
 
     The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome.
     """
