@@ -172,3 +172,10 @@ def test_the_rules_of_the_page_hold_of_the_demo_model(place, demo):
     (place / "attnlens.toml").write_text(rules)
     checks = attnlens.check(attnlens.inspect(demo, windows=4, length=32), str(place / "attnlens.toml")).checks
     assert [check.passed for check in checks] == [True] * 7
+
+
+def test_the_fixture_inspects_a_model_once_for_each_set_of_options(attention_report, monkeypatch):
+    monkeypatch.setattr(attnlens, "inspect", lambda *_, **options: object(), raising=False)
+    report = attention_report("demo", windows=1)
+    assert report is attention_report("demo", windows=1)
+    assert report is not attention_report("demo", windows=2)

@@ -81,6 +81,12 @@ def test_the_heads_that_are_to_blame_are_named_worst_first():
     assert blamed("median > 0.5") == []
     assert blamed("min < 0.05") == [], "no single head makes the smallest too large"
     assert blamed("max > 2") == []
+    assert (blamed("min in 0.2..0.3"), blamed("max in 0.1..0.5")) == ([(0, 0, 0.1)], [(1, 2, 0.9)])
+    assert (blamed("min in 0.01..0.05"), blamed("max in 0.95..1")) == ([], [])
+
+
+def test_heads_without_a_value_are_counted():
+    assert [outcome(f"weights.planted: count == 5{heads}").without for heads in ("", " @layers 0")] == [1, 0]
 
 
 def test_columns_paths_and_bars():
