@@ -26,7 +26,7 @@ from attnlens.maths.statistics import (
 from attnlens.models.texts.sequences import choose_windows
 
 WINDOWS, POPULATION, BLOCK = 32, 640, 16
-each_size = pytest.mark.parametrize("samples", [40, pytest.param(200, marks=pytest.mark.full)])
+each_size = pytest.mark.parametrize("samples", [40, pytest.param(300, marks=pytest.mark.full)])
 
 
 def bounds(samples):

@@ -77,6 +77,7 @@ def test_every_command_parses():
     known = {word for each in group.commands.values() for option in each.params for word in option.opts}
     known |= {word for each in group.commands.values() for option in each.params for word in option.secondary_opts}
     quoted = [span for page in PAGES.values() for span in re.findall(r"`((?:--|attnlens )[^`]*)`", page)]
+    quoted += [line for _, block in blocks("bash") for line in without_installation(block).splitlines()]
     used = {word for span in quoted for word in re.findall(r"(?<!\S)--[a-z-]+", span)}
     assert used - known <= {"--help", "--version"}
     assert len(used) > 20
