@@ -320,7 +320,7 @@ def test_an_interruption_ends_with_130_from_the_first_line_on(wait):
     assert b"Traceback" not in stderr or wait == 0
 
 
-@pytest.mark.parametrize("wait", [0.5, *(pytest.param(wait, marks=pytest.mark.full) for wait in (0.0, 2.0))])
+@pytest.mark.parametrize("wait", [0.0, 0.5, pytest.param(2.0, marks=pytest.mark.full)])
 def test_an_interruption_leaves_nothing_half_written(tmp_path, wait):
     text = tmp_path / "long.txt"
     text.write_text((DEMO / "text.txt").read_text() * 50)
@@ -427,7 +427,6 @@ CALLS = [
     lambda: library.converge_synthetic(lr=HUGE),
     lambda: library.converge_synthetic(trials=HUGE),
     lambda: library.find_ranks("demo", ranks="a\0b"),
-    lambda: library.inspect(str(DEMO), revision="main"),
     lambda: synthetic_report().write_json("s3://bucket/r.json"),
     lambda: synthetic_report().save("s3://bucket/r.json"),
     *(lambda path=path: synthetic_report(1, 1).write_json(path) for path in (3, None, b"x")),
@@ -440,6 +439,11 @@ def test_wrong_arguments_from_python_are_usage_errors(number, tmp_path, monkeypa
     with pytest.raises(UsageError):
         CALLS[number]()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_revision_of_a_folder_is_refused_by_its_name():
+    with pytest.raises(UsageError, match="revision"):
+        library.inspect(str(DEMO), revision="main")
 
 
 def test_a_report_is_not_written_under_a_name_that_no_file_can_have():

@@ -81,6 +81,7 @@ SHAPES = {
 def check_invariants(form, matrix, tolerance=1e-10):
     """The invariants of the form are those of the formed matrix."""
     close(form.norm, torch.linalg.matrix_norm(matrix))
+    assert form.singular_values.shape[-1] == form.query_key.query.shape[-1]
     sigma, steps = torch.linalg.svdvals(matrix), min(matrix.shape[-1], form.singular_values.shape[-1])
     close(form.singular_values[..., :steps], sigma[..., :steps])
     assert (form.singular_values[..., steps:] <= 1e-12 * sigma.max()).all()
@@ -163,7 +164,8 @@ def test_zero_matrices_and_cross_attention():
 
 
 def dense_symmetry(matrix):
-    return (matrix * matrix.mT).sum((-2, -1)) / matrix.square().sum((-2, -1))
+    even, odd = (matrix + matrix.mT) / 2, (matrix - matrix.mT) / 2
+    return (even.square().sum((-2, -1)) - odd.square().sum((-2, -1))) / matrix.square().sum((-2, -1))
 
 
 def direction_of(norms):

@@ -439,6 +439,7 @@ def test_the_suffix_decides_how_a_report_is_saved(tmp_path):
         ".md": b"#",
         ".HTML": b"<!doctype",
         ".svg": b"<?xml",
+        ".pdf": b"%PDF",
     }.items():
         report.save(tmp_path / f"report{suffix}")
         assert (tmp_path / f"report{suffix}").read_bytes().startswith(start), suffix
@@ -447,10 +448,9 @@ def test_the_suffix_decides_how_a_report_is_saved(tmp_path):
 
 
 @pytest.mark.full
-def test_a_report_is_saved_as_png_or_pdf(tmp_path):
-    for suffix, start in {".png": b"\x89PNG", ".pdf": b"%PDF"}.items():
-        synthetic_report(1, 2).save(tmp_path / f"report{suffix}")
-        assert (tmp_path / f"report{suffix}").read_bytes().startswith(start), suffix
+def test_a_report_is_saved_as_png(tmp_path):
+    synthetic_report(1, 2).save(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_is_compared_drawn_and_shown_in_a_notebook(demo):

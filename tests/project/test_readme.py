@@ -77,6 +77,8 @@ def test_every_command_parses():
     known = {word for each in group.commands.values() for option in each.params for word in option.opts}
     known |= {word for each in group.commands.values() for option in each.params for word in option.secondary_opts}
     quoted = [span for page in PAGES.values() for span in re.findall(r"`((?:--|attnlens )[^`]*)`", page)]
+    shown = [block for language in ("bash", "console") for _, block in blocks(language)]
+    quoted += [line for block in shown for line in without_installation(block).splitlines() if "attnlens " in line]
     used = {word for span in quoted for word in re.findall(r"(?<!\S)--[a-z-]+", span)}
     assert used - known <= {"--help", "--version"}
     assert len(used) > 20

@@ -76,7 +76,8 @@ def test_the_comparison_with_version_2_notices_a_changed_number() -> None:
 
 
 def test_an_unknown_version_is_refused_by_its_name(tmp_path: Path) -> None:
-    for version, name in product(["0", "3", "", None, 1, 2, ["1"], {"1": 1}, "1" * 500], ["inspection", "plan"]):
+    versions = ["0", "3", "", None, 1, 2, ["1"], {"1": 1}, "1" * 500]
+    for version, name in product(versions, ["inspection", "baseline", "plan"]):
         (tmp_path / "r.json").write_text(json.dumps(old(name) | {"schema_version": version}))
         with pytest.raises(UsageError, match=r"has schema_version .*; this attnlens reads '1' and '2'"):
             READ[name](tmp_path / "r.json")

@@ -78,6 +78,7 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
     text = Tags(page).text
     assert f"2 heads, because {CROSS}" in text
     assert "the weights are not finite: bert.encoder.layer.0.attention.self head 1 (weights)" in text
+    assert len(views.page(synthetic_report(12, 12, head_dim=128)).encode()) < 2 * MB
 
 
 # In Chromium

@@ -387,7 +387,8 @@ def test_files_have_the_documented_names_and_hostile_names_stay_in_the_folder(tm
     before = dict(matplotlib.rcParams)
     report = planted(np.eye(3), "weights.symmetry", curve="weights.singular_values")
     written = views.save_pictures(report, tmp_path / "new" / "folder")
-    assert [path.stem for path in written] == ["overview", "weights.symmetry", "weights.singular_values"]
+    stems = ["overview", "weights.symmetry", "weights.singular_values"]
+    assert [path.name for path in written] == [f"{stem}.png" for stem in stems]
     assert {*written} == {*(tmp_path / "new" / "folder").iterdir()}
     assert dict(matplotlib.rcParams) == before
     names = ("../../evil", "overview", ".._.._evil", ".._.._EVIL")
