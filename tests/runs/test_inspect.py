@@ -242,6 +242,9 @@ def test_every_family_goes_from_model_to_report(name, tmp_path):
         value = head.measures["weights.symmetry"].value
         assert (value is None) == (head.part == "cross")
         assert value is None or -1 <= value <= 1
+    if name == "albert":  # one module, called at every layer
+        values = [head.measures["weights.symmetry"].value for head in report.heads if head.head == 0]
+        assert values == [values[0]] * report.coverage.sites == [values[0]] * 3
 
 
 def test_a_vision_model_reads_random_pixels_and_takes_no_text(tmp_path):

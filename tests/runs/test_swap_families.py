@@ -217,6 +217,14 @@ def test_clip_is_compared_by_its_embeddings_for_every_batch_size(more):
         assert {effect.part for effect in swap.sweep} == {"vision", "decoder"}
 
 
+def test_a_model_of_two_towers_is_healed_from_its_swap():
+    read = {"windows": 8, "length": 8, "batch_size": 4} | BARE
+    healed, plain = (swap_or_heal(family("clip"), "rbf", **read, **more).swap for more in ({"train": 1}, {}))
+    assert healed.stages[0].hidden_cosine == pytest.approx(plain.hidden_cosine, abs=1e-6)
+    assert healed.hidden_cosine != healed.stages[0].hidden_cosine
+    assert len(healed.sites) == len(plain.sites) == 4
+
+
 def generate(model, inputs, words, *, cached):
     sites = sites_of(model, inputs)
     inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
