@@ -91,6 +91,8 @@ SHORT = [
     *(("all NaN", "inspect"), ("one NaN", "inspect"), ("one NaN", "rank"), ("one NaN", "doctor"), ("1e30", "inspect")),
     *(("one Inf", "inspect"), ("all zero", "inspect"), ("all zero", "doctor"), ("no queries and keys", "head")),
     *(("one head", "rbf"), ("head_dim 1", "inspect"), ("one layer", "sweep"), ("identical heads", "head")),
+    *(("all zero", "ksvd"), ("head_dim 1", "ksvd"), ("1e-40", "head"), ("1e30", "rbf"), ("one Inf", "sweep")),
+    ("no queries and keys", "sweep"),
 ]
 WHOLE = [pytest.param([(model, verb) for verb in VERBS], id=model, marks=pytest.mark.full) for model in MODELS]
 

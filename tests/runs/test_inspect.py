@@ -176,9 +176,15 @@ def test_padding_never_enters_a_statistic(name, demo, tmp_path):
     )
     names = [ENTROPY, "tokens.max_weight"] if name != "demo" else padded.measure_names()
     for together, single in zip(padded.windows.rows(), alone.windows.rows(), strict=True):
+        assert together.keys() == single.keys(), "values that are NaN are left out"
         for measure in names:
-            if measure in together and together[measure] is not None:
-                assert together[measure] == pytest.approx(single[measure], rel=1e-4, abs=1e-6, nan_ok=True), measure
+            if measure in together:
+                assert together[measure] == pytest.approx(single[measure], rel=1e-4, abs=1e-6), measure
+    for together, single in zip(padded.heads, alone.heads, strict=True):
+        for measure in names:
+            value, expected = together.measures[measure].value, single.measures[measure].value
+            assert (value is None) == (expected is None), measure
+            assert value is None or value == pytest.approx(expected, rel=1e-4, abs=1e-6), measure
 
 
 def test_minilm_is_read_whole():
@@ -236,6 +242,9 @@ def test_every_family_goes_from_model_to_report(name, tmp_path):
         value = head.measures["weights.symmetry"].value
         assert (value is None) == (head.part == "cross")
         assert value is None or -1 <= value <= 1
+    if name == "albert":  # one module, called at every layer
+        values = [head.measures["weights.symmetry"].value for head in report.heads if head.head == 0]
+        assert values == [values[0]] * report.coverage.sites == [values[0]] * 3
 
 
 def test_a_vision_model_reads_random_pixels_and_takes_no_text(tmp_path):

@@ -1,5 +1,6 @@
 """Tests every model family under swapped kernels: identity, leaks, paths, notes, reports and generation."""
 
+import itertools
 from dataclasses import replace
 
 import families
@@ -49,18 +50,19 @@ def side_of(name):
 @pytest.mark.parametrize("name", families.REACHED)
 def test_exponential_changes_nothing_and_rbf_is_the_same_on_every_path(name):
     model = families.build(name)
-    inputs = families.inputs(name, model, padded=True, side=side_of(name))
-    eager = swapped_outputs("rbf:gamma=1", model, inputs, "eager")
-    assert apart(eager, swapped_outputs("rbf:gamma=1", model, inputs)) <= 1e-5
-    if name == "gpt_oss":
-        with pytest.raises(UsageError, match="sinks"):
-            swapped_outputs("rbf:gamma=1", model, inputs, "fused")
-    else:
-        assert apart(eager, swapped_outputs("rbf:gamma=1", model, inputs, "fused")) <= 1e-5
+    for padded in (True, False):
+        inputs = families.inputs(name, model, padded=padded, side=side_of(name))
+        eager = swapped_outputs("rbf:gamma=1", model, inputs, "eager")
+        assert apart(eager, swapped_outputs("rbf:gamma=1", model, inputs)) <= 1e-5
+        if name == "gpt_oss":
+            with pytest.raises(UsageError, match="sinks"):
+                swapped_outputs("rbf:gamma=1", model, inputs, "fused")
+        else:
+            assert apart(eager, swapped_outputs("rbf:gamma=1", model, inputs, "fused")) <= 1e-5
     hooks.allow_float64(model.double())
     # transformers' own Gemma 2 and Bloom give NaN at real tokens behind padding on the left
     side = "right" if name in ("gemma2", "bloom") else side_of(name)
-    for padded, path in ((True, "auto"), (False, "eager")):
+    for padded, path in ((True, "auto"), (False, "eager"), (False, "auto")):
         precise = hooks.as_dtype(families.inputs(name, model, padded=padded, side=side), torch.float64)
         own = outputs(model, precise)
         assert apart(own, swapped_outputs("exponential", model, precise, path)) <= 2e-6
@@ -134,20 +136,20 @@ def test_every_family_gets_a_complete_report(name):
 
 def test_rbf_behind_a_norm_of_unit_gain_is_the_exponential_in_every_type():
     swaps = []
-    for gain, dtype in ((1, torch.float32), (3, torch.float32), (1, torch.bfloat16)):
+    for gain, dtype in itertools.product((1, 3), (torch.float32, torch.bfloat16)):
         model = families.build("qwen3")
         for key, parameter in model.named_parameters():
             if key.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.copy_(torch.linspace(1 / gain, gain, len(parameter)))
         swaps.append(swap_kernel(loaded(model.to(dtype)), "rbf", **SMALL).swap)
-    swap, other, rounded = swaps
+    swap, rounded, other, other_rounded = swaps
     for each in (swap, rounded):
         (note,) = [note for note in each.notes if "QK-norm" in note]
         assert note.startswith("All keys of a head have the same length at 2 of 2 sites")
         assert "exponential" in note
     assert abs(swap.loss.delta) < 1e-5
     assert max(site.output_error for site in swap.sites) < 1e-5
-    assert not any("QK-norm" in note for note in other.notes)
+    assert not any("QK-norm" in note for each in (other, other_rounded) for note in each.notes)
     assert min(site.output_error for site in other.sites) > 1e-2
 
 
@@ -213,6 +215,14 @@ def test_clip_is_compared_by_its_embeddings_for_every_batch_size(more):
         assert min(swap.hidden_cosine, alone.hidden_cosine) > swap.stages[0].hidden_cosine
     else:
         assert {effect.part for effect in swap.sweep} == {"vision", "decoder"}
+
+
+def test_a_model_of_two_towers_is_healed_from_its_swap():
+    read = {"windows": 8, "length": 8, "batch_size": 4} | BARE
+    healed, plain = (swap_or_heal(family("clip"), "rbf", **read, **more).swap for more in ({"train": 1}, {}))
+    assert healed.stages[0].hidden_cosine == pytest.approx(plain.hidden_cosine, abs=1e-6)
+    assert healed.hidden_cosine != healed.stages[0].hidden_cosine
+    assert len(healed.sites) == len(plain.sites) == 4
 
 
 def generate(model, inputs, words, *, cached):

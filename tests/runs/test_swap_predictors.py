@@ -64,6 +64,7 @@ def test_measures_of_shuffled_heads_are_significant_at_the_stated_rate(swept, ru
     harm = torch.tensor([effect.delta for effect in swept.swap.sweep], dtype=torch.float64)
     shuffled = (harm[torch.randperm(32, generator=torch.Generator().manual_seed(run))] for run in range(runs))
     smallest = torch.tensor([float(permutation_tests(measures, each, draws=500).corrected.min()) for each in shuffled])
+    assert (smallest < 0.05).any(), "the control: a test that never rejects"
     assert float((smallest < 0.05).double().mean()) == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / runs))
     assert float(permutation_tests(measures, harm, draws=500).corrected.min()) < 0.005, "the control: in their order"
 

@@ -416,8 +416,15 @@ def test_an_error_of_attnlens_ends_the_run_and_is_not_tried_again_if_the_user_mu
     for error in (SystemExit(3), GeneratorExit()):
         with pytest.raises(type(error)):
             run_units(NAMES, Units(error), plan, store)
-    with pytest.raises(ZeroDivisionError, match="odd"):  # every unit of this run fails
-        run_units(NAMES[1:2], Units(*[ZeroDivisionError("odd")] * 2), plan, store)
+
+
+def test_if_every_unit_fails_the_first_error_is_raised(plan, store):
+    def fails(name: str) -> None:
+        raise ZeroDivisionError(name)
+
+    for names in (NAMES, NAMES[::-1]):
+        with pytest.raises(ZeroDivisionError, match=names[0]):
+            run_units(names, fails, plan, store)
 
 
 def test_an_error_does_not_keep_the_memory_of_its_unit():
@@ -502,7 +509,7 @@ def test_processes_compute_what_is_not_finished_and_a_killed_one_loses_its_own_u
 
 def test_errors_of_workers_end_the_run_in_two_lines(spread):
     refused(AttnlensError, lambda: spread([f"killed always {n}" for n in range(9)]), "All workers were lost")
-    refused(ModelError, lambda: spread(["killed always"]), "First failure, killed always: the worker process")
+    refused(ModelError, lambda: spread(["killed always", "failing always"]), "First failure, killed always: the")
     refused(ModelError, lambda: spread(["a", "refused"]), "The model is broken.", "Mend it.")
     refused(ModelError, lambda: spread(["b"], seed=7), "settings.seed is 7 here and 0 there", "the same files")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import random
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +63,17 @@ BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1"}
 SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
 LATER = "The report is written after the last one.\n"
 ODD = "ZeroDivisionError: odd"
+ODD_ANALYZER = """
+import torch
+from attnlens import MeasureInfo, analyzer
+
+@analyzer("odd", "weights", [MeasureInfo("weights.odd", "Odd.", "1")], by_default=False)
+def odd(query_key):
+    'Where does it fail?'
+    if query_key.site.layer == 1:
+        raise ZeroDivisionError("odd")
+    return {"weights.odd": torch.ones(query_key.query.shape[:-2])}
+"""
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
@@ -260,18 +273,22 @@ def test_healing_begins_anew_if_its_state_is_damaged_or_with_resume_false(monkey
     assert f"it is kept as {state.name}.damaged" in caplog.text
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 @cases("inspect")
-def test_the_program_reports_what_is_finished_after_ctrl_c_and_resumes(case, whole, tmp_path):
+def test_the_program_reports_what_is_finished_after_ctrl_c_and_resumes_after_any_end(case, whole, number, tmp_path):
     process = started(*case.words, "--work", tmp_path / "work", "--json", tmp_path / "report.json")
     wait_for(lambda: len(finished(tmp_path / "work")) >= 5, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     printed = process.communicate()[1]
-    assert process.returncode == 130, printed
-    assert "Interrupted" in printed
     kept = len(finished(tmp_path / "work"))
     assert 5 <= kept < 16
-    partial = json.loads((tmp_path / "report.json").read_text())
-    assert partial["coverage"]["skipped"][0]["reason"] == "the run was interrupted"
+    if number == signal.SIGINT:
+        assert process.returncode == 130, printed
+        assert "Interrupted" in printed
+        partial = json.loads((tmp_path / "report.json").read_text())
+        assert partial["coverage"]["skipped"][0]["reason"] == "the run was interrupted"
+    else:
+        assert not (tmp_path / "report.json").exists()
     with counted(Inspection, "read_unit") as read:
         assert bytes_of(case.call(work=tmp_path / "work")) == whole[0]
     assert len(read) == 16 - kept
@@ -313,18 +330,44 @@ def test_programs_that_work_in_one_folder_at_once_report_the_same(case, whole, t
     assert is_cleared(tmp_path / "work")
 
 
-@cases("inspect", *(pytest.param(name, marks=pytest.mark.full) for name in ("converge", "sweep")))
-def test_a_run_may_end_and_clear_the_folder_in_the_middle_of_another(case, whole, tmp_path):
+def around_another(call: Callable[..., attnlens.Report], folder: Path) -> set[str]:
+    """Return the reports of a run and of another, which ends and clears the folder in the middle of the first."""
     others: list[str] = []
 
     def another(_stage: str, done: int, _total: int) -> None:
         if done == 2 and not others:
             others.append("")
-            others.append(bytes_of(case.call(work=tmp_path)))
-            assert is_cleared(tmp_path)
+            others.append(bytes_of(call(work=folder)))
+            assert is_cleared(folder)
 
-    assert bytes_of(case.call(work=tmp_path, progress=another)) == whole[0] == others[1]
-    assert is_cleared(tmp_path)
+    own = bytes_of(call(work=folder, progress=another))
+    assert is_cleared(folder)
+    return {own, others[1]}
+
+
+@cases("inspect", *(pytest.param(name, marks=pytest.mark.full) for name in ("converge", "sweep")))
+def test_a_run_may_end_and_clear_the_folder_in_the_middle_of_another(case, whole, tmp_path):
+    assert around_another(case.call, tmp_path) == {whole[0]}
+
+
+def test_the_parts_of_a_sweep_may_be_cleared_in_the_middle_by_another_run(tmp_path):
+    options = SWEPT | {"windows": 2, "generate": 0, "controls": False}
+    call = partial(attnlens.swap_kernel, "demo", KERNELS[:2], **options)
+    assert around_another(call, tmp_path) == {bytes_of(call())}
+
+
+@cases("sweep", "budget")
+def test_the_program_keeps_the_pieces_of_an_interrupted_command(case, tmp_path):
+    with counted(*case.computing, most=2):
+        assert command.attnlens(*case.words, "--work", tmp_path).returncode == 130
+    assert finished(tmp_path, case.pieces)
+
+
+@cases("converge")
+def test_the_program_computes_a_shard_of_checkpoints(case, tmp_path):
+    done = command.attnlens(*case.words, "--work", tmp_path, "--shard", "2/2")
+    assert (done.returncode, done.stderr.partition(";")[0]) == (0, "1 of 3 units are finished")
+    assert len(finished(tmp_path)) == 1
 
 
 def all_different(changes: dict[str, Callable[[], object]], facts: Callable[[], Any]) -> None:
@@ -414,15 +457,16 @@ def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatc
     assert len(keys) == 2
 
 
-def test_parts_of_a_sweep_with_another_fit_are_not_used(monkeypatch, tmp_path):
+def test_parts_of_a_sweep_are_used_with_the_same_fit_alone(monkeypatch, tmp_path):
     options = SMALL | {"controls": False, "sweep": "layers", "fit": True, "work": tmp_path}
-    with counted(SweptBatch, "losses", most=3), pytest.raises(KeyboardInterrupt):
-        attnlens.swap_kernel("demo", "rbf", **options)
-    # as on another machine, whose sums are rounded differently
-    monkeypatch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
-    with counted(SweptBatch, "losses") as calls:
-        attnlens.swap_kernel("demo", "rbf", **options)
-    assert len(calls) == 4
+    for other, left in ((False, 1), (True, 4)):
+        with counted(SweptBatch, "losses", most=3), pytest.raises(KeyboardInterrupt):
+            attnlens.swap_kernel("demo", "rbf", **options, resume=False)
+        if other:  # as on another machine, whose sums are rounded differently
+            monkeypatch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
+        with counted(SweptBatch, "losses") as calls:
+            attnlens.swap_kernel("demo", "rbf", **options)
+        assert len(calls) == left
 
 
 def test_the_key_of_a_series_depends_on_files_text_and_options(places, tmp_path):
@@ -455,7 +499,7 @@ def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
 
 def test_units_are_removed_when_all_outputs_are_written_and_stay_if_one_is_not(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
-    for option in ("--json", "--html"):
+    for option in ("--json", "--html", "--csv"):
         done = command.attnlens(*WORDS, "--work", tmp_path / "work", option, tmp_path / "full")
         assert done.returncode == 2
         assert "No space left" in done.stderr
@@ -588,6 +632,19 @@ def test_a_unit_that_fails_makes_the_report_partial_and_the_same_command_complet
     assert is_cleared(tmp_path / "work")
     failing.clear()
     assert bytes_of(tmp_path / "r.json") == bytes_of(attnlens.inspect("demo", **FEW))
+
+
+def test_an_analyzer_of_another_package_that_fails_in_a_worker_makes_the_report_partial(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD_ANALYZER)
+    (info := tmp_path / "odd-1.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[attnlens.analyzers]\nodd = odd\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = [*WORDS[:4], "--analyzer", "odd", "--no-progress", "--work", tmp_path / "work", "--strict"]
+    done = program(*words, "--jobs", "2", PYTHONPATH=paths)
+    assert done.returncode == 3, done.stderr
+    assert f"PARTIAL: 24 of 32 heads, because weights of layer 1: {ODD}" in done.stderr
+    assert len(finished(tmp_path / "work")) == 3
 
 
 def test_a_shard_names_its_failed_unit_and_the_whole_command_computes_it(failing, tmp_path):
