@@ -427,6 +427,16 @@ def test_cosine_finds_its_beta_where_lengths_are_equal():
     torch.testing.assert_close(trained.fitted["beta_of_head"], SCALE * lengths**2)
 
 
+def test_cosine_has_no_beta_below_zero():
+    """With keys (cos t, sin t) / cos² t, the logits of the query e₁ are 1 / cos t, and fall as the cosine rises."""
+    t = torch.linspace(0, 1.2, 20, dtype=torch.float64)
+    around = torch.nn.functional.pad(torch.stack([t.cos(), t.sin()], -1), (0, 6))
+    q, k = torch.eye(8, dtype=torch.float64)[:1], around / t.cos()[:, None] ** 2
+    keys = torch.stack([k, around, k[:1].expand(20, -1)]).expand(1, -1, -1, -1)
+    beta = fitted("cosine", (q.expand(1, 3, 20, 8), keys, None)).fitted["beta_of_head"]
+    assert beta.tolist() == [0, pytest.approx(SCALE), 0], "falling; rising with it; all keys equal"
+
+
 @pytest.mark.parametrize("sinks", [None, torch.tensor([-3.0, 0.0, 3.0], dtype=torch.float64)])
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_rank_r_loses_least_where_the_head_attends(rank, sinks):
@@ -552,6 +562,8 @@ def test_spellings_are_short_and_name_only_unusual_parameters():
 REFUSED = [
     ("no kernel 'rbff'", "Did you mean 'rbf'", "rbff"),
     ("no kernel 'windw'", "Did you mean 'window'", "rbf+windw:3"),
+    ("no kernel 'hybrd'", "Did you mean 'hybrid'", "elu+hybrd:4"),
+    ("no kernel 'polinomial'", "Did you mean 'polynomial'", "polinomial:2"),
     ("no kernel ''", "Choose from: exponential", ""),
     ("rbf has no parameter 'sigma'", "Write rbf:gamma=0.5;", "rbf:sigma=1"),
     ("gamma must be a number, not 'wide'", "rbf:gamma=0.5", "rbf:gamma=wide"),

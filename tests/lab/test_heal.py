@@ -469,6 +469,17 @@ def test_a_low_rank_change_is_its_product_within_the_mask(demo):
     assert not any(torch.equal(first[name].right, other[name].right) for name in first)
 
 
+def test_a_low_rank_healing_trains_few_directions_of_queries_and_keys(demo):
+    before = state_of(demo.model)
+    healer, _ = heal(demo, rank=2)
+    for name, value in healer.values().items():
+        change = (value - before[name]).double()
+        values = torch.linalg.svdvals(change[:, :256])
+        assert values[1] > 0
+        assert values[2] < 1e-3 * values[0], "no more than two directions"
+        assert not change[:, 256:].any()
+
+
 @pytest.mark.full
 def test_a_low_rank_healing_is_saved_in_the_weights(demo, tmp_path):
     swap = attnlens.heal(demo, "rbf", train=40, rank=4, save=tmp_path / "model", **READ).swap
