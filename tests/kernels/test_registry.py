@@ -510,16 +510,16 @@ def spellings(draw):
     """A kernel with any parameters that it takes, with a pairwise tie and a filter or without, in any order."""
 
     def spell(name, parameters):
-        words = []
+        words, named = [], draw(st.booleans())
         for p in parameters:
             if p.words:
                 value = draw(st.sampled_from([word for word, _ in p.words]))
             elif p.kind is float:
-                value = draw(st.floats(min_value=1e-30, max_value=1e30))
+                value = draw(st.floats(min_value=-1e30 if p.above is None else 1e-30, max_value=1e30))
             else:
                 step = 2 if p.even else p.multiple_of
                 value = step * draw(st.integers(-(-int(p.low) // step), int(p.high) // step))
-            words.append(f"{p.name}={value!r}".replace("'", ""))
+            words.append((f"{p.name}=" * named + repr(value)).replace("'", ""))
         return f"{name}:{','.join(words)}" if words else name
 
     info = draw(st.sampled_from([info for info in kernels().values() if info.oracle is None]))
