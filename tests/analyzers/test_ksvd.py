@@ -165,7 +165,9 @@ def test_degenerate_heads_lack_only_what_is_undefined():
     assert short["ksvd.cosine_spectrum"].shape == (4, 3)
     assert (short["ksvd.rank90"] <= 3).all()
     for name in ("residual", "objective"):
-        assert (short[f"ksvd.{name}"] < 1e-12).all(), "the certificates are rounding"
+        assert all((each[f"ksvd.{name}"] < 1e-12).all() for each in (short, whole)), "the certificates are rounding"
+    crossed = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), "tokens", part="cross")
+    assert (of_tokens(crossed)["ksvd.residual"] < 1e-12).all()
     assert [info.name for info in TOKENS if info.self_only] == ["ksvd.asymmetry"]
 
 

@@ -204,6 +204,7 @@ def test_a_form_that_is_w_fin_and_r_w_mm_has_the_generalised_cosine_1():
     back = torch.linalg.lstsq(problem.queries, whole_solution(near, seen, chosen)[1]).solution
     again = compare_with_svm(seen, dense((finite + 30 * near.solution.W) @ back), chosen)
     assert values_of(again)[:2] == pytest.approx([1, 1], abs=1e-5)
+    assert again.svm_cosine == pytest.approx(1, abs=1e-6)
 
 
 def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative():
@@ -340,7 +341,8 @@ def test_random_heads_are_draws_of_their_null_in_both_spaces(heads):
     for name in (qualify_name(what, space) for what in KINDS[:4] for space in SPACES):
         scores = [answer.measures[name].z for answer in answers.values()]
         assert len(scores) == heads
-        assert 0.12 <= statistics.mean(score > 0 for score in scores) <= 0.88, name
+        share, least = statistics.mean(score > 0 for score in scores), 0.12 if heads == 8 else 0.15
+        assert least <= share <= 1 - least, name
         assert abs(statistics.median(scores)) < 1, name
 
 

@@ -1,5 +1,6 @@
 """Tests that attention by every route is softmax(log k + mask) v as computed naively in float64."""
 
+import itertools
 import math
 import shutil
 from dataclasses import replace
@@ -43,6 +44,7 @@ KERNELS = PLAIN + [parsed(words) for words in COMBINED] + [with_maps("learned-fe
 NAMES = [kernel.spelling + (" fitted" if kernel.fitted else "") for kernel in KERNELS]
 every_kernel = pytest.mark.parametrize("number", range(len(KERNELS)), ids=NAMES)
 """By number: kernels of the same route take turns at the cases."""
+in_turns = pytest.mark.parametrize("turns", [True, pytest.param(False, marks=pytest.mark.full)], ids=["turns", "all"])
 
 
 def has_meaning(case: Call, kernel: Kernel) -> bool:
@@ -99,18 +101,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "TILE_BYTES", 1)
 
 
+PATHS = ("auto", "eager")
 BRAIN = ("exponential", "rbf", "cosine", "elu", "polynomial")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @every_kernel
-def test_every_path_and_the_weights_give_the_dense_sum(number: int) -> None:
-    """Plain kernels share their routes, so each takes a third of the cases."""
+@in_turns
+def test_every_path_and_the_weights_give_the_dense_sum(number: int, turns: bool) -> None:
+    """Plain kernels without per-head maps share their routes, so each takes a third of the cases."""
     kernel = KERNELS[number]
-    names = list(CASES)[number % 3 :: 3] if number < len(PLAIN) else list(CASES)
+    names = list(CASES)[number % 3 :: 3] if turns and number < len(PLAIN) - 3 else list(CASES)
     narrow = ["causal", "left padding, causal", "right padding", "grouped heads", "decoding"]
     cases = [(name, torch.float64) for name in names]
-    cases += [(narrow[at % 5], torch.float32) for at in (number, number + 2)]
+    cases += [(narrow[at % 5], torch.float32) for at in ((number, number + 2) if turns else range(5))]
     cases += [("causal", torch.bfloat16)] if kernel.spelling.partition(":")[0] in BRAIN else []
     for name, dtype in cases:
         case = CASES[name](dtype=dtype)
@@ -122,14 +126,15 @@ def test_every_path_and_the_weights_give_the_dense_sum(number: int) -> None:
         expected = dense(case, kernel)
         # a signed kernel's denominators come near zero, which magnifies rounding
         limit = LIMITS.get(dtype, 1e-9 if kernel.signed else 1e-12)
-        for path in ("auto", "eager"):
+        for path in PATHS:
             output = attend(case, kernel, path)
             assert output.dtype == dtype
             assert apart(output, expected) <= limit, (name, dtype, path)
         matrix, middle = weights(case, kernel), slice(case.query.shape[2] // 3, 120)
         assert matrix.dtype == torch.promote_types(dtype, torch.float32) or kernel.part
         assert apart((matrix.double() @ case.paired_value.double()).transpose(1, 2), expected) <= limit
-        torch.testing.assert_close(weights(case, kernel, middle), matrix[:, :, middle], rtol=0, atol=1e-6)
+        atol = 1e-12 if dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(weights(case, kernel, middle), matrix[:, :, middle], rtol=0, atol=atol)
         assert bool((matrix >= 0).all()) or kernel.signed
 
 
@@ -176,11 +181,12 @@ def changed(case: Call, tokens: slice) -> Call:
 
 
 @every_kernel
-def test_no_future_token_moves_a_bit_of_the_past(number: int) -> None:
+@in_turns
+def test_no_future_token_moves_a_bit_of_the_past(number: int, turns: bool) -> None:
     kernel = KERNELS[number]
-    names = ["causal", "left padding, causal", "sliding window", "bias"]
-    for at, path in ((number, "auto"), (number + 1, "eager"), (number + 2, "auto"), (number + 3, "eager")):
-        name, dtype = names[at % 4], (torch.float32, torch.bfloat16)[at // 2 % 2]
+    names, dtypes = ["causal", "left padding, causal", "sliding window", "bias"], [torch.float32, torch.bfloat16]
+    each = [(names[at % 4], dtypes[at // 2 % 2], PATHS[(at - number) % 2]) for at in range(number, number + 4)]
+    for name, dtype, path in each if turns else itertools.product(names, dtypes, PATHS):
         before = CASES[name](dtype=dtype)
         both = before, changed(before, slice(100, None))
         first, second = (attend(case, kernel, path) for case in both)
@@ -193,10 +199,11 @@ def test_no_future_token_moves_a_bit_of_the_past(number: int) -> None:
 
 
 @every_kernel
-def test_padding_moves_no_bit_of_real_tokens(number: int) -> None:
-    kernel = KERNELS[number]
-    names, paths = ("left padding, causal", "right padding"), ("auto", "eager")
-    for name, path in ((names[number % 2], "auto"), (names[number % 2 - 1], paths[number // 2 % 2])):
+@in_turns
+def test_padding_moves_no_bit_of_real_tokens(number: int, turns: bool) -> None:
+    kernel, names = KERNELS[number], ("left padding, causal", "right padding")
+    each = [(names[number % 2], "auto"), (names[number % 2 - 1], PATHS[number // 2 % 2])]
+    for name, path in each if turns else itertools.product(names, PATHS):
         before = CASES[name](dtype=torch.float32)
         padding, real = (slice(0, 70), slice(70, None)) if "left" in name else (slice(90, None), slice(0, 90))
         both = before, changed(before, padding)

@@ -427,6 +427,16 @@ def test_cosine_finds_its_beta_where_lengths_are_equal():
     torch.testing.assert_close(trained.fitted["beta_of_head"], SCALE * lengths**2)
 
 
+def test_cosine_has_no_beta_below_zero():
+    """With keys (cos t, sin t) / cos² t, the logits of the query e₁ are 1 / cos t, and fall as the cosine rises."""
+    t = torch.linspace(0, 1.2, 20, dtype=torch.float64)
+    around = torch.nn.functional.pad(torch.stack([t.cos(), t.sin()], -1), (0, 6))
+    q, k = torch.eye(8, dtype=torch.float64)[:1], around / t.cos()[:, None] ** 2
+    keys = torch.stack([k, around, k[:1].expand(20, -1)]).expand(1, -1, -1, -1)
+    beta = fitted("cosine", (q.expand(1, 3, 20, 8), keys, None)).fitted["beta_of_head"]
+    assert beta.tolist() == [0, pytest.approx(SCALE), 0], "falling; rising with it; all keys equal"
+
+
 @pytest.mark.parametrize("sinks", [None, torch.tensor([-3.0, 0.0, 3.0], dtype=torch.float64)])
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_rank_r_loses_least_where_the_head_attends(rank, sinks):
@@ -500,16 +510,16 @@ def spellings(draw):
     """A kernel with any parameters that it takes, with a pairwise tie and a filter or without, in any order."""
 
     def spell(name, parameters):
-        words = []
+        words, named = [], draw(st.booleans())
         for p in parameters:
             if p.words:
                 value = draw(st.sampled_from([word for word, _ in p.words]))
             elif p.kind is float:
-                value = draw(st.floats(min_value=1e-30, max_value=1e30))
+                value = draw(st.floats(min_value=-1e30 if p.above is None else 1e-30, max_value=1e30))
             else:
                 step = 2 if p.even else p.multiple_of
                 value = step * draw(st.integers(-(-int(p.low) // step), int(p.high) // step))
-            words.append(f"{p.name}={value!r}".replace("'", ""))
+            words.append((f"{p.name}=" * named + repr(value)).replace("'", ""))
         return f"{name}:{','.join(words)}" if words else name
 
     info = draw(st.sampled_from([info for info in kernels().values() if info.oracle is None]))
@@ -552,6 +562,8 @@ def test_spellings_are_short_and_name_only_unusual_parameters():
 REFUSED = [
     ("no kernel 'rbff'", "Did you mean 'rbf'", "rbff"),
     ("no kernel 'windw'", "Did you mean 'window'", "rbf+windw:3"),
+    ("no kernel 'hybrd'", "Did you mean 'hybrid'", "elu+hybrd:4"),
+    ("no kernel 'polinomial'", "Did you mean 'polynomial'", "polinomial:2"),
     ("no kernel ''", "Choose from: exponential", ""),
     ("rbf has no parameter 'sigma'", "Write rbf:gamma=0.5;", "rbf:sigma=1"),
     ("gamma must be a number, not 'wide'", "rbf:gamma=0.5", "rbf:gamma=wide"),

@@ -135,7 +135,7 @@ def test_a_control_that_changes_nothing_fails(monkeypatch):
     assert [figure for figure in found.final if not found.meets(figure)] == ["J_perturbed"]
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("number", [0, 3, 5])
 def test_the_controls_objective_is_its_written_out_sum(number):
     case = list(trained.build_cases(0))[number]
     solution = ksvd.dual(case.queries, case.keys, 4, case.projection)

@@ -709,7 +709,7 @@ def find(model="no/such/model", **options):
         (find(lambda: family("vit"), budget="loss:1%", windows=2, **BARE), "budget cannot be applied", "rank:16"),
         (
             find(lambda: loaded(families.build("bert").bert), budget="loss:1%", windows=2, length=16, **BARE),
-            "budget cannot be applied: this model has no head|budget cannot be applied: this model has",
+            "budget cannot be applied: this model has no head",
             "rank:16",
         ),
     ],

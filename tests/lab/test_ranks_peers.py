@@ -125,4 +125,6 @@ def test_one_more_draw_stays_below_its_bound_as_often_as_said():
     assert abs(sum(below) / len(below) - 0.95) < 3.5 * (0.95 * 0.05 / len(below)) ** 0.5
     mean = [float(row[5]) <= float(row[:5].mean() + 2.132 * row[:5].std() / 5**0.5) for row in draws]
     assert sum(mean) / len(mean) < 0.85, "the control: an interval of the mean"
+    of_five = 3 + 2.131847 * 2.5**0.5 * 1.2**0.5  # the mean, Student's t, the deviation and √(1 + 1/n)
+    assert statistics.prediction_bound([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(of_five, rel=1e-6)
     assert statistics.prediction_bound([0.1]) != statistics.prediction_bound([0.1])

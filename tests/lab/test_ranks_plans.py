@@ -257,4 +257,6 @@ def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys)
         shown = capsys.readouterr()
         assert shown.out == ""
         assert says in " ".join(shown.err.split())
+        assert "Traceback" not in shown.err
+        assert shown.err.count("\n") <= 3
     assert (tmp_path / "plan.json").read_bytes() == content

@@ -88,7 +88,7 @@ def covered(found):
     return inside / len(found), sum(truth <= rise.high for truth, rise in found) / len(found)
 
 
-@pytest.mark.parametrize("seeds", SAMPLES)
+@pytest.mark.parametrize("seeds", [pytest.param(128, id="few"), SAMPLES[1]])
 def test_promises_cover_and_estimates_do_not(seeds):
     found = list(promises("spread", seeds))
     assert len(found) >= 0.6 * seeds

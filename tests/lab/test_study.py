@@ -355,6 +355,8 @@ def test_refusals(small_scale, capsys):
         shown = capsys.readouterr()
         assert shown.out == "", words
         assert says in " ".join(shown.err.split()), words
+        assert "Traceback" not in shown.err, words
+        assert shown.err.count("\n") <= 3, words
 
 
 # --- saved models -----------------------------------------------------------------------------------------------------
