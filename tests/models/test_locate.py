@@ -325,4 +325,4 @@ def test_trained_models_are_loaded_with_the_right_tokenizer_or_none():
     assert rxnmapper.info.architecture == "AlbertForMaskedLM"
     assert minilm.missing_keys == rxnmapper.missing_keys == ()
     assert rxnmapper.tokenizer is None, "transformers does not know its tokenizer"
-    assert "5 tokens, the model 591" in rxnmapper.tokenizer_problem
+    assert "5 tokens, but the model has 591" in rxnmapper.tokenizer_problem
