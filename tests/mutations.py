@@ -193,9 +193,9 @@ def verdict(executed: Executed, fault: Fault) -> str:
         file.write_text(source.replace(fault.right, fault.wrong))
         begin = time.monotonic()
         failed = first_failure(place, tests) if tests else ""
-    said = f"caught by {failed}" if failed else f"MISSED by {len(tests)} tests"
+    outcome = f"caught by {failed}" if failed else f"MISSED by {len(tests)} tests"
     print(
-        f"{fault.number:3} {fault.file}: {fault.right} → {fault.wrong}: {said} ({time.monotonic() - begin:.0f} s)",
+        f"{fault.number:3} {fault.file}: {fault.right} → {fault.wrong}: {outcome} ({time.monotonic() - begin:.0f} s)",
         flush=True,
     )
     return failed

@@ -66,7 +66,7 @@ class Environment(Record):
 
 
 class Extreme(Record):
-    """A head with one of the highest or lowest values of a measure among the model's heads; this is no test."""
+    """A head with one of the highest or lowest values of a measure among the model's heads; this is not a test."""
 
     layer: Count
     head: Count

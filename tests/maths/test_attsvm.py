@@ -10,7 +10,6 @@ import cvxpy
 import numpy as np
 import pytest
 import torch
-from attsvm_oracle import dense, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
@@ -32,6 +31,22 @@ from attnlens.maths.attsvm import (
 )
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "attsvm_golden.json").read_text())
+
+
+def dense(problem: Problem) -> np.ndarray:
+    """Every constraint's u zᵀ, flattened."""
+    return (problem.differences[:, :, None] * problem.paired_queries[:, None]).flatten(1).numpy()
+
+
+def oracle(problem: Problem) -> float:
+    """‖W‖_F by a general convex solver."""
+    rows, bounds, equal = dense(problem), problem.margins.numpy(), problem.equal.numpy()
+    W = cvxpy.Variable(rows.shape[1])
+    limits = [rows[~equal] @ W >= bounds[~equal]] if (~equal).any() else []
+    limits += [rows[equal] @ W == bounds[equal]] if equal.any() else []
+    exact = {f"tol_{kind}": 1e-12 for kind in ("gap_abs", "gap_rel", "feas")}
+    cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(W)), limits).solve(solver=cvxpy.CLARABEL, **exact)
+    return float(np.linalg.norm(W.value))
 
 
 def drawn(seed: int, n: int = 6, length: int = 8, d: int = 10) -> Problem:

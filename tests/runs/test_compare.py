@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import command
 import damage
 import loaded
 import model_types
@@ -18,6 +17,7 @@ import pytest
 import torch
 from damage import HEAD
 from hostile import refused
+from program import invoke
 from program import refused as ended
 
 import attnlens
@@ -279,7 +279,7 @@ def reports(tmp_path_factory) -> Path:
     options = ["--text", text, "--windows", "6", "--length", "32", "--analyzer", "symmetry", "-q"]
     for name, source in (("a", "demo"), ("b", folder / "other")):
         files = ["--json", folder / f"{name}.json", "--windows-csv", folder / f"{name}.csv"]
-        done = command.attnlens("inspect", source, *options, *files)
+        done = invoke("inspect", source, *options, *files)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -368,15 +368,15 @@ def test_the_program_writes_every_kind_of_file_and_refuses_with_exit_code_2(repo
     }
     options = [part for kind, path in files.items() for part in (f"--{kind}", path)]
     sides = reports / "a.json", reports / "b.json"
-    done = command.attnlens("compare", *sides, *options)
+    done = invoke("compare", *sides, *options)
     assert done.returncode == 0, done.stderr
     assert "Heads that changed, worst first" in done.stdout
     assert all(path.stat().st_size for path in files.values())
     written = attnlens.read_report(files["json"]).comparison
     assert written.named == sum(row.named for row in written.rows)
     assert files["csv"].read_text().count("\n") == len(written.rows) + 1
-    ended(command.attnlens("compare", sides[0], "-"), "stdin")
-    ended(command.attnlens("compare", *sides, "--json", tmp_path / "no" / "x.json"), "does not exist")
+    ended(invoke("compare", sides[0], "-"), "stdin")
+    ended(invoke("compare", *sides, "--json", tmp_path / "no" / "x.json"), "does not exist")
 
 
 def changed(

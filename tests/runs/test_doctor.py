@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import command
 import families
 import model_types
 import pytest
@@ -10,6 +9,7 @@ import tiny
 import torch
 from hostile import refused
 from loaded import family, loaded
+from program import invoke
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
@@ -140,7 +140,7 @@ def test_doctor_gives_a_verdict_on_each_site_and_on_the_model(tmp_path):
         part.save_pretrained(tmp_path)
     options = "--length", "8", "--no-progress"
     for words, code in (((tmp_path,), 0), ((tmp_path, "--strict"), 3), (("demo", "--strict"), 0)):
-        assert command.attnlens("doctor", *words, *options).returncode == code, words
+        assert invoke("doctor", *words, *options).returncode == code, words
 
 
 def test_outputs_that_are_infinite_in_both_passes_are_equal():

@@ -6,15 +6,14 @@ from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
-import command
 import families
 import pytest
 import torch
 import views
 from hostile import edited, refused
 from loaded import family, package
+from program import invoke, without_torch
 from program import refused as ended
-from program import without_torch
 
 import attnlens
 from attnlens.analyzers.registry import MeasureInfo
@@ -549,9 +548,9 @@ def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
 def test_the_program_writes_attention_rows_and_draws_them(tmp_path):
     options = "--layers", "0", "--windows", "2", "--length", "16", "--no-progress", "-q"
     files = "--json", tmp_path / "r.json", "--html", tmp_path / "r.html"
-    done = command.attnlens("inspect", "demo", "--show", "attention", *options, *files)
+    done = invoke("inspect", "demo", "--show", "attention", *options, *files)
     assert done.returncode == 0, done.stderr
     assert len(read_report(tmp_path / "r.json").inspection.attention) == 8
     assert '"attention":{"0.0":{"queries":["' in (tmp_path / "r.html").read_text()
     ended(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights no text is read")
-    ended(command.attnlens("inspect", "demo", "--show", "selection"), "requires a single head")
+    ended(invoke("inspect", "demo", "--show", "selection"), "requires a single head")

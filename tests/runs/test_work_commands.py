@@ -17,14 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import command
 import fake_hub
 import forkserver
 import pytest
 import tiny
 from hostile import edited, refused, saved, stored, weights
 from program import attnlens as program
-from program import environment_with
+from program import environment_with, invoke
 from program import refused as ended
 from reports import bytes_of
 
@@ -359,13 +358,13 @@ def test_the_parts_of_a_sweep_may_be_cleared_in_the_middle_by_another_run(tmp_pa
 @cases("sweep", "budget")
 def test_the_program_keeps_the_pieces_of_an_interrupted_command(case, tmp_path):
     with counted(*case.computing, most=2):
-        assert command.attnlens(*case.words, "--work", tmp_path).returncode == 130
+        assert invoke(*case.words, "--work", tmp_path).returncode == 130
     assert finished(tmp_path, case.pieces)
 
 
 @cases("converge")
 def test_the_program_computes_a_shard_of_checkpoints(case, tmp_path):
-    done = command.attnlens(*case.words, "--work", tmp_path, "--shard", "2/2")
+    done = invoke(*case.words, "--work", tmp_path, "--shard", "2/2")
     assert (done.returncode, done.stderr.partition(";")[0]) == (0, "1 of 3 units are finished")
     assert len(finished(tmp_path)) == 1
 
@@ -500,11 +499,11 @@ def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
 def test_units_are_removed_when_all_outputs_are_written_and_stay_if_one_is_not(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
     for option in ("--json", "--html", "--csv"):
-        done = command.attnlens(*WORDS, "--work", tmp_path / "work", option, tmp_path / "full")
+        done = invoke(*WORDS, "--work", tmp_path / "work", option, tmp_path / "full")
         assert done.returncode == 2
         assert "No space left" in done.stderr
         assert len(finished(tmp_path / "work")) == 4
-    assert command.attnlens(*WORDS, "--work", tmp_path / "work", "--json", "-").returncode == 0
+    assert invoke(*WORDS, "--work", tmp_path / "work", "--json", "-").returncode == 0
     assert is_cleared(tmp_path / "work")
 
 
@@ -540,7 +539,7 @@ def test_the_program_writes_the_report_after_the_last_shard_and_runs_jobs(tmp_pa
         (2, f"2 of 4 units are finished; weights of layer 0 and 1 more remain. {LATER}"),
         (1, "All 4 units are finished: run the command without --shard to write the report.\n"),
     ):
-        done = command.attnlens(*WORDS, *work, "--shard", f"{index}/2", "--json", tmp_path / "shard.json")
+        done = invoke(*WORDS, *work, "--shard", f"{index}/2", "--json", tmp_path / "shard.json")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", line)
         assert not (tmp_path / "shard.json").exists(), "a part is not a report"
     whole = bytes_of(attnlens.inspect("demo", **FEW))
@@ -611,7 +610,7 @@ def test_a_process_reads_its_shard_from_its_environment_or_is_refused():
 
 def inspected(folder: Path, *more: object, quiet: bool = True) -> subprocess.CompletedProcess[str]:
     words = [word for word in WORDS if word != "--no-progress" or quiet]
-    return command.attnlens(*words, "--json", folder / "r.json", "--work", folder / "work", *more)
+    return invoke(*words, "--json", folder / "r.json", "--work", folder / "work", *more)
 
 
 def test_a_unit_that_fails_makes_the_report_partial_and_the_same_command_completes_it(failing, tmp_path):
@@ -776,7 +775,7 @@ def test_the_program_refuses_in_two_lines_with_exit_code_2(monkeypatch, tmp_path
         (("converge", "--shard", "1/2"), "--shard applies to checkpoints"),
         (("converge", "--head", "0.1", "--jobs", "2"), "--jobs applies to checkpoints"),
     ):
-        ended(command.attnlens(*words), *parts)
+        ended(invoke(*words), *parts)
 
 
 def test_a_worker_that_finds_another_model_is_refused_by_the_difference(tmp_path):

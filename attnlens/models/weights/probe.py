@@ -403,7 +403,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match the columns that are multiples of their most similar row; None if the first column is no such multiple."""
+    """Match the columns that are multiples of their most similar row; None if the first column is not one."""
     values, down = multiplicand
     products = values @ rows.mT
     if not bool(_fit_factors(vectors[:, :1], products[:, _most_similar_rows(vectors[:, :1], products)])[1]):
