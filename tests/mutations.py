@@ -130,9 +130,11 @@ class Executed:
         return cls(lines, json.loads((folder / "seconds.json").read_text()))
 
     def tests(self, fault: Fault, source: str) -> list[str]:
-        """Return the tests that execute the statement of a fault, the fastest first."""
+        """Return the tests that execute a fault's statement, or else its package's tests, the fastest first."""
         of_file = self.lines.get(fault.file, {})
         tests = set().union(*(of_file.get(line, set()) for line in statement_lines(fault, source)))
+        if not tests:  # such as a line that runs in a process of its own, which coverage does not see
+            tests = {test for test in self.seconds if test.startswith(f"tests/{fault.package}/")}
         fastest = sorted(tests & self.seconds.keys(), key=lambda test: self.seconds[test])
         rank: dict[str, int] = {}
         counts: dict[str, int] = defaultdict(int)
