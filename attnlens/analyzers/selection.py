@@ -10,7 +10,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from attnlens import records
-from attnlens.analyzers.registry import Answer, GatheringPlace, MeasureInfo, gathering, linalg
+from attnlens.analyzers.registry import NULL_DRAWS, Answer, GatheringPlace, MeasureInfo, gathering, linalg
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
@@ -134,7 +134,6 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
 MOST_TOKENS = 4096  # tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences
-NULL_DRAWS = 8  # random heads in each head's null
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
 
@@ -209,8 +208,10 @@ class Selector:
             measures = {info.name: nothing for info in MEASURES if not info.curve and info is not DECIDED}
             return {head: Answer(dict(measures), {DECIDED.name: self.shares[head]}) for head in sorted(self.shares)}
         heads = [head for head in sorted(self.shares) if any(head in stored.place_of for stored in self.stored)]
-        solved = iter(linalg.map_in_pool(self._solve_task, list(product(heads, (None, *range(NULL_DRAWS))))))
-        return {head: self._answer(head, next(solved), list(islice(solved, NULL_DRAWS))) for head in heads}
+        solved = iter(
+            linalg.map_in_pool(self._solve_task, list(product(heads, (None, *range(NULL_DRAWS["rotations"])))))
+        )
+        return {head: self._answer(head, next(solved), list(islice(solved, NULL_DRAWS["rotations"]))) for head in heads}
 
     def scenes(self, head: int) -> list[Scene]:
         """Return the stored sequences as one head sees them, in the first space."""

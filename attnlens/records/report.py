@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandl
 from attnlens.choices import KINDS, Kind, Part
 from attnlens.errors import UsageError
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
+from attnlens.records.findings import Finding
 from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Reasons, Record, Selection
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
@@ -163,6 +164,7 @@ class Report(Record):
     coverage: Coverage
     heads: list[Head] = []
     summary: Summary = Summary()
+    findings: list[Finding] = []  # Answers to the questions that the report is read for
     checks: list[Check] = []
     inspection: InspectionBody = InspectionBody()
     swap: SwapBody | None = None

@@ -28,15 +28,15 @@ for _module in iter_modules(sections.__path__):  # registers the sections of all
 def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
     """Build the summary for a terminal: the findings, the requested selections, and the content that the flags add.
 
-    `whole` adds every measure and note but omits selections; `all_heads` adds every head; `verbose` adds how the report
-    was made.
+    `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
+    tables, with every head; `verbose` adds how the report was made.
     """
-    views: list[View] = ["markdown" if whole else "terminal"]
+    views: list[View] = ["markdown" if whole else "screen"]
     if all_heads:
-        views.append("table")
+        views += ["terminal", "table"]
     if verbose:
         views.append("verbose")
-    head = None if report.kind == "doctor" else build_heading(report, whole)
+    head = build_heading(report, whole)
     return Document(head, [*build_sections(Shapes(report), *views)])
 
 

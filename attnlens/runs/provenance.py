@@ -22,7 +22,9 @@ from attnlens.models import texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Environment, Kind, Tool
+from attnlens.report import findings
 from attnlens.report.report import Report
+from attnlens.report.shapes import Shapes
 
 
 def content_of(
@@ -64,7 +66,8 @@ def report_of(command: str, kind: Kind, **results: Any) -> Report:
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}
-    return Report(tool=tool(), **run, **results)
+    report = Report(tool=tool(), **run, **results)
+    return report.model_copy(update={"findings": findings.find(Shapes(report))})
 
 
 def tool() -> Tool:

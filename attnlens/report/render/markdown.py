@@ -12,6 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Report
+from attnlens.report.render.terminal import shade
 from attnlens.report.sections.checked import describe_breach, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
@@ -129,6 +130,14 @@ def _head(head: Heading) -> Iterator[str]:
 def _section(section: Section) -> Iterator[str]:
     if section.title:
         yield from (f"### {escape_text(section.title)}", "")
+    for finding in section.findings:
+        evidence = f" {escape_text(finding.evidence)}" if finding.evidence else ""
+        yield f"- **{escape_text(finding.question)}** {escape_text(finding.answer)}{evidence}"
+    yield from ("",) if section.findings else ()
+    if section.heat_map is not None:
+        yield from ("```text", *map(clean, shade(section.heat_map)), "```", "")
+    if section.commands:  # commands are built by attnlens; a backtick in a model's name would end the code
+        yield from ("```bash", *(clean(command).replace("`", "") for command in section.commands), "```", "")
     items = (item if isinstance(item, str) else ": ".join(item) for item in section.items)
     listed = [f"- {escape_text(line)}" for line in (*section.lines, *items)]
     yield from (*listed, "") if listed else ()

@@ -18,7 +18,8 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.report.sections.section import Column, Document, Section, Table, sort_by_group
+from attnlens.records import Finding, Severity
+from attnlens.report.sections.section import Column, Document, HeatMap, Section, Table, sort_by_group
 from attnlens.wording import clean, visible
 
 FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
@@ -27,7 +28,8 @@ PIPED = 100  # width of the page if the output is not a terminal and COLUMNS is 
 
 class _Page(Console):
     def print(self, *objects: object, **settings: Any) -> None:  # rich's settings have no common type
-        """Print as rich does, but without trailing blanks if the output is a pipe or file."""
+        """Print as rich does, but without trailing blanks in a pipe or file, and with commands in full length."""
+        settings.setdefault("crop", False)
         if self.is_terminal:
             super().print(*objects, **settings)
             return
@@ -60,7 +62,6 @@ def console(*, stderr: bool = False) -> Console:
 GAP, BETWEEN = 2, 3  # blanks between columns, and between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
 """Styles of marked tokens; signs in the text mark the same tokens without colour."""
-HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
 ALARMS = ("FAILS", "FAIL", "DIFFERS")  # Verdicts that report a problem
@@ -70,10 +71,10 @@ def document(doc: Document) -> Group:
     """Render the document for the terminal. Colour never carries information that the text lacks."""
     lines: list[RenderableType] = []
     if (head := doc.head) is not None:
-        lines.append(Text.assemble((clean(head.title), "bold"), " · ", clean(head.facts)))
+        standing = (clean(head.standing), "bold blue" if head.sound else "bold yellow")
+        lines.append(Text.assemble((clean(head.title), "bold"), " · ", clean(head.facts), " · ", standing))
         lines += [Text(clean(line), style="dim") for line in head.asides]
         lines += [Text(clean(note), style="yellow") for note in head.notes]
-        lines.append(Text(clean(head.standing), style="bold blue" if head.sound else "bold yellow"))
     for section in doc.sections:
         if lines and (section.title or section.table is not None):
             lines.append("")
@@ -82,8 +83,19 @@ def document(doc: Document) -> Group:
 
 
 def _render_section(section: Section) -> Iterator[RenderableType]:
+    for place, command in enumerate(section.commands):  # never folded, so that they can be copied
+        label = section.title if place == 0 else ""
+        line = Text.assemble((f"{label:{len(section.title)}}  ", "bold"), (clean(command), "cyan"))
+        line.no_wrap, line.overflow = True, "ignore"
+        yield line
+    if section.commands:
+        return
     if section.title:
         yield Text(clean(section.title), style="bold")
+    if section.findings:
+        yield _labelled([(finding.question, _answer(finding)) for finding in section.findings])
+    if section.heat_map is not None:
+        yield Shades(section.heat_map)
     yield from (Text(clean(line), overflow="fold") for line in section.lines)
     sentences = [item for item in section.items if isinstance(item, str)]
     yield from (Padding(Text(clean(item), overflow="fold"), (0, 0, 0, 2)) for item in sentences)
@@ -104,9 +116,64 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
         yield Padding(Text.assemble(*styled, overflow="fold"), (0, 0, 0, 2))
 
 
+STYLES: dict[Severity, str] = {"none": "", "notable": "", "problem": "bold yellow"}
+"""Style of a finding's answer."""
+
+
+def _answer(finding: Finding) -> Text:
+    return Text.assemble(
+        (clean(finding.answer), STYLES[finding.severity]),
+        " " * bool(finding.evidence),
+        (clean(finding.evidence), "dim"),
+    )
+
+
+def _labelled(rows: Sequence[tuple[str, Text]]) -> Grid:
+    """Build lines of a label and a text; a label that equals the one above it is left out."""
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(max_width=LABEL)
+    grid.add_column(overflow="fold")
+    before = ""
+    for label, text in rows:
+        grid.add_row(Text("" if label == before else clean(label), style="bold"), text)
+        before = label
+    return grid
+
+
+LABEL = 14  # Largest width of a finding's question
+SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
+"""Shades of a map from its smallest to its largest value."""
+
+
+@dataclass(frozen=True)
+class Shades:
+    """Map of values as shades, one row per line; ASCII characters if the terminal shows no others."""
+
+    heat_map: HeatMap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield one line per row, as wide as the page allows."""
+        yield from (
+            Text(line, no_wrap=True) for line in shade(self.heat_map, ASCII_SHADES if options.ascii_only else SHADES)
+        )
+
+
+def shade(heat_map: HeatMap, shades: str = SHADES) -> Iterator[str]:
+    """Yield the lines of a map; a missing value is `?`."""
+    present = [value for row in heat_map.values for value in row if value is not None]
+    low, high = min(present), max(present)
+    label, count = max(map(len, heat_map.rows)), len(heat_map.values[0])
+    width = 3 if count <= 16 else 2 if count <= 32 else 1
+    for name, row in zip(heat_map.rows, heat_map.values, strict=True):
+        levels = [None if value is None else min(4, int(5 * (value - low) / ((high - low) or 1))) for value in row]
+        yield (
+            f"{name:>{label}} │" + "".join(("?" if level is None else shades[level]) * width for level in levels) + "│"
+        )
+
+
 @dataclass(frozen=True)
 class FittedTable:
-    """Table with folded cells, or with whole columns: only the first that fit, or all of them in several blocks."""
+    """Table with folded cells, or with whole columns in as many blocks as the width of the page requires."""
 
     table: Table
 
@@ -128,12 +195,8 @@ class FittedTable:
             count = max(1, sum(end <= options.max_width for end in ends) - 1)  # at least 1, however narrow the page is
             yield from _block(names, sort_by_group(remaining[:count]), "-" if options.ascii_only else "─")
             remaining = remaining[count:]
-            if self.table.fit == "first":
-                break
             if remaining:
                 yield ""
-        if remaining:
-            yield Text(HIDDEN.format(shown=len(columns) - len(remaining), all=len(columns)), style="dim")
 
 
 def _clean_column(column: Column) -> Column:

@@ -60,7 +60,7 @@ def document(report: Report) -> Document:
 
 
 @section(5, views=("page",))
-@section(55, views=TEXTS)
+@section(55, views=("screen", *TEXTS))
 def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a table with one row per rule, and the list of the worst heads of all rules."""
     checks = shapes.report.checks
@@ -103,18 +103,22 @@ def rows(report: Report) -> list[Row]:
     return rows
 
 
-@section(10, "doctor")
-def site_checks(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
+@section(10, "doctor", ("screen", *TEXTS, "page"))
+def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict.
+
+    The screen omits sites that agree.
+    """
     report = shapes.report
-    sites = [clean(check.site) for check in report.doctor]
+    checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
+    sites = [clean(check.site) for check in checks]
     shared = ""  # common beginning of all paths, up to a dot, left out unless all fit on a line of 100 columns
     if len(sites) > 1 and max(map(len, sites)) > 24:
         common = os.path.commonprefix(sites)  # noqa: RUF071  # dotted paths, compared character by character
         shared = common[: common.rfind(".") + 1]
     notes = [f"… stands for {shared}"] if shared else []
     rows = []
-    for site, check in zip(sites, report.doctor, strict=True):
+    for site, check in zip(sites, checks, strict=True):
         tokens, weights = check.tokens_error, check.weights_error
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
         row = {

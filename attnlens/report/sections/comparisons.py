@@ -334,7 +334,7 @@ def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section
         distances = [(title, _distance(changes.get(name))) for name, title in titles.items()]
         row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
         rows.append(row)
-    table = build_table(rows, {"layer", "head"}, {"head", "form M", largest}, "first")
+    table = build_table(rows, {"layer", "head"}, {"head", "form M", largest})
     notes = [EXPLAINED] if OWN_ROWS in titles else []
     notes.append("*: named.")
     if more > 0:

@@ -112,6 +112,12 @@ def _quartiles(curve: Curve, decimals: int) -> str:
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
+@section(10, "experiments", ("screen",))
+def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the main measures of each series of checkpoints."""
+    yield from (_series_section(each, whole=False) for each in shapes.report.experiments if each.trajectories)
+
+
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:

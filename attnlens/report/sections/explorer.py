@@ -25,7 +25,7 @@ SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
 LEGEND = "<query> [selected] {support}: support vectors among the other tokens; … unmarked tokens"
 
 
-@section(70, "inspection", ("terminal",))
+@section(70, "inspection", ("screen",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield some sentences of each selection, with the head's queries, selected keys and support vectors marked."""
     for selection in shapes.report.inspection.selections:

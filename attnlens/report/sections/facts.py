@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from attnlens.choices import KINDS
@@ -93,32 +94,47 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build a document's title block; include all caveats about reading the numbers if `whole`."""
-    model, settings, record = report.model, report.settings, report.model.conventions
+    """Build a document's title block; if `whole`, with the model's conventions and all caveats about the numbers."""
+    model, settings, error = report.model, report.settings, report.summary.identity_error
+    usual = (settings.dtype, settings.device) == ("float32", "cpu")
     facts = [
-        model.architecture,
-        f"{big(model.parameters)} parameters",
+        model.architecture + _grid(report),
+        f"{big(model.parameters)} parameters" * whole,
         f"decoded from {model.quantised}" if model.quantised else "",
         f"with a {model.adapter.kind} adapter" if model.adapter else "",
         f"revision {model.revision[:12]}" if model.revision else "",
         settings.fed,
-        f"{settings.dtype} on {settings.device}",
+        f"{settings.dtype} on {settings.device}" * (whole or not usual),
+        "" if error is None else f"read exactly: {error:.0e} from the model's own attention",
     ]
-    conventions = [f"positions: {record.position}"] if record else []
-    conventions += ["queries and keys are normalised per token"] * bool(record and record.qk_norm)
-    conventions += ["biases are left out of weights.*"] * bool(record and record.bias == "excluded")
-    error = report.summary.identity_error
-    exact = "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
     verdict, sound = standing(report)
     return Heading(
         title=title(report),
         command=report.command,
         facts=" · ".join(clean(fact) for fact in facts if fact),
-        asides=[*filter(None, [ran_on(report), "; ".join(conventions), exact])],
+        asides=[*filter(None, [ran_on(report), conventions(report) if whole else ""])],
         notes=notes(report) if whole else [*settings.notes, *other_base(report)],
         standing=verdict,
         sound=sound,
     )
+
+
+def _grid(report: Report) -> str:
+    """Format the analysed layers and heads: `, 4 layers × 8 heads`; empty if layers differ in heads."""
+    counts = Counter(head.layer for head in report.heads)
+    if len(set(counts.values())) != 1:
+        return ""
+    return f", {format_count(len(counts), 'layer')} × {format_count(counts.popitem()[1], 'head')}"
+
+
+def conventions(report: Report) -> str:
+    """State how positions, normalisation and biases enter the measures of weights; empty if it is unknown."""
+    if (record := report.model.conventions) is None:
+        return ""
+    parts = [f"positions: {record.position}"]
+    parts += ["queries and keys are normalised per token"] * record.qk_norm
+    parts += ["biases are left out of weights.*"] * (record.bias == "excluded")
+    return "; ".join(parts)
 
 
 def notes(report: Report) -> list[str]:
@@ -189,6 +205,7 @@ def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
         *((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None),
     ]
     if view == "verbose":
+        items += [("conventions", conventions(report))] if conventions(report) else []
         items += [("note", note) for note in notes(report)]
         items += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
         items.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))

@@ -15,7 +15,7 @@ from attnlens.report import atlas
 from attnlens.report.atlas import Reference
 from attnlens.report.sections.facts import no_errors, null_cell, population
 from attnlens.report.sections.reference import null_words
-from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, build_table, section, sort_by_group
+from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, section, sort_by_group
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -115,42 +115,15 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return places if any(place is not None for place in places) else []
 
 
-@section(10, ("inspection", "swap", "doctor", "experiments"), ("opening",))
-def finding_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the headline measures, and their medians next to those of each comparable model of the atlas."""
-    if shapes.readings:
-        table = _headlines(shapes)
-        compared = table is not None and any(column.title == "chance" for column in table.columns)
-        note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
-        yield Section("What was found", table=table, notes=[note] * compared)
+@section(10, "inspection", ("opening",))
+def typical_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the medians of the headline measures next to those of each comparable model of the atlas."""
     items = [
         (clean(name), f"{part}median {text}; medians of these models: {medians}")
         for name, part, text, medians in typical_medians(shapes)
     ]
     if items:
         yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
-
-
-def _headlines(shapes: Shapes) -> Table | None:
-    """Build a table of the headline measures that vary between heads or, if none does, of the first varying measure."""
-    varying = [reading for reading in shapes.readings.values() if not reading.constant]
-    rows = []
-    for reading in [reading for reading in varying if reading.info.headline] or varying[:1]:
-        row = {"measure": clean(reading.name), "heads": str(reading.present.size)}
-        if reading.labels:
-            names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
-            row["median"] = join_items((f"{name} {count}" for name, count in names.most_common()), 5)
-        else:
-            error = shapes.report.summary.median_errors.get(reading.name)
-            decimals = decimals_with_error(reading.present.tolist(), error)
-            low, high = (format_number(float(end(reading.present)), decimals) for end in (np.min, np.max))
-            row |= {"median": _with_error(middle(reading.values), error, decimals), "from": low, "to": high}
-        if reading.null is not None:
-            distance, reach = reading.values - reading.null_means, 3 * reading.null_sds  # never greater if NaN
-            above, below = (distance > reach).sum(), (distance < -reach).sum()
-            row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
-        rows.append(row)
-    return build_table(rows, {"measure"}, {"measure"})
 
 
 @section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))
@@ -243,7 +216,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
             yield Section(source, table=Table(names, group))
         yield Section(notes=notes)
     elif columns or view == "terminal":
-        table = Table(names, columns, fit="first") if columns else None
+        table = Table(names, columns) if columns else None
         yield Section("By layer" * (view == "page"), table=table, notes=notes)
 
 

@@ -37,9 +37,17 @@ FURTHER = (
     "New text: upper end of the prediction interval over the texts' rises, for a text of the same kind and length."
 )
 LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
+MOST_LAYERS = 12  # Number of layers up to which the screen shows the rank of each
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """Population that an interval covers, by the units over which it is computed."""
+
+
+@section(20, "swap", ("screen",))
+def rank_table(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the table of the ranks of each layer, if it is short."""
+    if (plan := shapes.report.plan) is not None and len({key.layer for key in plan.ranks}) <= MOST_LAYERS:
+        yield Section(table=plan_rows(plan))
 
 
 @section(20, "swap")

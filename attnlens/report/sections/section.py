@@ -12,6 +12,7 @@ from attnlens.wording import NO_VALUE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from attnlens.records import Finding
     from attnlens.report.shapes import Shapes
 
 Cell = str | int | float | bool | None
@@ -36,8 +37,8 @@ class Table:
 
     names: Sequence[Column]
     columns: Sequence[Column]
-    fit: Literal["blocks", "first", "folded"] = "blocks"
-    """Layout for a limited width: all columns in several blocks, only the first that fit, or all with folded cells."""
+    fit: Literal["blocks", "folded"] = "blocks"
+    """Layout for a limited width: all columns in several blocks, or all with folded cells."""
 
 
 def build_columns(
@@ -60,7 +61,7 @@ def build_table(
     rows: Sequence[Mapping[str, str | None]],
     names: Collection[str],
     words: Collection[str] = (),
-    fit: Literal["blocks", "first", "folded"] = "blocks",
+    fit: Literal["blocks", "folded"] = "blocks",
 ) -> Table | None:
     """Build a table from rows that map column titles to cells; return None if there are no rows.
 
@@ -84,6 +85,14 @@ Passage = tuple[str, Sequence[Piece]]  # Caption, and the pieces of a text
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """Values by row and column, which a terminal draws as shades; None for a missing value."""
+
+    rows: Sequence[str]  # label of each row
+    values: Sequence[Sequence[float | None]]
+
+
+@dataclass(frozen=True)
 class Picture:
     """Picture of a report."""
 
@@ -98,10 +107,13 @@ class Section:
 
     title: str = ""
     picture: Picture | None = None
+    findings: Sequence[Finding] = ()
     lines: Sequence[str] = ()  # sentences, one per paragraph
     items: Sequence[str | tuple[str, str]] = ()  # list items; a pair is a name and its description
     table: Table | None = None
+    heat_map: HeatMap | None = None  # shown on a terminal and in Markdown
     notes: Sequence[str] = ()  # explanations of the table
+    commands: Sequence[str] = ()  # commands to run next
     passages: Sequence[Passage] = ()  # texts with marked tokens, shown in a section only on a terminal
     instead: bool = False
     """True if a page shows the section only without scripts; its script draws the content of `Document.explorer`."""
@@ -131,10 +143,10 @@ class Document:
     """Data of the interactive part of a page, between the opening and the sections."""
 
 
-View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
-"""Places of sections: the summary on a terminal or as markdown; the additions by --verbose and --table; the HTML page
-above and below its interactive part."""
-TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views of the summary
+View = Literal["screen", "terminal", "markdown", "verbose", "table", "opening", "page"]
+"""Places of sections: the screen that every command shows; the additions by --table (`terminal`, `table`) and
+--verbose; the Markdown summary; the HTML page above and below its interactive part."""
+TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views with all tables of a report
 Builder = Callable[["Shapes", View], Iterable[Section]]
 """Function that yields the sections of a report (given as Shapes) for a view; none if they do not apply."""
 _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
@@ -13,6 +14,7 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 DIVERGED = "diverged"
+SCREEN_COLUMNS = 5  # Number of columns of the outcomes on the screen: those on the loss or on its substitute
 SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
 UNITS = {  # Unit of loss and KL, by task
     "causal": "nats per token",
@@ -119,6 +121,14 @@ def formula(swap: Swap) -> str:
 def measured_controls(swap: Swap) -> list[Control]:
     """Return the controls that were measured, that is, those with a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
+
+
+@section(10, "swap", ("screen",))
+def kernel_table(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield a table of the losses under several kernels."""
+    if len(shapes.report.swaps) > 1:
+        table = _outcome_table(shapes.report.swaps)
+        yield Section(table=replace(table, columns=table.columns[:SCREEN_COLUMNS]))
 
 
 @section(10, "swap")

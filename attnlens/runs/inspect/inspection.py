@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from attnlens.analyzers.registry import Analyzer, Answer, Gatherer, Gathering, GatheringPlace, MeasureInfo
+from attnlens.analyzers.registry import NULL_DRAWS, Analyzer, Answer, Gatherer, Gathering, GatheringPlace, MeasureInfo
 from attnlens.arguments import selection_share
 from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UnreadableError
@@ -53,7 +53,6 @@ class Unit(TypedDict, total=False):
 SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
-NULL_DRAWS = 64  # number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %
 GATHERED_TOGETHER = 4
 """Number of sites that gatherers read in one pass through the texts: a pass per site would be slow, and a single pass
 would hold the tokens of all sites in memory."""
@@ -393,7 +392,9 @@ class Inspection(PreparedRun):
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             layout = replace(query_key, base=None)
-            null = gaussian_null(self.analyzers_of("weights"), layout, draws=NULL_DRAWS, seed=self.settings.seed)
+            null = gaussian_null(
+                self.analyzers_of("weights"), layout, draws=NULL_DRAWS["factors"], seed=self.settings.seed
+            )
             self._nulls[shape] = query_key.rotation, null
         return self._nulls[shape][1]
 

@@ -1,0 +1,368 @@
+"""Findings of changed models: the cost of a swap, the ranks within a budget, and the differences of two models.
+
+A cost has a 95 % interval (studentised bootstrap over windows or texts); it counts as a change if the interval
+excludes 0. A head of a comparison counts if its change is named at the report's false-discovery rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from shlex import quote
+
+from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
+from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Swap
+from attnlens.records.comparison import DISTANCE
+from attnlens.report.findings.heads import model_argument
+from attnlens.report.sections.plans import share
+from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
+from attnlens.report.shapes import Shapes
+from attnlens.wording import clean, format_count, format_number, join_items, short
+
+Place = tuple[int, int]
+"""Layer and head."""
+MOST_HEADS = 4  # Number of changed heads that are named
+
+
+def swap_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield the plan of ranks, and the cost of a kernel, or the cheapest of several."""
+    swaps = shapes.report.swaps
+    if (plan := shapes.report.plan) is not None:
+        yield from _plan_findings(plan)
+    if len(swaps) > 1:
+        yield _cheapest(swaps)
+        return
+    (swap,) = swaps
+    yield from filter(None, (_cost(swap), _healed(swap), _where(swap), _alternative(swap), _continuations(swap)))
+
+
+def _cost(swap: Swap) -> Finding:
+    """State the rise of the loss or, without a loss, the distance of predictions or hidden states."""
+    if swap.diverged:
+        answer = "The model diverges: its predictions with this kernel are not finite."
+        return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
+    if (loss := swap.loss) is not None:
+        decimals = loss_decimals([loss])
+        before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
+        unit = UNITS[swap.task]
+        changed = _is_change(loss)
+        answer = (
+            f"Loss {before} → {after} {unit}{_rise(swap)}."
+            if changed
+            else (f"None measurable: loss {before} → {after} {unit}.")
+        )
+        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
+        evidence = f"Change {delta}{ends}."
+        return Finding(
+            question="Cost?",
+            answer=answer,
+            evidence=evidence,
+            severity="notable" if changed else "none",
+            measures=["swap.loss", "swap.perplexity"],
+        )
+    if swap.kl is not None:
+        answer = f"KL of the predictions from the original's: {figures(swap.kl)} {UNITS[swap.task]}."
+        ends = "" if swap.kl_ci95 is None else f"95 % interval {interval(swap.kl_ci95, 3)}."
+        return Finding(question="Cost?", answer=answer, evidence=ends, measures=["swap.kl"])
+    if swap.hidden_cosine is None:
+        return Finding(question="Cost?", answer="Unknown: nothing could be compared.", severity="problem")
+    bounds = swap.hidden_cosine_ci95
+    evidence = "" if bounds is None else f"95 % interval {interval(bounds, 3)}."
+    answer = f"Last hidden states turn: mean cosine to the original's {swap.hidden_cosine:.3f}."
+    return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
+
+
+def _is_change(loss: Change) -> bool:
+    """Return True if the interval of the change excludes 0; without an interval, if the change is not 0."""
+    return loss.delta != 0 if loss.ci95 is None else not loss.ci95[0] <= 0 <= loss.ci95[1]
+
+
+def _rise(swap: Swap) -> str:
+    """Format the change of the perplexity: `, perplexity +49 %`, or as a factor from 1,000 % on."""
+    if swap.loss is None or swap.perplexity is None:
+        return ""
+    factor = math.exp(min(swap.loss.delta, 300.0))
+    return f", perplexity × {factor:.2g}" if factor > 11 else f", perplexity {format_rise(swap.loss)[0]}"
+
+
+def _cheapest(swaps: list[Swap]) -> Finding:
+    """Name the kernel with the smallest cost, and those whose intervals overlap with its interval."""
+    measured = [(swap, swap.loss) for swap in swaps if swap.loss is not None and not swap.diverged]
+    if not measured:
+        return Finding(question="Cheapest?", answer="Unknown: no kernel has a loss.", severity="problem")
+    best, cost = min(measured, key=lambda pair: pair[1].delta)
+    end = math.inf if cost.ci95 is None else cost.ci95[1]
+    close = [
+        clean(swap.kernel) for swap, loss in measured if swap is not best and (loss.ci95 or (-math.inf,))[0] <= end
+    ]
+    doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else "its interval lies below all others"
+    decimals = loss_decimals([cost])
+    answer = f"{clean(best.kernel)}, {doubt}."
+    evidence = f"Change of the loss {format_number(cost.delta, decimals)}"
+    evidence += "." if cost.ci95 is None else f", 95 % interval {interval(cost.ci95, decimals)}."
+    return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
+
+
+def _healed(swap: Swap) -> Finding | None:
+    """State the share of the cost that training recovers."""
+    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
+    if swap.healing is None or len(losses) < 2:
+        return None
+    first, last = losses[0], losses[-1]
+    decimals = loss_decimals([last])
+    evidence = f"Change of the loss {format_number(first.delta, decimals)} → {format_number(last.delta, decimals)}"
+    evidence += "." if last.ci95 is None else f", 95 % interval {interval(last.ci95, decimals)}."
+    if first.delta <= max(0.0, last.delta):
+        answer, severity = "Training recovered nothing.", "problem"
+    else:
+        recovered = min(1.0, 1 - last.delta / first.delta)
+        answer, severity = f"Training recovered {100 * recovered:.0f} % of the rise.", "notable"
+    return Finding(question="Healed?", answer=answer, evidence=evidence, severity=severity, measures=["swap.stages"])
+
+
+def _where(swap: Swap) -> Finding | None:
+    """Name the heads or layers that cost most when they are swapped alone."""
+    if not swap.sweep:
+        return None
+    costly = [effect for effect in swap.sweep if effect.significant and (effect.delta or 0.0) > 0]
+    unit = "layer" if all(effect.head is None for effect in swap.sweep) else "head"
+    total = format_count(len(swap.sweep), unit)
+    names = [
+        f"{'' if effect.head is None else 'head '}{effect.layer}{'' if effect.head is None else f'.{effect.head}'} "
+        f"({short(effect.delta or 0.0)})"
+        for effect in costly[:MOST_HEADS]
+    ]
+    if not costly:
+        answer = f"Nowhere alone: none of {total} costs significantly when swapped alone."
+        return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
+    prefix = "layer " if unit == "layer" else ""
+    answer = f"{len(costly)} of {total} {'costs' if len(costly) == 1 else 'cost'} significantly when swapped alone."
+    evidence = f"Most: {prefix}{', '.join(names)}; false-discovery rate 5 %."
+    return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
+
+
+def _alternative(swap: Swap) -> Finding | None:
+    """Compare the cost with that of the controls of the same size, and of uniform attention."""
+    controls = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
+    if swap.loss is None or swap.loss.ci95 is None or not controls:
+        return None
+    low, high = swap.loss.ci95
+    cheaper = [name for name, loss in controls if loss.ci95 is not None and loss.ci95[1] < low]
+    dearer = [name for name, loss in controls if loss.ci95 is not None and loss.ci95[0] > high]
+    level = [name for name, _ in controls if name not in (*cheaper, *dearer)]
+    decimals = loss_decimals([swap.loss])
+    costs = "; ".join(f"{name} {format_number(loss.delta, decimals)}" for name, loss in controls)
+    parts = [f"more than {join_items(cheaper, 3)}"] if cheaper else []
+    parts += [f"about as much as {join_items(level, 3)}"] if level else []
+    parts += [f"less than {join_items(dearer, 3)}"] if dearer else []
+    answer, severity = f"Costs {', '.join(parts)}.", "problem" if cheaper else "none" if level else "notable"
+    return Finding(
+        question="Against simple kernels?",
+        answer=answer,
+        evidence=f"Change of the loss: {costs}.",
+        severity=severity,
+        measures=["swap.controls"],
+    )
+
+
+def _continuations(swap: Swap) -> Finding | None:
+    """State for how many tokens greedy continuations agree with the original's."""
+    if (agreement := swap.agreement) is None:
+        return None
+    reach = "all" if agreement.median >= agreement.tokens else f"{agreement.median:.0f}"
+    answer = f"{reach} of {agreement.tokens} generated tokens match the original (median)."
+    evidence = f"{format_count(agreement.prompts, 'prompt')}; {agreement.never} never differ."
+    return Finding(
+        question="Same text?",
+        answer=answer,
+        evidence=evidence,
+        measures=["swap.agreement"],
+        severity="none" if reach == "all" else "notable",
+    )
+
+
+def _plan_findings(plan: Plan) -> Iterator[Finding]:
+    """Yield the ranks that the budget allows, the cache that they save, and whether the promise holds."""
+    what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
+    limit = f"a {what} at most {100 * plan.budget:g} % higher"
+    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
+    evidence = (
+        ""
+        if plan.promised is None
+        else f"Expected rise {share(plan.promised.share)}"
+        + (
+            "."
+            if plan.promised.ci95 is None
+            else f", 95 % interval {share(plan.promised.ci95[0])} to {share(plan.promised.high)}."
+        )
+    )
+    yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
+    cache = plan.cache_bytes_per_token
+    if cache.before and cache.after is not None:
+        change = share(cache.after / cache.before - 1, 0)
+        answer = f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({change})."
+        yield Finding(
+            question="Cache?",
+            answer=answer,
+            evidence="Keys and values of all swapped heads.",
+            severity="notable" if cache.after < cache.before else "problem",
+            measures=["swap.plan"],
+        )
+    if (measured := plan.measured) is not None:
+        within = measured.share <= plan.budget
+        answer = f"{'Yes' if within else 'No'}: {share(measured.share)} on {clean(plan.text)}."
+        ends = "" if measured.ci95 is None else f"95 % interval {share(measured.ci95[0])} to {share(measured.high)}."
+        yield Finding(
+            question="Within budget?",
+            answer=answer,
+            evidence=ends,
+            severity="none" if within else "problem",
+            measures=["swap.plan"],
+        )
+
+
+def after_swap(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that locate the cost, train it away, or compare kernels."""
+    report, swap = shapes.report, shapes.report.swaps[0]
+    model, kernel = model_argument(report), quote(swap.kernel)
+    if report.plan is not None:
+        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%"
+        yield f"attnlens ranks {model} {budget} --save smaller"
+        yield f"attnlens ranks {model} {budget} --windows 64"
+        return
+    if not swap.sweep:
+        yield f"attnlens swap-kernel {model} --kernel {kernel} --sweep layers"
+    if swap.healing is None:
+        yield f"attnlens heal {model} --kernel {kernel} --train 500k"
+    yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
+
+
+def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield what changed between two models, why, in which heads, and the effect on predictions."""
+    comparison = shapes.report.comparison
+    assert comparison is not None  # noqa: S101  # a report of this kind has one
+    if comparison.shifts:
+        answer = "Heads do not correspond, so only distributions are compared."
+        shifts = [
+            f"{shift.measure} {short(shift.before.quartiles[1])} → {short(shift.after.quartiles[1])}"
+            for shift in comparison.shifts[:4]
+        ]
+        yield Finding(question="Changed?", answer=answer, evidence=f"Medians: {'; '.join(shifts)}.")
+        return
+    heads = format_count(len(comparison.heads), "head")
+    blocks = [block for block in comparison.blocks if block.named]
+    evidence = f"{comparison.named:,} of {comparison.tests:,} tests at a false-discovery rate of {comparison.fdr:g}."
+    if blocks:
+        evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
+    changes = Changes.of(comparison)
+    count = len(changes.forms | changes.local)
+    answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
+    if changes.inherited:
+        answer += f"; {len(changes.inherited)} more attend differently only because their inputs changed"
+    if others := changes.others:
+        answer += f"; {len(others)} more differ in other measures"
+    severity = "notable" if count or blocks or changes.inherited or others else "none"
+    yield Finding(
+        question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
+    )
+    if causes := [*_causes(comparison, changes)]:
+        yield Finding(
+            question="Cause?", answer=causes[0], evidence=" ".join(causes[1:]), severity=severity, measures=[FORMS]
+        )
+    if shown := changes.forms | changes.local | others:
+        yield _changed_heads(comparison, shown)
+    yield from _predictions(comparison)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Heads of a comparison by what changed in them."""
+
+    forms: set[Place]  # other M: the weights changed
+    local: set[Place]  # the same M, but other attention to the same inputs
+    inherited: set[Place]  # other attention only because their inputs changed
+    others: set[Place]  # named changes of other measures alone
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> Changes:
+        """Classify the heads by the distances between their forms and between their attention rows."""
+        rows = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
+        named = {name: _places(row for row in part if row.named) for name, part in rows.items()}
+        own = named[OWN_ROWS] | _places(row for row in rows[OWN_ROWS] if row.beyond_rounding)
+        changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
+        forms = named[FORMS] | (own & changed)
+        alike = _places(row for row in rows[OWN_ROWS] if row.beyond_rounding is False)
+        inherited = (_places(row for row in comparison.rows if row.named) & alike) - own - forms
+        others = _places(row for row in comparison.rows if row.named) - own - forms - inherited
+        return cls(forms, own - forms, inherited, others)
+
+
+def _places(rows: Iterable[MeasureChange]) -> set[Place]:
+    return {(row.layer, row.head) for row in rows}
+
+
+def _causes(comparison: Comparison, changes: Changes) -> Iterator[str]:
+    """Yield sentences on the changed weights, on heads that changed without them, and on the models as a whole."""
+    if changes.forms:
+        yield f"The query/key form M of {format_count(len(changes.forms), 'head')} changed: {_list(changes.forms)}."
+    if changes.local:
+        yield f"Unchanged M, but other attention to the same inputs: {_list(changes.local)}."
+    yield from map(clean, comparison.notes)
+    lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
+    lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
+    if lone:
+        which = join_items(f"{row.measure} of {row.layer}.{row.head}" for row in lone)
+        yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
+
+
+def _list(heads: set[Place]) -> str:
+    return join_items(f"{layer}.{head}" for layer, head in sorted(heads))
+
+
+def _changed_heads(comparison: Comparison, heads: set[Place]) -> Finding:
+    """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
+    for name, unit in ((OWN_ROWS, "own KL, nats"), (FORMS, "‖ΔM‖/‖M‖"), (ROWS, "KL as run, nats")):
+        rows = [row for row in comparison.rows if row.measure == name and (row.layer, row.head) in heads and row.delta]
+        rows.sort(key=lambda row: -(row.delta or 0.0))
+        if rows:
+            shown = [f"{row.layer}.{row.head} ({short(row.delta or 0.0)})" for row in rows[:MOST_HEADS]]
+            more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
+            answer = f"{', '.join(shown)}{more}."
+            return Finding(question="Which heads?", answer=answer, evidence=f"Layer.head, by {unit}.", measures=[name])
+    return Finding(question="Which heads?", answer=f"{_list(heads)}.", evidence="Layer.head.")
+
+
+def _predictions(comparison: Comparison) -> Iterator[Finding]:
+    """Yield the effect on the loss, the predictions and the hidden states, as far as they are known."""
+    if (outcome := comparison.outcome) is None:
+        return
+    parts, severity = [], "none"
+    if (loss := outcome.loss) is not None:
+        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
+        parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
+        severity = "problem" if _is_change(loss) and loss.delta > 0 else "none"
+    if outcome.kl is not None and outcome.top1_agreement is not None:
+        parts.append(f"KL {short(outcome.kl)} nats per token; same top prediction for {outcome.top1_agreement:.1%}.")
+    elif outcome.hidden_cosine is not None:
+        parts.append(f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}.")
+    if parts:
+        yield Finding(
+            question="Effect?",
+            answer=parts[0],
+            evidence=" ".join(parts[1:]),
+            severity=severity,
+            measures=["comparison.outcome"],
+        )
+
+
+def after_comparison(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that draw the changes, and that turn the comparison into a gate."""
+    report = shapes.report
+    comparison = report.comparison
+    assert comparison is not None  # noqa: S101  # a report of this kind has one
+    changes, model = Changes.of(comparison), model_argument(report)
+    for layer, head in sorted(changes.forms | changes.local)[:1]:
+        yield f"attnlens inspect {model} --head {layer}.{head} --show attention --html head.html"
+    yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
+    yield f"attnlens doctor {model}"

@@ -1,0 +1,312 @@
+"""Findings of an inspection: how many heads differ from chance, and by how much.
+
+Each head has one two-sided test per measure: of weights.* and selection.* against the draws of its null (Student's t
+with draws − 1 degrees of freedom), of tokens.* against a threshold (Student's t over windows or texts). The p-values of
+all heads and measures are corrected together (Benjamini & Hochberg 1995); a head counts if q ≤ LEVEL. If no head
+differs from chance, at most 5 % of runs report one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnlens.analyzers.registry import NULL_DRAWS
+from attnlens.choices import Part
+from attnlens.records import Finding, Head, Report
+from attnlens.report.shapes import MeasureMap, Shapes, middle
+from attnlens.wording import decimals_for, format_count, format_number, join_items, short, title_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+CHANCE = (
+    "weights.symmetry",
+    "weights.definiteness",
+    "weights.effective_rank",
+    "selection.svm_cosine",
+    "selection.projected_svm_cosine",
+)
+"""Measures that are tested against their null."""
+SHARES = {  # Parts that a head's scores divide into → how the head chooses keys if it is the largest part
+    "tokens.share_key": "key alone",
+    "tokens.share_distance": "distance",
+    "tokens.share_interaction": "query × key",
+}
+LEVEL = 0.02
+"""False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
+Student's t: at 0.05, 9 % of runs on random weights would report a head."""
+HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
+THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
+"""Measures that are tested against HALF."""
+MOST_LAYERS = 2  # Number of layers up to which all are named; of more, only the first
+
+
+@dataclass(frozen=True)
+class HeadTests:
+    """Tests of every head of a report against chance or a threshold."""
+
+    shapes: Shapes
+
+    @cached_property
+    def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
+        """By measure, for each head: 1 or −1 if it lies significantly above or below, 0 if not or without a value."""
+        from scipy import stats  # late: few commands test
+
+        differences, p_values = [], []
+        names = [name for name in (*CHANCE, *THRESHOLD) if name in self.shapes.readings]
+        for name in names:
+            value, error, freedom = self._compare(name)
+            differences.append(value)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                p_values.append(2 * stats.t.sf(np.abs(value / error), freedom))
+        p = np.array(p_values).reshape(len(names), -1)
+        tested = np.isfinite(p)
+        q = np.ones_like(p)
+        if tested.any():
+            q[tested] = stats.false_discovery_control(p[tested])
+        significant = np.where(tested & (q <= LEVEL), np.sign(np.array(differences).reshape(p.shape)), 0)
+        return {name: row.astype(int) for name, row in zip(names, significant, strict=True)}
+
+    def _compare(self, name: str) -> tuple[Float[np.ndarray, " heads"], Float[np.ndarray, " heads"], np.ndarray]:
+        """Return each head's difference from its reference, the difference's standard error, degrees of freedom."""
+        measures = [head.measures.get(name) for head in self.shapes.report.heads]
+        value = np.array([np.nan if each is None or each.value is None else each.value for each in measures])
+        if name in CHANCE:
+            draws = NULL_DRAWS[self.shapes.info(name).null]
+            nulls = [None if each is None else each.null for each in measures]
+            mean, sd = (
+                np.array([np.nan if null is None else getattr(null, field) for null in nulls])
+                for field in ("mean", "sd")
+            )
+            # the null's mean is itself a mean over draws
+            return value - mean, np.where(sd > 0, sd, np.nan) * (1 + 1 / draws) ** 0.5, np.full(len(value), draws - 1)
+        error = np.array([np.nan if each is None or not each.se else each.se for each in measures])
+        settings = self.shapes.report.settings
+        counts = [0 if each is None else each.n or 0 for each in measures]
+        units = [len(settings.texts)] * len(counts) if settings.intervals == "texts" else counts
+        return value - HALF, error, np.maximum(np.array(units) - 1, 1)
+
+    def heads(self, name: str, sign: int) -> list[Head]:
+        """Return the heads that lie significantly above (1) or below (−1)."""
+        if name not in self.signs:
+            return []
+        return [head for head, each in zip(self.shapes.report.heads, self.signs[name], strict=True) if each == sign]
+
+
+def findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield the answers for the measures that an inspection has, in the order of QUESTIONS."""
+    tests = HeadTests(shapes)
+    answered = [finding for question in QUESTIONS if (finding := question(tests)) is not None]
+    yield from answered or _medians(shapes)
+
+
+def _symmetric(tests: HeadTests) -> Finding | None:
+    """Compare each head's symmetry with chance, and count the definite forms."""
+    name = "weights.symmetry"
+    if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
+        return None
+    above, below = tests.heads(name, 1), tests.heads(name, -1)
+    parts = [f"{_of(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
+    parts += [f"{len(below)} more antisymmetric{_places(tests.shapes, below)}"] if below else []
+    marked = above or below
+    typical = _value([head.measures[name].value for head in marked]) if marked else _middle(reading)
+    evidence = f"{'Their median' if marked else 'Median'} {typical} of 1; chance {_null(reading)}."
+    definite = [tests.heads("weights.definiteness", sign) for sign in (1, -1)]
+    if any(definite):
+        evidence += (
+            f" Beyond chance, {len(definite[0])} are more positive and {len(definite[1])} more negative definite."
+        )
+    return Finding(
+        question="Symmetric?",
+        answer=f"{'; '.join(parts)}.",
+        evidence=evidence,
+        severity="notable" if marked else "none",
+        measures=[name, "weights.definiteness"],
+    )
+
+
+def _peaked(tests: HeadTests) -> Finding | None:
+    """Count the heads whose entropy lies below half of its range, and those that attend mostly to the first key."""
+    name = "tokens.entropy"
+    if (reading := tests.shapes.readings.get(name)) is None:
+        return None
+    below, first = tests.heads(name, -1), tests.heads("tokens.share_first", 1)
+    evidence = f"Median {_middle(reading, tests.shapes)} (0: one key, 1: even)."
+    if first:
+        evidence += f" {_plural(first, 'puts', 'put')} most weight on the first token, a sink."
+    return Finding(
+        question="Peaked?",
+        answer=f"{_of(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}.",
+        evidence=evidence,
+        severity="notable" if below or first else "none",
+        measures=[name, "tokens.share_first"],
+    )
+
+
+def _by_content(tests: HeadTests) -> Finding | None:
+    """Count the heads whose scores depend mostly on the key, on the distance, or on query and key together."""
+    readings = {name: tests.shapes.readings[name] for name in SHARES if name in tests.shapes.readings}
+    if not readings:
+        return None
+    ruled = sorted(((len(tests.heads(name, 1)), name) for name in readings), reverse=True)
+    counts = [f"{count} by {SHARES[name]}" for count, name in ruled if count]
+    of = _count(readings[ruled[0][1]])
+    answer = f"Of {of}, {', '.join(counts)}" if counts else f"None of {of} by one part"
+    parts = "; ".join(
+        f"{SHARES[name]} {_percent(reading, tests.shapes)}"
+        for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
+    )
+    return Finding(
+        question="By content or position?",
+        answer=f"{answer} (over half of the score variance).",
+        evidence=f"Medians: {parts}.",
+        measures=list(readings),
+    )
+
+
+def _low_rank(tests: HeadTests) -> Finding | None:
+    """Compare each head's effective rank with chance."""
+    name = "weights.effective_rank"
+    if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
+        return None
+    below = tests.heads(name, -1)
+    evidence = f"Median effective rank {_middle(reading)}; chance {_null(reading)}."
+    if (needed := tests.shapes.readings.get("tokens.logit_rank90")) is not None:
+        evidence += f" On text, {_middle(needed, tests.shapes)} directions keep 90 % of the scores."
+    places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
+    return Finding(
+        question="Low rank?",
+        answer=f"{_of(below, reading)} of lower rank than chance{places}.",
+        evidence=evidence,
+        severity="notable" if below else "none",
+        measures=[name, "tokens.logit_rank90"],
+    )
+
+
+def _like_svm(tests: HeadTests) -> Finding | None:
+    """Compare each head's cosine to its max-margin SVM with that of random rotations of the head."""
+    name = next(
+        (name for name in ("selection.svm_cosine", "selection.projected_svm_cosine") if name in tests.signs), ""
+    )
+    if not name or (reading := tests.shapes.readings[name]).null is None:
+        return None
+    above = tests.heads(name, 1)
+    evidence = f"Median cosine {_middle(reading)}; chance {_null(reading)}."
+    if (decided := tests.shapes.readings.get("selection.decided")) is not None:
+        evidence += f" {_percent(decided)} of the queries give one key at least half of their weight."
+    return Finding(
+        question="Selects like an SVM?",
+        answer=f"{_of(above, reading)} closer to the max-margin SVM than chance{_places(tests.shapes, above)}.",
+        evidence=evidence,
+        severity="notable" if above else "none",
+        measures=[name],
+    )
+
+
+QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)
+
+
+def _medians(shapes: Shapes) -> Iterator[Finding]:
+    """Yield the medians of up to three measures, for analyzers that answer no question of this module."""
+    varying = [reading for reading in shapes.readings.values() if not reading.constant]
+    for reading in [each for each in varying if each.info.headline][:3] or varying[:3]:
+        if reading.labels:
+            names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
+            answer = join_items((f"{name} {count}" for name, count in names.most_common()), 5)
+        else:
+            low, high = (short(float(end(reading.present))) for end in (np.min, np.max))
+            answer = f"median {_middle(reading, shapes)}, from {low} to {high}, {_count(reading)}"
+        yield Finding(question=f"{title_of(reading.name).capitalize()}?", answer=f"{answer}.", measures=[reading.name])
+
+
+def _of(heads: Sequence[Head], reading: MeasureMap) -> str:
+    """State how many of the heads with a value these are: `8 of 32 heads are`, `None of 32 heads is`."""
+    return f"{len(heads) or 'None'} of {_count(reading)} {'are' if len(heads) > 1 else 'is'}"
+
+
+def _plural(heads: Sequence[Head], one: str, several: str) -> str:
+    return f"{format_count(len(heads), 'head')} {one if len(heads) == 1 else several}"
+
+
+def _count(reading: MeasureMap) -> str:
+    return format_count(reading.present.size, "head")
+
+
+def _middle(reading: MeasureMap, shapes: Shapes | None = None) -> str:
+    """Format the median over heads, with its standard error if the report has one."""
+    value = middle(reading.values)
+    error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
+    if error:
+        return _with_error(value, error)
+    sd = reading.null[1] if reading.null is not None else 0.0
+    return format_number(value, decimals_for([sd], 2)) if sd else short(value)
+
+
+def _percent(reading: MeasureMap, shapes: Shapes | None = None) -> str:
+    error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
+    value = 100 * middle(reading.values)
+    return f"{_with_error(value, 100 * error) if error else f'{value:.0f}'} %"
+
+
+def _with_error(value: float, error: float) -> str:
+    """Format value ± error, with two significant digits of the error."""
+    decimals = decimals_for([error], 2)
+    return f"{format_number(value, decimals)} ± {format_number(error, decimals)}"
+
+
+def _value(values: Sequence[float | None]) -> str:
+    return short(float(np.median([value for value in values if value is not None])))
+
+
+def _null(reading: MeasureMap) -> str:
+    """Format mean ± sd of one head's null."""
+    mean, sd = reading.null or (0.0, 0.0)
+    return _with_error(mean, sd or abs(mean))
+
+
+def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
+    """Name the layers with the largest share of these heads: ` (layer 3: 6 of 8)`, ` (most in layer 3: 6 of 8)`."""
+    counts = Counter(head.layer for head in heads)
+    totals = Counter(head.layer for head in shapes.report.heads)
+    if not counts or len(totals) < 2:
+        return ""
+    parts: dict[int, Part] = {head.layer: head.part for head in heads}
+    several = len(set(shapes.parts)) > 1
+    ranked = sorted(counts, key=lambda layer: (-counts[layer] / totals[layer], layer))
+    named = [
+        f"{parts[layer] + ' ' if several else ''}layer {layer}: {counts[layer]} of {totals[layer]}"
+        for layer in ranked[: MOST_LAYERS if len(ranked) <= MOST_LAYERS else 1]
+    ]
+    return f" ({'most in ' if len(ranked) > MOST_LAYERS else ''}{', '.join(named)})"
+
+
+def next_commands(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that measure what the findings are worth for the model."""
+    report, tests = shapes.report, HeadTests(shapes)
+    model = model_argument(report)
+    predicts = "LM" in report.model.architecture or "For" in report.model.architecture
+    if predicts and tests.heads("weights.effective_rank", -1):
+        yield f"attnlens ranks {model} --budget loss:1%"
+    if tests.heads("weights.symmetry", 1) or tests.heads("weights.symmetry", -1):
+        yield f"attnlens swap-kernel {model} --kernel symmetric"
+    if tests.heads("tokens.share_first", 1):
+        yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
+    if report.summary.extremes:
+        extreme = report.summary.extremes[0]
+        yield f"attnlens inspect {model} --head {extreme.layer}.{extreme.head} --show attention --html head.html"
+    yield f"attnlens swap-kernel {model} --kernel rbf"
+    if not any(name.startswith("selection.") for name in tests.shapes.readings):
+        yield f"attnlens inspect {model} --analyzer selection"
+    yield f"attnlens inspect {model} --html heads.html"
+
+
+def model_argument(report: Report) -> str:
+    """Return the model as a command's argument."""
+    return quote(report.model.id)

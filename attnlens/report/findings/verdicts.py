@@ -1,0 +1,124 @@
+"""Findings of checks and reproductions: whether attnlens reads a model exactly, and whether results are as published.
+
+A site agrees if the error of its attention is at most the tolerance of `doctor`; a figure is reproduced if it lies
+within the tolerance of its published value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from shlex import quote
+
+from attnlens.records import Finding, StudyTable
+from attnlens.report.findings.heads import model_argument
+from attnlens.report.shapes import Shapes
+from attnlens.wording import clean, format_count, join_items, short
+
+MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
+
+
+def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield whether attnlens computes the attention of every site as the model does."""
+    sites = shapes.report.doctor
+    differing = [check for check in sites if check.verdict == "differs"]
+    unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
+    errors = [error for check in sites for error in (check.tokens_error, check.weights_error) if error is not None]
+    largest = f"Largest relative error of the attention weights: {max(errors):.1e}." if errors else ""
+    total = format_count(len(sites), "site")
+    if differing:
+        names = join_items([check.site for check in differing], 3)
+        answer, severity = f"No: {len(differing)} of {total} differ from the model ({names}).", "problem"
+    elif unchecked:
+        answer, severity = f"Not proved: {len(unchecked)} of {total} could not be checked completely.", "problem"
+    else:
+        answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
+    yield Finding(question="Read rightly?", answer=answer, evidence=largest, severity=severity)
+
+
+def after_doctor(shapes: Shapes) -> Iterator[str]:
+    """Yield the inspection of the model, whose numbers this check supports."""
+    model = model_argument(shapes.report)
+    yield f"attnlens inspect {model}"
+    yield f"attnlens doctor {model} --junit doctor.xml"
+
+
+def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield the verdict on each experiment, or the course of the main measures of a series of checkpoints."""
+    for experiment in shapes.report.experiments:
+        if experiment.trajectories:
+            curves = [(name, curve.median) for name, curve in experiment.curves.items() if curve.null_of is None]
+            moves = [
+                f"{clean(name)} {short(median[0])} → {short(median[-1])}"
+                for name, median in curves
+                if len(set(median)) > 1 and median[0] is not None and median[-1] is not None
+            ]
+            yield Finding(
+                question=clean(experiment.question),
+                answer=f"{'; '.join(moves[:MOST_SERIES])}.",
+                evidence="Medians over heads, first → last checkpoint.",
+                measures=[name for name, _ in curves],
+            )
+            continue
+        judged = [experiment.meets(figure) for figure in experiment.published or {}]
+        missed = [figure for figure in experiment.published or {} if not experiment.meets(figure)]
+        if not judged:
+            figures = [
+                f"{clean(experiment.labels.get(name, name))} {short(value)}"
+                for name, value in experiment.final.items()
+                if value is not None
+            ]
+            answer, severity = f"Nothing published to compare with: {join_items(figures, 4, '; ')}.", "none"
+        elif missed:
+            names = join_items((experiment.labels.get(name, name) for name in missed), 3)
+            answer, severity = f"Not as published: {len(missed)} of {len(judged)} figures differ ({names}).", "problem"
+        else:
+            answer, severity = f"As published: all {format_count(len(judged), 'figure')} within tolerance.", "none"
+        yield Finding(
+            question=f"{clean(experiment.name).capitalize()}:",
+            answer=answer,
+            severity=severity,
+            evidence=clean(experiment.question),
+            measures=[],
+        )
+
+
+def after_experiments(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that show one experiment in detail."""
+    missed = [each.name for each in shapes.report.experiments if each.passed is False]
+    plain = [each.name for each in shapes.report.experiments if not each.trajectories]
+    for name in (missed or plain)[:1]:
+        yield f"attnlens converge --experiment {quote(name)} --table"
+    yield "attnlens reproduce claims"
+
+
+def study_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield the best cell of each task, and how far the order of the cells is as published."""
+    for study in shapes.report.studies:
+        for task in study.tasks:
+            cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
+            if not cells:
+                yield Finding(question=f"{clean(task.name)}:", answer="No cell converged.", severity="problem")
+                continue
+            best = (max if task.higher_is_better else min)(cells, key=lambda cell: cell.mean or 0.0)
+            error = "" if best.se is None else f" ± {short(best.se)}"
+            answer = f"Best: {clean(best.name)}, {short(best.mean or 0.0)}{error} ({task.metric})."
+            yield Finding(question=f"{clean(task.name)}:", answer=answer, evidence=_order(study, task.name))
+
+
+def _order(study: StudyTable, task: str) -> str:
+    """State how many pairs of cells are ordered as published; empty without published numbers."""
+    for order in study.orderings:
+        if order.task == task:
+            total = order.agree + order.disagree + order.undecided
+            return (
+                f"Of {format_count(total, 'pair')} of cells, {order.agree} ordered as published, {order.disagree} "
+                f"reversed, {order.undecided} undecided (Holm, 5 %)."
+            )
+    return ""
+
+
+def after_studies(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that train more seeds, and that draw the table."""
+    for study in shapes.report.studies[:1]:
+        yield f"attnlens reproduce {clean(study.name)} --seeds 5"
+        yield f"attnlens reproduce {clean(study.name)} --figure table.pdf"

@@ -1,0 +1,68 @@
+"""The first screen of a report: its findings, a map of its heads, and the commands that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from attnlens.report.findings import find, next_commands
+from attnlens.report.sections.section import HeatMap, Section, View, section
+from attnlens.report.shapes import MeasureMap, Shapes, middle
+from attnlens.wording import clean, decimals_for, format_number, title_of
+
+MOST_ROWS = 24  # Number of rows of a map; of more layers, each row is a median over neighbouring layers
+MOST_COLUMNS = 64
+
+
+@section(0, views=("screen", "markdown", "opening"))
+def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the findings."""
+    yield Section("" if view == "screen" else "Findings", findings=find(shapes))
+
+
+@section(2, ("inspection", "experiments"), ("screen", "markdown"))
+def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield a map of layers × heads of the measure of the findings that varies most; nothing for a single head."""
+    answered = {name for finding in find(shapes) for name in finding.measures}
+    shown = [reading for name, reading in shapes.readings.items() if name in answered and not reading.labels]
+    shown = [reading for reading in shown if reading.present.size > 1 and not reading.constant]
+    if not shown:
+        return
+    reading = max(shown, key=_variation)
+    low, high = (float(end(reading.present)) for end in (np.min, np.max))
+    decimals = decimals_for([low, high], 2)
+    rows, values = _fold(shapes, reading)
+    ends = f"light {format_number(low, decimals)}, dark {format_number(high, decimals)}"
+    folded = len(rows) < len(shapes.layers) or len(values[0]) < len(shapes.heads)
+    title = f"{title_of(reading.name).capitalize()} by layer and head: {ends}{'; medians of neighbours' * folded}"
+    yield Section(title, heat_map=HeatMap(rows, values))
+
+
+def _variation(reading: MeasureMap) -> float:
+    """Return the heads' interquartile range as a share of the measure's range; 0 for a measure without bounds."""
+    least, most = reading.info.low, reading.info.high
+    if least is None or most is None:
+        return 0.0
+    low, high = np.quantile(reading.present, (0.25, 0.75)).tolist()
+    return float(high - low) / (most - least)
+
+
+def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[list[float | None]]]:
+    """Return labels and values of at most MOST_ROWS rows and MOST_COLUMNS columns, as medians of neighbours."""
+    (layers, heads), labels, values = reading.values.shape, [], []
+    height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
+    for start in range(0, layers, height):
+        numbers = shapes.layers[start : start + height]
+        labels.append("–".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))))
+        block = reading.values[start : start + height]
+        medians = (middle(block[:, column : column + width]) for column in range(0, heads, width))
+        values.append([None if value != value else value for value in medians])
+    return labels, values
+
+
+@section(99, views=("screen", "markdown", "opening"))
+def next_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the commands that follow from the findings."""
+    if commands := next_commands(shapes):
+        yield Section("Next", commands=[clean(command) for command in commands])

@@ -1,0 +1,177 @@
+"""Tests that findings claim nothing by chance, name what is there, and fit on the first screen."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from heads import query_key, random
+from reports import synthetic_report
+from rich.console import Console
+from scipy import stats
+
+from attnlens.analyzers.registry import NULL_DRAWS, select_analyzers
+from attnlens.maths.statistics import gaussian_null
+from attnlens.records import Finding, Head, Measure, Null
+from attnlens.report import export
+from attnlens.report.findings import find, next_commands
+from attnlens.report.findings.heads import CHANCE, HeadTests
+from attnlens.report.render import terminal
+from attnlens.report.report import Report
+from attnlens.report.shapes import Shapes
+
+ANALYZERS = [analyzer for analyzer in select_analyzers(source="weights") if analyzer.name in ("symmetry", "spectrum")]
+
+
+def report_of(values: dict[str, list[Measure]], layers: int = 4) -> Report:
+    """A report of heads with these measures, spread evenly over the layers."""
+    report = synthetic_report(1, 1)
+    (count,) = {len(measures) for measures in values.values()}
+    width = count // layers
+    heads = [
+        Head(site=f"{place // width}", layer=place // width, head=place % width, kv_head=0, part="encoder",
+             measures={name: measures[place] for name, measures in values.items()})
+        for place in range(count)
+    ]  # fmt: skip
+    return report.model_copy(update={"heads": heads})
+
+
+def random_report(seed: int, *, symmetric: int = 0) -> Report:
+    """A report on heads of Gaussian factors, of which the first `symmetric` have W_K = W_Q."""
+    query, key = random(32, 48, 8, seed=2 * seed), random(32, 48, 8, seed=2 * seed + 1)
+    key[:symmetric] = query[:symmetric]
+    heads = query_key(query, key)
+    null = gaussian_null(ANALYZERS, heads, draws=NULL_DRAWS["factors"], seed=1000 + seed)
+    readings = {name: each for analyzer in ANALYZERS for name, each in analyzer.function(heads).items()}
+    return report_of(
+        {
+            name: [
+                Measure(value=value, n=1, null=Null(mean=null[name][0], sd=null[name][1]))
+                for value in readings[name].tolist()
+            ]
+            for name in CHANCE
+            if name in readings
+        }
+    )
+
+
+def tokens_report(means: list[float], name: str = "tokens.entropy", windows: int = 8) -> Report:
+    return report_of({name: [Measure(value=mean, se=0.02, n=windows) for mean in means]})
+
+
+def findings(report: Report) -> list[Finding]:
+    return find(Shapes(report))
+
+
+def claims(report: Report) -> int:
+    return sum(int(np.abs(signs).sum()) for signs in HeadTests(Shapes(report)).signs.values())
+
+
+@pytest.mark.parametrize("runs", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_weights_give_a_false_claim_in_at_most_5_percent_of_runs(runs: int) -> None:
+    heads = query_key(random(1500, 48, 8), random(1500, 48, 8, seed=1))
+    readings = {name: each.numpy() for analyzer in ANALYZERS for name, each in analyzer.function(heads).items()}
+    names = [name for name in CHANCE if name in readings]
+    generator, false, without_correction = np.random.default_rng(0), 0, 0
+    for _ in range(runs):
+        drawn = generator.choice(1500, NULL_DRAWS["factors"] + 32, replace=False)
+        values = {name: readings[name][drawn] for name in names}
+        nulls = {name: Null(mean=each[32:].mean(), sd=each[32:].std(ddof=1)) for name, each in values.items()}
+        report = report_of(
+            {name: [Measure(value=v, n=1, null=nulls[name]) for v in values[name][:32]] for name in names}
+        )
+        false += claims(report) > 0
+        without_correction += any(abs(m.z or 0) > 2 for head in report.heads for m in head.measures.values())
+    assert stats.binomtest(false, runs, 0.05, alternative="greater").pvalue > 0.01
+    assert without_correction > 0.9 * runs  # the control: |z| > 2 of some head
+    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # what is there is found
+
+
+@pytest.mark.parametrize("runs", [200])
+def test_entropies_around_one_half_give_a_false_claim_in_at_most_5_percent_of_runs(runs: int) -> None:
+    generator, false, normal = np.random.default_rng(0), 0, 0
+    for _ in range(runs):
+        windows = generator.normal(0.5, 0.1, (32, 4))
+        errors = windows.std(1, ddof=1) / 2
+        measures = [Measure(value=mean, se=se, n=4) for mean, se in zip(windows.mean(1), errors, strict=True)]
+        false += claims(report_of({"tokens.entropy": measures})) > 0
+        p = 2 * stats.norm.sf(np.abs((windows.mean(1) - 0.5) / errors))
+        normal += stats.false_discovery_control(p).min() <= 0.05
+    assert stats.binomtest(false, runs, 0.05, alternative="greater").pvalue > 0.01
+    assert normal > 0.2 * runs  # the control: with the normal distribution instead of Student's t, the test fails
+
+
+def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chance() -> None:
+    finding, *_ = findings(random_report(0, symmetric=8))
+    assert (finding.question, finding.severity) == ("Symmetric?", "notable")
+    assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
+    assert re.match(r"Their median 1 of 1; chance -?0\.\d+ ± 0\.\d+\.", finding.evidence)
+    finding, *_ = findings(random_report(1))
+    assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
+
+
+def test_heads_are_peaked_only_if_their_entropy_is_significantly_below_one_half() -> None:
+    finding = findings(tokens_report([0.3] * 4 + [0.49] * 4 + [0.9] * 8))[0]
+    assert finding.answer == "4 of 16 heads are peaked, with an entropy below ½ (layer 0: 4 of 4)."
+    assert findings(tokens_report([0.3] * 4 + [0.9] * 12, windows=2))[0].severity == "none"  # one degree of freedom
+
+
+def test_scores_are_attributed_to_the_part_with_over_half_of_the_variance() -> None:
+    shares = {"tokens.share_key": 0.7, "tokens.share_distance": 0.2, "tokens.share_interaction": 0.1}
+    report = report_of({name: [Measure(value=share, se=0.01, n=16)] * 16 for name, share in shares.items()})
+    (finding,) = findings(report)
+    assert finding.question == "By content or position?"
+    assert finding.answer == "Of 16 heads, 16 by key alone (over half of the score variance)."
+
+
+def test_intervals_over_texts_use_the_degrees_of_freedom_of_texts() -> None:
+    report = tokens_report([0.42] * 16, windows=64)
+    over_windows = HeadTests(Shapes(report)).signs["tokens.entropy"]
+    texts = [report.settings.texts[0]] * 2 if report.settings.texts else []
+    settings = report.settings.model_copy(update={"intervals": "texts", "texts": texts})
+    over_texts = HeadTests(Shapes(report.model_copy(update={"settings": settings}))).signs["tokens.entropy"]
+    assert (over_windows == -1).all()
+    assert (over_texts == 0).all()
+
+
+def screen(report: Report, width: int = 80, encoding: str = "utf-8") -> list[str]:
+    stream = SimpleNamespace(write=lambda _: None, encoding=encoding, isatty=lambda: False, flush=lambda: None)
+    console = Console(width=width, file=stream, record=True)
+    console.print(terminal.document(export.summary(report)))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize(("layers", "heads", "most"), [(4, 8, 24), (80, 64, 46)])
+def test_screen_fits_and_its_map_has_at_most_30_lines(layers: int, heads: int, most: int) -> None:
+    lines = screen(synthetic_report(layers, heads))
+    rows = [line for line in lines if "│" in line]
+    assert len(lines) <= most
+    assert 0 < len(rows) <= 30
+    assert max(map(len, rows)) <= 80
+    assert any(set(line) & set("░▒▓█") for line in rows)
+
+
+def test_map_uses_ascii_shades_if_the_terminal_shows_no_others() -> None:
+    lines = screen(synthetic_report(4, 8), encoding="ascii")
+    assert not any(set(line) & set("░▒▓█") for line in lines)
+    assert any(set("#+") & set(line) for line in lines)
+
+
+def test_next_commands_follow_from_the_findings_and_quote_the_model() -> None:
+    report = random_report(0, symmetric=8)
+    report = report.model_copy(update={"model": report.model.model_copy(update={"id": "my model;ls"})})
+    commands = next_commands(Shapes(report))
+    assert len(commands) == 2
+    assert any("--kernel symmetric" in command for command in commands)
+    assert all("'my model;ls'" in command for command in commands)
+    assert not any("symmetric" in command for command in next_commands(Shapes(random_report(1))))
+
+
+def test_findings_are_in_the_json_and_in_every_presentation() -> None:
+    report = random_report(0, symmetric=8)
+    answer = findings(report)[0].answer
+    assert answer in " ".join(" ".join(screen(report)).split())
+    assert answer.replace("(", "(") in export.WRITERS["markdown"](report).replace("&#58;", ":").replace("&#59;", ";")
+    assert answer in export.build_page(report)
