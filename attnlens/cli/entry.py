@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import typer
 
-from attnlens.cli.commands import app
+from attnlens.cli.commands import app, help_for
 from attnlens.cli.exit_codes import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.outputs import guard_stdout
 from attnlens.cli.parameters import parameter_of
@@ -65,6 +65,9 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     try:
         _prepare()
         with guard_stdout():
+            if help_text := help_for(sys.argv[1:] if words is None else words):
+                typer.echo(help_text)
+                return 0
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
         # the error has no context if an option lacks its value, which only happens within a command

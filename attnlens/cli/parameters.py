@@ -120,6 +120,7 @@ def option(
     declared = typer.Option(
         *flags.split(),
         envvar=f"ATTNLENS_{name.upper()}",
+        show_envvar=False,  # the end of --help names the variables once
         help=_add_default(help, about.get("shown")),
         rich_help_panel=about.get("panel", "Options"),
         metavar=about.get("metavar"),
@@ -177,7 +178,7 @@ WINDOWS_CSV = output(
     "--windows-csv",
     "Write the values of each window as CSV: one row per window and head; for swaps, per window, kernel and stage.",
 )
-TABLE = option("--table", bool, "Show every head instead of a summary by layer.", panel=OUTPUT)
+TABLE = option("--table", bool, "Also show all tables: every measure, layer and head, or every figure.", panel=OUTPUT)
 STRICT = option("--strict", bool, "Exit with code 3 if a part of the model could not be analysed.")
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
@@ -187,7 +188,7 @@ REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print prog
 """Options of every command with a report."""
 FIGURE = "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder."
 VERBOSE = "Also show settings, versions, timings, memory use and notes; in swaps and experiments, more tables."
-OUTPUT_OPTIONS = JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
+OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET
 OUTPUT_OPTIONS |= option("-v --verbose", bool, VERBOSE, panel=OUTPUT) | REPORT_OPTIONS
 _printed = typer.Option("--markdown", help="Print Markdown.")

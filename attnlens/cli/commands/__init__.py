@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,7 @@ from attnlens.cli.commands.papers import converge, reproduce
 from attnlens.cli.commands.reference import explain, list_, report
 from attnlens.cli.exit_codes import UNUSABLE
 from attnlens.cli.parameters import defaults, kinds
+from attnlens.cli.short_help import GROUPS, VARIABLES, overview, short_help
 from attnlens.cli.show import guard
 from attnlens.errors import UsageError
 
@@ -27,8 +30,32 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (inspect, compare, swap_kernel, ranks, heal, converge, check, doctor, reproduce, report, list_, explain):
-    app.command(name=command.__name__.strip("_").replace("_", "-"))(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__.strip("_").replace("_", "-"): command
+    for command in (
+        *(inspect, compare, check, doctor),
+        *(swap_kernel, ranks, heal),
+        *(converge, reproduce),
+        *(report, list_, explain),
+    )
+}
+"""The commands by name."""
+for group, names in GROUPS.items():
+    for name in names:
+        app.command(name=name, rich_help_panel=group, epilog=VARIABLES)(COMMANDS[name])
+
+
+def help_for(words: Sequence[str]) -> str | None:
+    """Return the help on one screen if `-h` is among the words; None if it is not.
+
+    Without a command, this is the overview of all commands.
+    """
+    if "-h" not in words:
+        return None
+    if words[0] not in COMMANDS:
+        return overview()
+    command = COMMANDS[words[0]]
+    return short_help(words[0], signature(command).parameters)
 
 
 def _version(wanted: bool) -> None:
@@ -47,7 +74,7 @@ def root(
 ) -> None:
     """Analyse the attention of pretrained transformers as kernel machines."""
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        typer.echo(help_for(["-h"]))
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
         return  # `list` and `explain` read no defaults, and an error in a file must not prevent help

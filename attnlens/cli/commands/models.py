@@ -24,7 +24,7 @@ HEAD = opt.option("--head", str | None, "Restrict to this head, e.g. `3.7` (laye
 
 
 @opt.with_options(
-    opt.MODEL | HEAD | opt.WINDOWS_CSV | opt.TABLE | opt.STRICT,
+    opt.MODEL | HEAD | opt.WINDOWS_CSV | opt.STRICT,
     opt.parameters(requests.InspectRequest),
     opt.OUTPUT_OPTIONS | opt.output("--csv", "Write a CSV file with one row per head."),
 )
@@ -48,7 +48,7 @@ FIRST = opt.argument("first", f"The reference model: {NAMES}.", str, "FIRST")
 SECOND = opt.argument("second", f"The second model: {NAMES}. --adapter applies to this model.", str, "SECOND")
 
 
-@opt.with_options(FIRST | SECOND | opt.TABLE | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
+@opt.with_options(FIRST | SECOND | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
 def compare(context: typer.Context) -> None:
     """Find the heads that differ between two models, with standard errors, p-values and a false-discovery rate."""
     params = context.params
@@ -64,7 +64,7 @@ def compare(context: typer.Context) -> None:
 UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Options without effect on `doctor`
 
 
-@opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.REPORT_OPTIONS)
+@opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS)
 def doctor(context: typer.Context) -> None:
     """Verify that attnlens computes attention exactly as this model does; exit 2 if the results differ."""
     params = context.params

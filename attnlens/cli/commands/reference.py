@@ -76,7 +76,7 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
             console().print(terminal.document(document))
 
 
-@opt.with_options(SAVED | opt.TABLE, opt.OUTPUT_OPTIONS)
+@opt.with_options(SAVED, opt.OUTPUT_OPTIONS)
 def report(context: typer.Context) -> None:
     """Show the tables of a saved report, or export the report with --html, --figure, --csv or --markdown."""
     outputs, saved = Outputs.of(context.params), context.params["saved"]

@@ -39,7 +39,7 @@ def after_doctor(shapes: Shapes) -> Iterator[str]:
     """Yield the inspection of the model, whose numbers this check supports."""
     model = model_argument(shapes.report)
     yield f"attnlens inspect {model}"
-    yield f"attnlens doctor {model} --junit doctor.xml"
+    yield f"attnlens doctor {model} --json doctor.json"
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:

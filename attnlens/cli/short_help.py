@@ -1,0 +1,142 @@
+"""The help that fits on one screen: `attnlens` alone, and `-h` of each command with its main options and examples."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping
+from inspect import Parameter
+from typing import get_args
+
+from typer.models import ArgumentInfo
+
+GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the question that it answers
+    "Look": {
+        "inspect": "What does each head compute, and what is beyond chance?",
+        "compare": "What changed between two models, and in which heads?",
+        "check": "Does a model satisfy rules and a baseline? (for CI)",
+        "doctor": "Does attnlens read this model exactly?",
+    },
+    "Change": {
+        "swap-kernel": "What does another attention kernel cost?",
+        "ranks": "How small can the keys be within a budget of loss?",
+        "heal": "How much of a kernel's cost does training recover?",
+    },
+    "Papers": {
+        "converge": "Does training select tokens as a max-margin SVM does?",
+        "reproduce": "Do the papers' experiments and tables hold?",
+    },
+    "Reference": {
+        "report": "Show, draw or convert a saved report",
+        "list": "List kernels, analyzers, measures and model types",
+        "explain": "Explain one measure or kernel",
+    },
+}
+OPTIONS: dict[str, str] = {  # Options that `-h` shows, in this order
+    "inspect": "text windows length source analyzer layers heads head table json html figure",
+    "compare": "text windows length source layers table json html figure fdr adapter dtype",
+    "check": "rule rules baseline update_baseline relative fdr annotations junit json markdown text windows",
+    "doctor": "text windows layers device dtype table json strict",
+    "swap-kernel": "kernel sweep fit layers heads text windows calibration save json html figure",
+    "ranks": "budget latents plan ranks generate calibration text windows save json html figure",
+    "heal": "kernel train learn control save layers calibration text windows json html figure",
+    "converge": "head checkpoints revisions experiment trials iterations seed json html figure table",
+    "reproduce": "scale seeds text pairs series jobs work json html figure",
+    "report": "table html figure csv markdown json",
+    "list": "markdown",
+    "explain": "markdown",
+}
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "inspect": (
+        "attnlens inspect",
+        "attnlens inspect demo --source weights --html heads.html",
+        "attnlens inspect demo --head 3.6 --analyzer selection --show selection",
+    ),
+    "compare": (
+        "attnlens compare demo other",
+        "attnlens compare demo other --source weights --table",
+        "attnlens compare before.json after.json --html changes.html",
+    ),
+    "check": (
+        "attnlens check demo --rule 'tokens.entropy: min > 0.05'",
+        "attnlens check report.json --baseline accepted.json --update-baseline",
+        "attnlens check report.json --baseline accepted.json",
+    ),
+    "doctor": ("attnlens doctor", "attnlens doctor demo --layers 0-1", "attnlens doctor demo --json -"),
+    "swap-kernel": (
+        "attnlens swap-kernel demo --kernel rbf",
+        "attnlens swap-kernel demo --kernel linear --kernel window:16 --windows 8",
+        "attnlens swap-kernel demo --kernel rbf --sweep layers --windows 8",
+    ),
+    "ranks": (
+        "attnlens ranks demo --budget loss:1%",
+        "attnlens ranks demo --budget loss:1% --plan plan.json",
+        "attnlens ranks demo --ranks plan.json --save smaller",
+    ),
+    "heal": (
+        "attnlens heal demo --kernel rbf --train 20k",
+        "attnlens heal demo --kernel rbf --train 20k --layers 3 --save healed",
+        "attnlens heal demo --kernel linear --train 20k --control",
+    ),
+    "converge": (
+        "attnlens converge --experiment 'local convergence'",
+        "attnlens converge demo --head 3.6",
+        "attnlens converge --checkpoints --figure training.png",
+    ),
+    "reproduce": (
+        "attnlens reproduce claims",
+        "attnlens reproduce kernels --scale tiny",
+        "attnlens reproduce dimension --scale tiny --figure dimension.pdf",
+    ),
+    "report": (
+        "attnlens report report.json",
+        "attnlens report report.json --html page.html",
+        "attnlens report report.json --figure overview.pdf",
+    ),
+    "list": ("attnlens list", "attnlens list kernels", "attnlens list schema"),
+    "explain": ("attnlens explain symmetry", "attnlens explain tokens.entropy", "attnlens explain rbf"),
+}
+VARIABLES = "Variables such as ATTNLENS_WINDOWS=8, or attnlens.toml, also set options."
+
+
+def overview() -> str:
+    """Return the text that `attnlens` alone shows: each command by purpose, with an example."""
+    lines = ["attnlens analyses the attention of pretrained transformers as kernel machines."]
+    for group, commands in GROUPS.items():
+        lines += ["", group]
+        for name, question in commands.items():
+            lines += [f"  {name:12} {question}", f"{'':15}{EXAMPLES[name][0]}"]
+    return "\n".join([*lines, "", "attnlens COMMAND -h shows the main options, --help all of them."])
+
+
+def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
+    """Return the help of a command on one screen: usage, main options, examples."""
+    arguments, rows = [], []
+    for parameter in parameters.values():
+        kind, declared, *_ = get_args(parameter.annotation) or (None, None)
+        if isinstance(declared, ArgumentInfo):
+            place = declared.metavar or parameter.name.upper()
+            arguments.append(place if parameter.default is Parameter.empty else f"[{place}]")
+    for option in OPTIONS[name].split():
+        kind, declared = get_args(parameters[option].annotation)[:2]
+        flags = (declared.default, *declared.param_decls)  # typer moves the default to the flags only later
+        flag = next(flag for flag in flags if str(flag).startswith("--")).split("/")[0]
+        value = "" if kind is bool else f" {declared.metavar or ('N' if int in (kind, *get_args(kind)) else 'NAME')}"
+        rows.append((flag + value, declared.help))
+    wide = min(30, max(len(left) for left, _ in rows))
+    lines = [f"Usage: attnlens {name} {' '.join(arguments)} [options]".replace("  ", " "), ""]
+    lines += [next(commands[name] for commands in GROUPS.values() if name in commands), ""]
+    lines += [f"  {left:{wide}}  {_first(text, _width() - wide - 4)}" for left, text in rows]
+    lines += ["", "Examples", *(f"  {example}" for example in EXAMPLES[name]), ""]
+    return "\n".join([*lines, f"attnlens {name} --help: all options. {VARIABLES}"])
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns)
+
+
+def _first(text: str, width: int) -> str:
+    """Return the first sentence of a text, shortened to a width."""
+    sentence = re.split(r"\.\s+(?=[A-Z])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
+    return textwrap.shorten(sentence, width, placeholder=" …")
