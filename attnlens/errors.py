@@ -13,6 +13,9 @@ REFUSALS = (  # Phrases in errors of allocators, the operating system, its dynam
 class AttnlensError(Exception):
     """A problem and its remedy, one line each; the command line exits with code 2."""
 
+    code = "usage"
+    """Stable name of the kind of error, in the JSON that `--json -` writes on failure."""
+
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}\n{remedy}")
         self.problem = problem
@@ -30,25 +33,37 @@ class UsageError(AttnlensError):
 class ModelError(AttnlensError):
     """A model that can't be found, read or reached."""
 
+    code = "model"
+
 
 class TooLargeError(ModelError):
     """A model that does not fit into free memory."""
+
+    code = "memory"
 
 
 class TextError(AttnlensError):
     """A text that is missing, empty, binary or too short."""
 
+    code = "text"
+
 
 class OutputError(AttnlensError):
     """A result that can't be written to its path."""
+
+    code = "output"
 
 
 class IdentityError(AttnlensError):
     """Recomputed attention that differs from the model's, so that no number can be trusted."""
 
+    code = "identity"
+
 
 class UnreadableError(ModelError):
     """A site whose W_Q and W_K can't be read."""
+
+    code = "unreadable"
 
 
 class NotBilinearError(UnreadableError):
@@ -57,6 +72,8 @@ class NotBilinearError(UnreadableError):
 
 class UnposedError(AttnlensError):
     """An Att-SVM problem without constraints, which determines no direction; callers report a missing value."""
+
+    code = "unposed"
 
 
 class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested

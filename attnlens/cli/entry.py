@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 import typer
 
@@ -18,7 +19,7 @@ from attnlens.cli.commands import app, help_for
 from attnlens.cli.exit_codes import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.outputs import guard_stdout
 from attnlens.cli.parameters import parameter_of
-from attnlens.cli.show import complain, interrupt, report_failure
+from attnlens.cli.show import complain, expect_json, interrupt, report_failure, write_json_error
 from attnlens.errors import UsageError
 from attnlens.requests import Request, details
 
@@ -62,19 +63,22 @@ def run() -> None:
 
 def exit_code(words: Sequence[str] | None = None) -> int:
     """Run the command line `words` (None: sys.argv[1:]) and return the exit code after all output."""
+    words = sys.argv[1:] if words is None else words
+    expect_json("--json=-" in words or ("--json", "-") in pairwise(words))
     try:
         _prepare()
         with guard_stdout():
-            if help_text := help_for(sys.argv[1:] if words is None else words):
+            if help_text := help_for(words):
                 typer.echo(help_text)
                 return 0
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
         # the error has no context if an option lacks its value, which only happens within a command
-        first = (sys.argv[1:] if words is None else words)[:1]
-        command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
+        command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
         problem = UNSET_VARIABLE.sub(lambda match: match[0] * (match[1] in os.environ), error.format_message())
-        complain(problem, _find_replacement(problem) or f"Run: {command} --help")
+        remedy = _find_replacement(problem) or f"Run: {command} -h"
+        complain(problem, remedy)
+        write_json_error(UsageError.code, problem, remedy)
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code

@@ -20,7 +20,16 @@ import typer
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli.exit_codes import INTERRUPTED, PARTLY, READER_LEFT
 from attnlens.cli.parameters import option_name
-from attnlens.cli.show import ReportProgress, complain, console, interruptible_at_once, progress, say
+from attnlens.cli.show import (
+    RESUME,
+    ReportProgress,
+    complain,
+    console,
+    expect_json,
+    interruptible_at_once,
+    progress,
+    say,
+)
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import check_readable, check_writable, local_path, make_folder, with_home, write_atomically
 from attnlens.requests import Request
@@ -313,7 +322,7 @@ def deliver(
     for error in errors if interrupted else errors[:-1]:
         complain(error.problem, error.remedy)
     if interrupted:
-        say("Interrupted.")
+        say(f"Interrupted. {RESUME}")
         raise typer.Exit(INTERRUPTED)
     for last in (errors or failures)[-1:]:
         raise last
@@ -347,6 +356,7 @@ def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document
 
     with guard_stdout():
         if outputs.json == STDOUT:
+            expect_json(False)
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:
             console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))

@@ -46,6 +46,26 @@ def complain(problem: str, remedy: str) -> None:
     say(remedy)
 
 
+_machine = False  # True while stdout must receive JSON, also if the command fails
+
+
+def expect_json(expected: bool) -> None:
+    """Record whether stdout still has to receive JSON: at the start of `--json -` True, once it is written False."""
+    global _machine  # one command line per process
+    _machine = expected
+
+
+def write_json_error(code: str, problem: str, remedy: str) -> None:
+    """Write an error as JSON on stdout if stdout still has to receive JSON (`--json -`)."""
+    if _machine:
+        import json
+
+        error = {"code": code, "problem": clean(problem), "remedy": clean(remedy)}
+        with suppress(OSError):
+            print(json.dumps({"error": error}), flush=True)
+        expect_json(False)
+
+
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
     """Exit at once on an interruption inside the block, because imports may swallow KeyboardInterrupt."""
@@ -90,24 +110,34 @@ def interrupt(number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
+RESUME = "Finished work is kept; run the same command again to continue."
+
+
 def report_failure(error: BaseException) -> int:
     """Print why a command failed and return the exit code; `error` may be a Rust panic, which is not an Exception."""
+    name = type(error).__name__
     if isinstance(error, AttnlensError):
-        complain(error.problem, error.remedy)
-        return UNUSABLE
-    if isinstance(error, KeyboardInterrupt) or _struck:
-        say("Interrupted.")
+        exit_code, code, problem, remedy = UNUSABLE, error.code, error.problem, error.remedy
+    elif isinstance(error, KeyboardInterrupt) or _struck:
+        say(f"Interrupted. {RESUME}")
+        write_json_error("interrupted", "Interrupted.", RESUME)
         return INTERRUPTED
-    if is_memory(error):
-        complain("Not enough memory.", "Use a smaller --batch-size or --length, fewer --layers, or a smaller model.")
-        return UNUSABLE
-    if (name := type(error).__name__) == "PanicException":
+    elif is_memory(error):
+        remedy = "Use a smaller --batch-size or --length, fewer --layers, or a smaller model."
+        exit_code, code, problem = UNUSABLE, "memory", "Not enough memory."
+    elif name == "PanicException":
         problem = f"A library crashed on a file of the model or on the text: {error}"
-        complain(problem, "Check that these files are complete, for example by downloading them again.")
-        return UNUSABLE
-    say(f"Internal error: {name}: {error}")
-    say("Run the command again with --debug and report the output.")
-    return BUG
+        exit_code, code = UNUSABLE, "library"
+        remedy = "Check that these files are complete, for example by downloading them again."
+    else:
+        problem, remedy = f"{name}: {error}", "Run the command again with --debug and report the output."
+        say(f"Internal error: {problem}")
+        say(remedy)
+        write_json_error("internal", problem, remedy)
+        return BUG
+    complain(problem, remedy)
+    write_json_error(code, problem, remedy)
+    return exit_code
 
 
 @contextmanager
