@@ -60,6 +60,7 @@ TOKENS = (
         "ksvd.first_share",
         "P's largest singular value as a share of the sum of all",
         "σ₁/Σσ of the attention matrix P",
+        scale=("many components of attention matter", "one component explains the attention"),
         missing=NO_ATTENTION,
         headline=True,
         ends="both",

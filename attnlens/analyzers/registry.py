@@ -44,6 +44,7 @@ class MeasureInfo:
     formula: str  #: Formula in the notation of the docstrings
     low: float | None = None  #: Smallest possible value
     high: float | None = None  #: Largest possible value
+    scale: tuple[str, str] = ("", "")  #: Meaning of a low and of a high value, in plain words
     curve: bool = False  #: True for a curve (one number per step), False for a scalar
     self_only: bool = True  #: True if queries and keys must share a domain, so that cross-attention has no value
     labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 from attnlens.analyzers.registry import (
     BETWEEN_FORMS,
@@ -14,22 +19,37 @@ from attnlens.analyzers.registry import (
     MeasureInfo,
     list_analyzers,
 )
-from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.records.architectures import Architecture
 from attnlens.report.sections.section import Section, Table, build_table
-from attnlens.wording import NO_VALUE, clean, join_items, source_of
+from attnlens.wording import NO_VALUE, clean, join_items, short, source_of
 
+DEMO_HEADS = Path(__file__).parent.parent / "demo_heads.json"
+"""File of `demo_heads`, made by benchmarks/demo_heads.py."""
+SYNONYMS = {  # Words that users search for → measure
+    **dict.fromkeys(("sink", "sinks", "first token"), "tokens.share_first"),
+    **dict.fromkeys(("peaked", "peakedness", "collapse"), "tokens.entropy"),
+    **dict.fromkeys(("position", "positional", "distance"), "tokens.share_distance"),
+    **dict.fromkeys(("content", "interaction"), "tokens.share_interaction"),
+    **dict.fromkeys(("definite", "psd", "mercer kernel"), "weights.definiteness"),
+    **dict.fromkeys(("svm", "att-svm", "margin"), "selection.svm_cosine"),
+    "copying": "weights.positivity",
+    "low rank": "weights.effective_rank",
+}
 NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of the columns that name the rows
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """List the name, range and meaning of every measure and curve; formula, caution and source follow the meaning."""
+    """List the name, range and meaning of every measure and curve, those of a plain inspect first.
+
+    Formula, caution and source follow the meaning.
+    """
+    default = {info.name for analyzer in list_analyzers() if analyzer.by_default for info in analyzer.measures}
     rows = []
-    for info in infos:
+    for info in sorted(infos, key=lambda info: (info.name not in default, not info.headline)):
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
         rows.append({"measure": info.name, "range": range_of(info), "meaning": meaning})
     return Section(table=_folded_table(rows))
@@ -170,14 +190,51 @@ def kernel_pages() -> dict[str, Section]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure (its source can be omitted) or kernel; raise UsageError unless one page matches."""
+    """Return the page of a measure or kernel. Raise UsageError unless the name matches exactly one.
+
+    The source of a measure can be omitted; SYNONYMS lists further words.
+    """
     pages = measure_pages() | kernel_pages()
-    ends = [full for full in pages if full.endswith(f".{name}")]
-    if name not in pages and len(ends) > 1:
+    word = name.strip().lower()
+    ends = [full for full in pages if full.endswith(f".{word}")]
+    if word in pages:
+        return pages[word]
+    if word in SYNONYMS:
+        return pages[SYNONYMS[word]]
+    if len(ends) > 1:
         raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
-    if name not in pages and ends:
-        (name,) = ends
-    return pages[checked_name("measure or kernel", name, pages)]
+    if ends:
+        return pages[ends[0]]
+    near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS], 3)
+    hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
+    remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."
+    raise UsageError(f"There is no measure or kernel {name!r}.", remedy)
+
+
+@cache
+def demo_heads() -> dict[str, tuple[HeadValue, HeadValue]]:
+    """Return the heads of `demo` with the smallest and the largest value of each measure of a plain inspect."""
+    entries = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
+    return {name: (HeadValue(*low), HeadValue(*high)) for name, (low, high) in entries.items()}
+
+
+class HeadValue(NamedTuple):
+    """Value of one head."""
+
+    layer: int
+    head: int
+    value: float
+
+
+def _example(name: str) -> str:
+    """Name the heads of `demo` with the smallest and the largest value; empty for other measures."""
+    if name not in demo_heads():
+        return ""
+    low, high = demo_heads()[name]
+    return (
+        f"smallest {short(low.value)} (layer {low.layer} head {low.head}), "
+        f"largest {short(high.value)} (layer {high.layer} head {high.head})"
+    )
 
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
@@ -216,14 +273,19 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
     """Build the page of a measure or distance; `facts`: lines in which the two kinds differ."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
+    low, high = info.scale
     first = {
+        "low": low,
+        "high": high,
+        "in demo": _example(info.name),
+        "what to do": info.use,
         "formula": info.formula,
         "range": range_of(info) + steps,
         "read from": READ[source],
         "identified": info.caution or IDENTIFIED[source],
         "no value": reason + ", or for cross-attention" * info.self_only,
     }
-    last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
+    last = {"compare with": info.beside, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
 
 
