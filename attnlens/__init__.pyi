@@ -19,12 +19,12 @@ from attnlens import maths as maths
 from attnlens import records as records
 from attnlens.errors import AttnlensError as AttnlensError
 from attnlens.kernels.registry import KernelParameter as KernelParameter
-from attnlens.runs.lens import Lens as Lens
+from attnlens.lab.lens import Lens as Lens
 from attnlens.analyzers.registry import MeasureInfo as MeasureInfo
 from attnlens.records import QueryKey as QueryKey
 from attnlens.report.report import Report as Report
 from attnlens.analyzers.registry import analyzer as analyzer
-from attnlens.runs.lens import capture as capture
+from attnlens.runs.capture import capture as capture
 from attnlens.checks import check as check
 from attnlens.kernels.registry import kernel as kernel
 from attnlens.models.loading import load as load

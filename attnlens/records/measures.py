@@ -17,7 +17,7 @@ from pydantic.functional_validators import model_validator
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
 from attnlens.files import format_value, local_path, read_bytes, write_atomically
-from attnlens.wording import format_count
+from attnlens.wording import format_count, shorten_line
 
 Number = Annotated[float, PlainSerializer(lambda number: float(f"{number:.9g}"), float, when_used="json")]
 """Real number, written with nine significant digits."""
@@ -39,6 +39,12 @@ class Record(BaseModel):
 
     # validators are built at first use: a command that reads one kind of record must not wait for all
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
+
+    def __repr__(self) -> str:
+        """Return the fields, shortened to fit on a few lines."""
+        return shorten_line(super().__repr__(), 300)
+
+    __str__ = __repr__
 
     def to_json(self) -> str:
         """Return the record as JSON text with nine significant digits and without terminal control characters."""

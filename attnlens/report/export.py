@@ -131,6 +131,17 @@ def build_page(report: Report) -> str:
     return html(page(report))
 
 
+def build_card(report: Report) -> str:
+    """Build the short presentation for notebooks as HTML: heading, findings, next commands and overview."""
+    from attnlens.report.render.html import card
+
+    document = summary(report)
+    try:
+        return card(document, overview(report))
+    except UsageError:  # nothing to draw, such as for `doctor`
+        return card(document, None)
+
+
 WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a report's text in each kind of file
     "json": lambda report: report.to_json(),
     "csv": lambda report: spreadsheet(rows(report)),

@@ -5,12 +5,11 @@ Presentation is imported inside the methods, so that commands that only read rep
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import arguments, records
-from attnlens.errors import OutputError, UsageError
+from attnlens.errors import OutputError
 from attnlens.files import local_path, write_atomically
 from attnlens.records.measures import read_record
 from attnlens.records.provenance import convert_report
@@ -51,17 +50,11 @@ class Report(records.Report):
         with house_style():
             return overview(self).draw()
 
-    def _repr_html_(self) -> str | None:
-        """Return the HTML page in a frame for notebooks; None if there is nothing to draw: then they show the repr."""
-        from attnlens.report.export import build_page
+    def _repr_html_(self) -> str:
+        """Return the findings and the overview as HTML for notebooks."""
+        from attnlens.report.export import build_card
 
-        try:
-            page = escape(build_page(self))
-        except UsageError:
-            return None
-        # sandboxed, so that the page runs no scripts and its styles do not affect the notebook
-        style = "width: 100%; height: 44rem; border: 1px solid #ddd"
-        return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
+        return build_card(self)
 
 
 def read_report(path: str | Path) -> Report:

@@ -90,14 +90,19 @@ def html(document: Document) -> str:
     return _template().render(vars(document), data=data, style=style, script=script, policy=policy)
 
 
+def card(document: Document, picture: Picture | None) -> str:
+    """Render the heading, findings and commands of a document, and a picture, as a fragment without scripts."""
+    return _template("card.html.jinja").render(vars(document), picture=picture)
+
+
 @cache
-def _template() -> Template:
+def _template(name: str = "page.html.jinja") -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     # clean every plain string, but not the Markup that the template itself produced
     page.finalize = lambda value: clean(value) if type(value) is str else value
     page.globals |= {"data_url": embed_picture, "sort_by_group": sort_by_group, "runs": _runs}
-    return page.get_template("page.html.jinja")
+    return page.get_template(name)
 
 
 @cache

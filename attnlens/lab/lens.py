@@ -1,50 +1,29 @@
-"""Capture a model's attention, and provide `Lens`: a model that is loaded once for several analyses."""
+"""`Lens`: a model that is loaded once for several analyses."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import UsageError
+from attnlens.lab.ranks.pipeline import find_ranks
 from attnlens.models import loading
 from attnlens.records import QueryKey
 from attnlens.report.report import Report
-from attnlens.runs import checks
+from attnlens.runs.capture import capture
 from attnlens.runs.compare.pipeline import compare
-from attnlens.runs.feeding import at_rest, held_model, tensors
+from attnlens.runs.feeding import held_model
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@public
-def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
-    """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
-
-    `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
-    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
-    module (`site.path`) and its layer (`site.layer`); it has the property `attention` and is the input of analyzers.
-    The model runs without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
-    Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
-    recomputing attention from the capture changes the model's outputs.
-    """
-    loaded = held_model(model)
-    inputs = tensors(loaded.model, batch)
-    with at_rest(loaded.model):
-        survey = checks.survey_model(loaded, inputs)
-        checks.prove_identity(loaded, inputs)
-        missed = [f"{path}, because {reason}" for path, reason in survey.missed.items() if reason is not None]
-    if missed:
-        others = f"; and {len(missed) - 1} more" if len(missed) > 1 else ""
-        warnings.warn(f"Not captured: {missed[0]}{others}.", stacklevel=3)
-    return [each.call.query_key(each.site) for each in survey.sites]
 
 
 class Lens:
@@ -64,10 +43,28 @@ class Lens:
         if isinstance(model, str | os.PathLike):
             model = loading.load(model, **load_options)
         self.loaded = held_model(model, tokenizer)
+        self._report: Report | None = None  # of the last plain inspect, which `heads`, `plot` and notebooks show
 
     def inspect(self, **options: object) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""
-        return inspect(self.loaded, **options)
+        report = inspect(self.loaded, **options)
+        if not options or self._report is None:
+            self._report = report
+        return report
+
+    @property
+    def report(self) -> Report:
+        """Report of the last `inspect()` without options; of the first call with options, if there was no such call."""
+        return self.inspect() if self._report is None else self._report
+
+    @property
+    def heads(self) -> pandas.DataFrame:
+        """Table of `report` with one row per head. Raise UsageError if pandas is not installed."""
+        return self.report.to_dataframe()
+
+    def plot(self) -> Figure:
+        """Draw the overview of `report` as a matplotlib Figure. Raise UsageError if there is nothing to draw."""
+        return self.report.plot()
 
     def swap(self, kernels: str | Sequence[str] = KERNEL, **options: object) -> Report:
         """Compare the model under other kernels with the original; `options` are those of `attnlens.swap_kernel`."""
@@ -76,6 +73,10 @@ class Lens:
     def compare(self, other: str | os.PathLike[str] | Report | Lens | loading.Loaded, **options: object) -> Report:
         """Compare the heads of `other` with those of this model; `options` are those of `attnlens.compare`."""
         return compare(self.loaded, other.loaded if isinstance(other, Lens) else other, **options)
+
+    def ranks(self, budget: str = "loss:1%", **options: object) -> Report:
+        """Find the smallest ranks of the keys within a budget; `options` are those of `attnlens.find_ranks`."""
+        return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
         """Capture queries and keys of every attention computation on a text, or on a batch of the model's inputs.
@@ -87,3 +88,11 @@ class Lens:
         if self.loaded.tokenizer is None:
             raise UsageError("The model has no tokenizer.", "Give a batch of the model's inputs instead of a text.")
         return capture(self.loaded, self.loaded.tokenizer(text, return_tensors="pt"))
+
+    def __repr__(self) -> str:
+        info = self.loaded.info
+        return f"<Lens {clean(info.id)}: {info.architecture}, {big(info.parameters)} parameters>"
+
+    def _repr_html_(self) -> str | None:
+        """Return the findings of the last inspect as HTML; None before it, so that notebooks show the repr."""
+        return None if self._report is None else self._report._repr_html_()

@@ -1,0 +1,39 @@
+"""Capture the attention of a model that is in memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attnlens.arguments import public
+from attnlens.models import loading
+from attnlens.records import QueryKey
+from attnlens.runs import checks
+from attnlens.runs.feeding import at_rest, held_model, tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@public
+def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
+    """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
+
+    `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
+    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
+    module (`site.path`) and its layer (`site.layer`); it has the property `attention` and is the input of analyzers.
+    The model runs without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
+    Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
+    recomputing attention from the capture changes the model's outputs.
+    """
+    loaded = held_model(model)
+    inputs = tensors(loaded.model, batch)
+    with at_rest(loaded.model):
+        survey = checks.survey_model(loaded, inputs)
+        checks.prove_identity(loaded, inputs)
+        missed = [f"{path}, because {reason}" for path, reason in survey.missed.items() if reason is not None]
+    if missed:
+        others = f"; and {len(missed) - 1} more" if len(missed) > 1 else ""
+        warnings.warn(f"Not captured: {missed[0]}{others}.", stacklevel=3)
+    return [each.call.query_key(each.site) for each in survey.sites]
