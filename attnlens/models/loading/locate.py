@@ -335,6 +335,8 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
         base = shlex.quote(shorten_text(base)) if isinstance(base, str) and base.strip() else "BASE"
         command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
         raise ModelError(f"{name} contains an adapter, not a model.", f"Give the adapter's base model: {command}")
+    if CONFIG in names:
+        read_json(folder / CONFIG)  # first, since a config that can't be parsed is the first thing that is wrong
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)

@@ -34,7 +34,9 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         yield _cheapest(swaps)
         return
     (swap,) = swaps
-    yield from filter(None, (_cost(swap), _healed(swap), _where(swap), _alternative(swap), _continuations(swap)))
+    cache = None if shapes.report.plan is not None else _cache(swap, shapes.report.settings.length)
+    answers = (_cost(swap), cache, _healed(swap), _where(swap), _alternative(swap), _continuations(swap))
+    yield from filter(None, answers)
 
 
 def _cost(swap: Swap) -> Finding:
@@ -102,6 +104,15 @@ def _cheapest(swaps: list[Swap]) -> Finding:
     evidence = f"Change of the loss {format_number(cost.delta, decimals)}"
     evidence += "." if cost.ci95 is None else f", 95 % interval {interval(cost.ci95, decimals)}."
     return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
+
+
+def _cache(swap: Swap, length: int | None) -> Finding | None:
+    """State how many numbers a head caches for a window, if these are fewer than all keys and values."""
+    full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
+    if full is None or swap.state is None or swap.state >= full:
+        return None
+    answer = f"{full:,.0f} → {swap.state:,.0f} numbers per head and window ({share(swap.state / full - 1, 0)})."
+    return Finding(question="Cache?", answer=answer, evidence=f"Windows of {length} tokens.", measures=["swap.state"])
 
 
 def _healed(swap: Swap) -> Finding | None:
