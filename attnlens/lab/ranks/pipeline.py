@@ -70,7 +70,7 @@ class RankSearch:
             problem = f"A loss budget cannot be applied: this model {reason}."
             raise UsageError(problem, "Use the same rank for all heads: attnlens swap-kernel MODEL --kernel rank:16")
         check_input(session.evaluated)
-        cut = replace(cut, sequences=search.count_windows(contents))
+        cut = replace(cut, sequences=search.count_windows(contents, session.evaluated.sequences))
         count = search.PARTS if self.plan is None else 1
         self.samples = search.cut_samples(session.loaded, contents, cut, session.evaluated, self.intervals, count)
         return [sample.batches for sample in self.samples]

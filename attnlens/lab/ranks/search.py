@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SEQUENCES = 192  # number of calibration windows for a budget, over all texts and parts
 USES = ("fitting", "choosing ranks", "estimating the rise")  # uses of the parts of the calibration text, in turn
 PARTS = len(USES)
+DEFAULT_WINDOWS = 32  # evaluated windows from which on a search reads all of its calibration windows
 LEAST = 4  # minimum number of windows per text and part: one or two do not represent a text
 
 
@@ -50,9 +51,13 @@ class Sample(NamedTuple):
     design: Design  # text of each window, and the units that intervals resample
 
 
-def count_windows(contents: Sequence[Content]) -> int:
-    """Return the number of windows that a search needs: SEQUENCES, or LEAST per text and part if this is more."""
-    return max(SEQUENCES, PARTS * LEAST * len(contents))
+def count_windows(contents: Sequence[Content], evaluated: int) -> int:
+    """Return the number of windows of a search: SEQUENCES, or a share of it if fewer than 32 windows are evaluated.
+
+    There are at least LEAST per text and part.
+    """
+    share = min(1.0, evaluated / DEFAULT_WINDOWS)
+    return max(round(share * SEQUENCES), PARTS * LEAST * len(contents))
 
 
 def cut_samples(
