@@ -22,11 +22,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnlens.errors import FAILURES
 
-
-def _names(words: str) -> set[str]:
-    return set(listed(words))
-
-
 LARGEST = 130_000_000
 """Parameters above which a type is not built."""
 WAYS = (frozenset(), frozenset({"ungrouped"}), frozenset({"larger image"}), frozenset({"full width"}))
@@ -42,67 +37,51 @@ UNBUILT = (*FAILURES, StrictDataclassError)
 """What a configuration or a model raises whose sizes, tied to each other by a family, don't fit."""
 BARE = {"blip", "clip", "siglip", "siglip2", "align"}
 """Types that are built without a head."""
-
-
-WIDTHS = _names(
-    "hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size encoder_hidden_size "
-    "word_embed_proj_dim q_hidden_size out_hidden_size cross_attention_hidden_size text_hidden_size vision_hidden_size "
-    "audio_hidden_size attention_hidden_size lru_width text_embed_dim emb_dim model_dim decoder_dim encoder_dim "
-    "output_hidden_size"
-)
-INNER = _names(
-    "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim inner_dim n_inner hidden_dim dim_feedforward "
-    "ffn_hidden_size encoder_intermediate_size decoder_intermediate_size mlp_hidden_size feed_forward_size "
-    "intermediate_size_mlp dense_intermediate_size feedforward_dim mlp_dim"
-)
-DEPTHS = _names(
+DEPTHS = listed(
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
     "depth decoder_num_hidden_layers encoder_num_hidden_layers num_blocks layers"
 )
-HEADS = _names(
+HEADS = listed(
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
     "encoder_num_attention_heads decoder_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads"
 )
-KEY_HEADS = _names(
-    "num_key_value_heads num_kv_heads encoder_num_key_value_heads decoder_num_key_value_heads n_kv_heads kv_n_heads "
-    "multi_query_group_num"
-)
-HEAD_SIZES = _names("head_dim d_kv attention_head_dim d_head attention_head_size kv_channels")
-IMAGES = _names("image_size input_size img_size")
-VOCABULARIES = _names(
-    "vocab_size text_vocab_size n_token ntoken decoder_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size "
-    "n_words"
-)
+KEY_HEADS = listed("num_key_value_heads num_kv_heads encoder_num_key_value_heads decoder_num_key_value_heads")
+IMAGES = listed("image_size input_size")
+VOCABULARIES = listed("vocab_size text_vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size")
 LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "layers_types", "attn_layers")
 _MOST = {
-    0: "decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers",
+    0: "num_kv_shared_layers num_nextn_predict_layers",
     1: "n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts num_shared_experts "
-    "mamba_n_groups num_layers_per_stack",
+    "num_layers_per_stack",
     2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads num_conv_pos_embedding_groups",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens linear_num_value_heads "
     "index_n_heads index_kpool",
     8: "rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_d_state "
     "mamba_num_heads state_size ssm_state_size num_latents sliding_window local_attention attention_chunk_size "
-    "index_topk",
+    "index_topk patch_size",
     10: "num_queries",
     16: "kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size num_conv_pos_embeddings "
-    "image_seq_length num_image_tokens index_head_dim mamba_head_dim hidden_size_per_layer_input",
+    "image_seq_length num_image_tokens index_head_dim mamba_head_dim hidden_size_per_layer_input "
+    "head_dim d_kv attention_head_dim d_head attention_head_size kv_channels",
     24: "q_lora_rank qk_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
     "moe_shared_expert_intermediate_size shared_intermediate_size projection_dim",
     50: "max_source_positions",
-    64: "upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents",
-    128: "max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length max_sequence_length "
-    "mamba_d_ssm",
+    64: "upsample_groups entity_vocab_size entity_emb_size d_latents hidden_size d_model n_embd dim embed_dim "
+    "embedding_size decoder_hidden_size encoder_hidden_size word_embed_proj_dim out_hidden_size emb_dim decoder_dim "
+    "cross_attention_hidden_size text_hidden_size vision_hidden_size audio_hidden_size attention_hidden_size lru_width "
+    "output_hidden_size",
+    96: "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim hidden_dim dim_feedforward ffn_hidden_size "
+    "decoder_intermediate_size feed_forward_size intermediate_size_mlp dense_intermediate_size mlp_dim",
+    128: "max_position_embeddings n_positions n_ctx max_target_positions max_seq_len mamba_d_ssm",
     VOCABULARY: "vocab_size_per_layer_input",
-    1024: "max_2d_position_embeddings",
 }
 MOST = {name: most for most, names in _MOST.items() for name in names.split()}
 """Largest value of each of these settings."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 """What stands where a configuration says None."""
 TOKENS = {"image_token_id": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DROPPED = _names(
+DROPPED = listed(
     "transformers_version architectures _name_or_path dtype torch_dtype attn_implementation _attn_implementation "
     "id2label label2id"
 )
@@ -273,9 +252,10 @@ def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], 
         return 4 if config.get("kv_lora_rank") or "ungrouped" in way else 2
     if name == "head_dim" and isinstance(config.get("qk_rope_head_dim"), int):
         return 8
-    sizes = [(WIDTHS, min(value, 64)), (INNER, min(value, 96)), (HEADS, 4 if value > 0 else value), (HEAD_SIZES, 16)]
-    sizes += [(IMAGES, min(value, 64 if "larger image" in way else 32)), ({"patch_size"}, min(value, 8))]
-    return next((size for names, size in sizes if name in names), min(value, MOST.get(name, value)))
+    if name in HEADS:
+        return min(4, 4 * value)
+    most = MOST | dict.fromkeys(IMAGES, 64 if "larger image" in way else 32)
+    return min(value, most.get(name, value))
 
 
 def _turned(config: dict[str, Any]) -> int:
