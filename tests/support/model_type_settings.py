@@ -99,6 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 16},
     "chameleon": {"vocabulary_map": {"<image>": 300} | {f"IMGIMG{'ABCDEFGH'[i]}Z": 304 + i for i in range(8)},
         "vq_config": CODES | {"resolution": 32, "num_embeddings": 8, "channel_multiplier": [1, 1, 1, 1]}},
+    "clap": {"audio_config": {"patch_embeds_hidden_size": 32, "hidden_size": 256}},
     "clvp": {"text_config": {"num_attention_heads": 2}, "speech_config": {"num_attention_heads": 2}},
     "cohere_compass": {"text_config": MIXED_TURNS, "vision_config": {"deepstack_visual_indexes": [0]}},
     "cohere_compass_text": MIXED_TURNS, "colpali": {"vlm_config": SEEN},

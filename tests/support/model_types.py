@@ -93,7 +93,7 @@ def TYPES() -> list[str]:  # noqa: N802
     return sorted({name for table in tables for name in getattr(auto, table)})
 
 
-def build(name: str) -> Any:
+def build(name: str, ways: tuple[frozenset[str], ...] = WAYS) -> Any:
     """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
 
     Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one. A
@@ -103,7 +103,7 @@ def build(name: str) -> Any:
     if model_class is None:
         raise RuntimeError("no class that can be imported")
     reasons, built = [], None
-    for way in WAYS:
+    for way in ways:
         try:
             model = _built(name, model_class, way)
         except UNBUILT as error:
