@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from loaded import loaded
+from loaded import BARE, loaded
 from PIL import Image
 
 import attnlens
@@ -169,7 +169,7 @@ def test_each_text_follows_as_many_ids_as_the_tower_makes_parts():
 
 def test_one_tower_is_swapped_alone_and_one_that_fails_on_noise_is_left_out_with_a_note(monkeypatch):
     model = of_type("llava")
-    report = attnlens.swap_kernel(model, "rbf", part="vision", windows=2, length=12)
+    report = attnlens.swap_kernel(model, "rbf", part="vision", windows=2, length=12, **BARE)
     assert {site.part for site in report.swap.sites} == {"vision"}
     assert all("vision_tower" in site.site for site in report.swap.sites)
     assert report.swap.hidden_cosine < 1
@@ -187,7 +187,7 @@ def test_one_tower_is_swapped_alone_and_one_that_fails_on_noise_is_left_out_with
     assert {head.part for head in report.heads} == {"decoder"}
     reasons = {entry.reason for entry in report.coverage.skipped if "vision" in entry.site}
     assert reasons == {"it does not run on this input"}
-    swapped = attnlens.swap_kernel(model, "rbf", windows=2, length=12)
+    swapped = attnlens.swap_kernel(model, "rbf", windows=2, length=12, **BARE)
     assert {site.part for site in swapped.swap.sites} == {"decoder"}
 
 
