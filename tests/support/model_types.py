@@ -87,10 +87,12 @@ DROPPED = listed(
 )
 
 
+TABLES = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
+
+
 def TYPES() -> list[str]:  # noqa: N802
     """Every model type that has a model class."""
-    tables = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
-    return sorted({name for table in tables for name in getattr(auto, table)})
+    return sorted({name for table in TABLES for name in getattr(auto, table)})
 
 
 def build(name: str, ways: tuple[frozenset[str], ...] = WAYS) -> Any:
@@ -105,7 +107,7 @@ def build(name: str, ways: tuple[frozenset[str], ...] = WAYS) -> Any:
     reasons, built = [], None
     for way in ways:
         try:
-            model = _built(name, model_class, way)
+            model = _built(model_class, config_of(name, way))
         except UNBUILT as error:
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
@@ -121,8 +123,7 @@ def build(name: str, ways: tuple[frozenset[str], ...] = WAYS) -> Any:
     return built
 
 
-def _built(name: str, model_class: Any, way: frozenset[str]) -> Any:
-    config = config_of(name, way)
+def _built(model_class: Any, config: Any) -> Any:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -134,9 +135,8 @@ def _built(name: str, model_class: Any, way: frozenset[str]) -> Any:
 def class_of(name: str) -> Any:
     """Return the class that is built of a type: the first that takes its configuration; None if there is none."""
     names = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
-    others = [one for one in dir(auto) if one.startswith("MODEL") and one.endswith("_MAPPING_NAMES")]
     classes = []
-    for table in (*(["MODEL_MAPPING_NAMES"] if name in BARE else names), *others):
+    for table in (*(["MODEL_MAPPING_NAMES"] if name in BARE else names), *TABLES):
         entry = getattr(auto, table, {}).get(name, ())
         classes += [getattr(tf, one, None) for one in ((entry,) if isinstance(entry, str) else entry)]
     classes = [one for one in classes if one is not None]
@@ -147,7 +147,7 @@ def class_of(name: str) -> Any:
 def config_of(name: str, way: frozenset[str]) -> Any:
     """Return the type's configuration, shrunk."""
     config_class = CONFIG_MAPPING[name]
-    small = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
+    small = _merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {}))
     return config_class(**{key: value for key, value in small.items() if key != "model_type"})
 
 
@@ -167,12 +167,11 @@ def _first_sizes(name: str) -> dict[str, Any]:
 
 def shrunk(config: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
     """Return a configuration, as a dictionary, with smaller sizes, also in its inner configurations."""
-    config = copy.deepcopy(config)
+    config = {name: copy.deepcopy(value) for name, value in config.items() if name not in DROPPED}
     kinds, pattern = _pattern(config)
     per_layer = config.pop("per_layer_config", None)
     _without_stages(config)
-    depth = len(pattern) if kinds else 2
-    small = {name: _smaller(name, value, config, way, kinds, pattern, depth) for name, value in config.items()}
+    small = {name: _smaller(name, value, config, way, kinds, pattern) for name, value in config.items()}
     if isinstance(per_layer, dict):
         layers = {index: one for index, one in per_layer.items() if int(index) < (len(kinds) if kinds else 2)}
         places = {index: pattern.index(kinds[int(index)]) if kinds else index for index in layers}
@@ -203,10 +202,9 @@ def _without_stages(config: dict[str, Any]) -> None:
         config.pop(name, None)
 
 
-def _smaller(
-    name: str, value: Any, config: dict[str, Any], way: frozenset[str], kinds: list[str], pattern: list[str], depth: int
-) -> Any:
+def _smaller(name: str, value: Any, config: dict[str, Any], way: frozenset[str], kinds: list, pattern: list) -> Any:
     """Return one entry of a configuration, smaller."""
+    depth = len(pattern) if kinds else 2
     if isinstance(value, dict):
         if name in ("rope_parameters", "rope_scaling"):
             return _rope(value, _turned(config))
@@ -282,14 +280,6 @@ def _rope(rope: dict[str, Any], turned: int) -> dict[str, Any]:
 def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     both = {name for name, value in changes.items() if isinstance(value, dict) and isinstance(config.get(name), dict)}
     return config | {name: _merged(config[name], value) if name in both else value for name, value in changes.items()}
-
-
-def _cleaned(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _cleaned(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in DROPPED
-    }
 
 
 SHARP = re.compile(
