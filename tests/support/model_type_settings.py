@@ -1,7 +1,5 @@
 """Settings of single model types besides what tests/support/model_types.py shrinks in all of them."""
 
-from typing import Any
-
 VOCABULARY = 320
 listed = str.split
 
@@ -76,7 +74,7 @@ FINER = {
 FEW_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 FEW_FILTERS = {"num_filters": 4}
 TEXTS = {"glm4v_moe": HALF_TURNED, "hunyuan_vl": FOUR_AXES, "minimax_m3_vl": FEW_BLOCKS, "qwen4_exp": INDEXED}
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     **dict.fromkeys(listed("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
     **dict.fromkeys(listed("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl"), THREE_AXES_INSIDE),
     **dict.fromkeys(listed("informer autoformer time_series_transformer"), SERIES),

@@ -4,20 +4,17 @@
 that a family ties to each other don't survive every shrinking, so that a few ways of it are tried (`WAYS`).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
 import re
-from typing import Any
 
 import torch
 import transformers as tf
 import transformers.models.auto.modeling_auto as auto
 from huggingface_hub.errors import StrictDataclassError
 from model_type_settings import CHANGES, VOCABULARY, listed
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnlens.errors import FAILURES
@@ -90,12 +87,12 @@ DROPPED = listed(
 TABLES = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
 
 
-def TYPES() -> list[str]:  # noqa: N802
+def TYPES():  # noqa: N802
     """Every model type that has a model class."""
     return sorted({name for table in TABLES for name in getattr(auto, table)})
 
 
-def build(name: str, ways: tuple[frozenset[str], ...] = WAYS) -> Any:
+def build(name, ways=WAYS):
     """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
 
     Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one. A
@@ -123,7 +120,7 @@ def build(name: str, ways: tuple[frozenset[str], ...] = WAYS) -> Any:
     return built
 
 
-def _built(model_class: Any, config: Any) -> Any:
+def _built(model_class, config):
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -132,7 +129,7 @@ def _built(model_class: Any, config: Any) -> Any:
     return sharpened(model_class(copy.deepcopy(config)).eval().requires_grad_(False))
 
 
-def class_of(name: str) -> Any:
+def class_of(name):
     """Return the class that is built of a type: the first that takes its configuration; None if there is none."""
     names = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
     classes = []
@@ -144,14 +141,14 @@ def class_of(name: str) -> Any:
     return next(iter((*fitting, *classes)), None)
 
 
-def config_of(name: str, way: frozenset[str]) -> Any:
+def config_of(name, way):
     """Return the type's configuration, shrunk."""
     config_class = CONFIG_MAPPING[name]
     small = _merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {}))
     return config_class(**{key: value for key, value in small.items() if key != "model_type"})
 
 
-def _first_sizes(name: str) -> dict[str, Any]:
+def _first_sizes(name):
     """Return what the configuration must be made with: DETR's needs a backbone that no package brings."""
     if name == "funnel":
         return {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 16, "n_head": 4, "d_model": 64}
@@ -165,7 +162,7 @@ def _first_sizes(name: str) -> dict[str, Any]:
     return plain | {"backbone_config": tf.ResNetConfig(**sizes, out_features=stages)}
 
 
-def shrunk(config: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
+def shrunk(config, way):
     """Return a configuration, as a dictionary, with smaller sizes, also in its inner configurations."""
     config = {name: copy.deepcopy(value) for name, value in config.items() if name not in DROPPED}
     kinds, pattern = _pattern(config)
@@ -179,7 +176,7 @@ def shrunk(config: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
     return small
 
 
-def _pattern(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _pattern(config):
     """Return the kinds of the layers, and a shorter list with each kind once; empty lists if there are none."""
     kinds = next((config[name] for name in LISTS_OF_LAYERS if isinstance(config.get(name), list) and config[name]), [])
     counted = any(isinstance(config.get(name), int) and config[name] == len(kinds) for name in DEPTHS)
@@ -188,12 +185,12 @@ def _pattern(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     return kinds, _shorter(kinds)
 
 
-def _shorter(values: list[Any]) -> list[Any]:
+def _shorter(values):
     each = list(dict.fromkeys(values))
     return (each + [values[0]] * 2)[: max(2, len(each))]
 
 
-def _without_stages(config: dict[str, Any]) -> None:
+def _without_stages(config):
     """Drop the names of stages that go with the number of layers."""
     names = ["out_features", "_out_features", "out_indices", "_out_indices", "stage_names"]
     staged = bool(config.get("out_features") and (config.get("depths") or config.get("hidden_sizes")))
@@ -202,7 +199,7 @@ def _without_stages(config: dict[str, Any]) -> None:
         config.pop(name, None)
 
 
-def _smaller(name: str, value: Any, config: dict[str, Any], way: frozenset[str], kinds: list, pattern: list) -> Any:
+def _smaller(name, value, config, way, kinds, pattern):
     """Return one entry of a configuration, smaller."""
     depth = len(pattern) if kinds else 2
     if isinstance(value, dict):
@@ -222,7 +219,7 @@ def _smaller(name: str, value: Any, config: dict[str, Any], way: frozenset[str],
     return _number(name, value, config, way, depth) if type(value) is int else value
 
 
-def _list(name: str, value: list[Any], way: frozenset[str], depth: int) -> Any:
+def _list(name, value, way, depth):
     if name.endswith("token_id"):
         return [one if one < VOCABULARY else 2 for one in value]
     if "full width" in way:
@@ -233,7 +230,7 @@ def _list(name: str, value: list[Any], way: frozenset[str], depth: int) -> Any:
     return [min(one, 2) for one in value] if name == "depths" else fixed.get(name, value)
 
 
-def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], depth: int) -> int:
+def _number(name, value, config, way, depth):
     if name in VOCABULARIES:
         return VOCABULARY
     if name in DEPTHS:
@@ -256,15 +253,15 @@ def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], 
     return min(value, most.get(name, value))
 
 
-def _turned(config: dict[str, Any]) -> int:
+def _turned(config):
     """Return how many coordinates of a head the rotation turns."""
     rope = config.get("rope_parameters") or {}
     share = (rope if isinstance(rope, dict) else {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return int((8 if isinstance(config.get("qk_rope_head_dim"), int) else 16) * (share or 1.0))
 
 
-def _rope(rope: dict[str, Any], turned: int) -> dict[str, Any]:
-    small: dict[str, Any] = {}
+def _rope(rope, turned):
+    small = {}
     for name, value in rope.items():
         if isinstance(value, dict):
             small[name] = _rope(value, turned)
@@ -277,7 +274,7 @@ def _rope(rope: dict[str, Any], turned: int) -> dict[str, Any]:
     return small
 
 
-def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merged(config, changes):
     both = {name for name, value in changes.items() if isinstance(value, dict) and isinstance(config.get(name), dict)}
     return config | {name: _merged(config[name], value) if name in both else value for name, value in changes.items()}
 
@@ -290,7 +287,7 @@ SHARP = re.compile(
 """Names of modules that hold W_Q or W_K."""
 
 
-def sharpened(model: Any) -> Any:
+def sharpened(model):
     """The model with matrices that keep the variance of their inputs, W_Q and W_K sharper, and norms shaken."""
     draw = torch.Generator().manual_seed(0)
     for path, module in model.named_modules():
@@ -300,7 +297,7 @@ def sharpened(model: Any) -> Any:
     return model
 
 
-def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator) -> None:
+def _draw(key, module, parameter, draw):
     noise = torch.randn(parameter.shape, generator=draw)
     conv = type(module).__name__ == "Conv1D"
     if isinstance(module, nn.Embedding) and "Sinusoidal" not in type(module).__name__:  # a table that is computed
@@ -316,12 +313,12 @@ def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator)
         parameter.add_(0.1 * noise)
 
 
-def plain_inputs(model: Any) -> dict[str, Tensor]:
+def plain_inputs(model):
     """Return inputs by the signature of the model's forward pass, two sequences of 12 tokens, without attnlens."""
     config, draw = model.config, torch.Generator().manual_seed(0)
     names, main = inspect.signature(model.forward).parameters, model.main_input_name
     both = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")
-    inputs: dict[str, Tensor] = {}
+    inputs = {}
     if main == "input_ids" or both:
         inputs["input_ids"] = torch.randint(16, 272, (2, 12), generator=draw)
         if "attention_mask" in names:
@@ -342,7 +339,7 @@ def plain_inputs(model: Any) -> dict[str, Tensor]:
     return inputs
 
 
-def _setting(config: Any, *names: str, default: int) -> Any:
+def _setting(config, *names, default):
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     values = (vars(one).get(name) for one in (config, *filter(None, inner)) for name in names)
     return next((value for value in values if isinstance(value, int | list | tuple)), default)
