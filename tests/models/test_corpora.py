@@ -47,20 +47,18 @@ def test_program_reads_datasets_for_evaluation_and_calibration(folder, tmp_path)
 
 
 def test_configurations_columns_and_other_forms_of_files(tmp_path):
-    for name, file, content in (
-        ("old", "test.txt", BOOK[0] + "\n"),
-        ("new", "test.txt", BOOK[1] + "\n"),
-        ("csv", "train.csv", "verse,book\nIn the beginning,Genesis\n"),
-    ):
+    for name, line in (("old", BOOK[0]), ("new", BOOK[1])):
         (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(content)
+        (tmp_path / name / "test.txt").write_text(line + "\n")
     configs = [{"config_name": name, "data_dir": name} for name in ("old", "new")]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
     content = texts.read(f"datasets:{tmp_path},config=new")
-    assert content.text == BOOK[1] + "\n"
-    assert content.name == f"datasets:{tmp_path.name},config=new,split=test,column=text"
+    new = f"datasets:{tmp_path.name},config=new,split=test,column=text"
+    assert (content.text, content.name) == (BOOK[1] + "\n", new)
     with pytest.raises(TextError, match=r"'old', 'new'|'new', 'old'"):
         texts.read(f"datasets:{tmp_path}")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("verse,book\nIn the beginning,Genesis\n")
     content = texts.read(f"datasets:{tmp_path / 'csv'},split=train,column=book")
     assert (content.text, content.name) == ("Genesis\n", "datasets:csv,split=train,column=book")
 
@@ -74,8 +72,7 @@ def test_rows_are_read_only_as_far_as_windows_are_cut(folder, monkeypatch):
         texts.read(f"datasets:{folder}")
     monkeypatch.setattr(sequences, "LONGEST", 2000)
     content = texts.read(f"datasets:{folder}")
-    assert content.text == "\n".join(BOOK)[:2000]
-    assert content.name == f"{NAME} (the first 2,000 characters)"
+    assert (content.text, content.name) == ("\n".join(BOOK)[:2000], f"{NAME} (the first 2,000 characters)")
 
 
 REFUSALS = {
