@@ -175,21 +175,30 @@ READ = {
 }
 SUM, MULTIPLE = "its scores are a sum of 2 products of queries", "its scores are not a multiple of ⟨query, key⟩"
 OF_INPUTS, PAIRS = "the factor of its scores depends on its inputs", "the factor of its scores is not the same for all"
+CHANGED, TWICE = "its output differs from softmax(scores)", "its attention weights are not applied to the values"
 REFUSED = {
-    "two products": (lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k), SUM),
+    "two products": (SUM, lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k)),
     "disentangled, with a learned mix": (
-        lambda self, q, k, x: self.temperature * product(q, k) + self.mix[0, 0] * product(k, self.heads(self.other, x)),
         SUM,
+        lambda self, q, k, x: self.temperature * product(q, k) + self.mix[0, 0] * product(k, self.heads(self.other, x)),
     ),
-    "heads mixed": (lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k)), MULTIPLE),
-    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), MULTIPLE),
-    "a factor of the inputs": (lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None], OF_INPUTS),
-    "added to nothing": (lambda _, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean()), OF_INPUTS),
-    "a factor for each pair": (lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS), PAIRS),
-    "transposed": (lambda self, q, k, x: product(q, k).mT.contiguous(), PAIRS),
-    "not a number": (lambda self, q, k, x: product(q, k) + 0 * torch.inf, "NaN is added to its scores"),
-    "a column more": (lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1), "its softmax has the axes"),
+    "heads mixed": (MULTIPLE, lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k))),
+    "a cap": (MULTIPLE, lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2)),
+    "a factor of the inputs": (OF_INPUTS, lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None]),
+    "added to nothing": (OF_INPUTS, lambda self, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean())),
+    "a factor for each pair": (PAIRS, lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS)),
+    "transposed": (PAIRS, lambda self, q, k, x: product(q, k).mT.contiguous()),
+    "not a number": ("NaN is added to its scores", lambda self, q, k, x: product(q, k) + 0 * torch.inf),
+    "a column more": (
+        "its softmax has the axes",
+        lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1),
+        lambda self, weights, value: weights[..., :-1] @ value,
+    ),
+    "changed weights": (CHANGED, READ["plain"], lambda self, weights, value: (weights * self.temperature) @ value),
+    "two sums": (TWICE, READ["plain"], lambda self, weights, value: weights @ value + weights @ (value + 1)),
+    "a sum of a sum": (TWICE, READ["plain"], lambda self, weights, value: weights @ (weights @ value)),
 }
+"""The reason, and functions for the scores and for what the weights are applied to."""
 
 
 def write(target, scores):
@@ -212,29 +221,14 @@ def test_one_product_is_read_however_it_is_written():
         assert (call.bias is not None) == (name in ("baddbmm", "a term of positions", "less its maximum")), name
 
 
-CHANGED = "its output differs from softmax(scores)"
-TWICE = "its attention weights are not applied to the values"
-WEIGHED = {
-    "changed weights": (lambda self, weights, value: (weights * self.temperature) @ value, CHANGED),
-    "two sums": (lambda self, weights, value: weights @ value + weights @ (value + 1), TWICE),
-    "a sum of a sum": (lambda self, weights, value: weights @ (weights @ value), TWICE),
-}
-
-
 def test_anything_else_is_refused_with_the_reason():
-    for name, (scores, why) in REFUSED.items():
+    cases = [(name, torch.float32) for name in REFUSED]
+    for name, dtype in (*cases, ("changed weights", torch.bfloat16), ("changed weights", torch.float16)):
+        why, *functions = REFUSED[name]
         torch.manual_seed(0)
-        narrow = (lambda self, weights, value: weights[..., :-1] @ value) if name == "a column more" else None
-        calls, reasons = traced(Attention(scores, narrow))
+        calls, reasons = traced(Attention(*functions).to(dtype))
         assert not calls, name
         assert [reason.startswith(why) for reason in reasons] == [True], (name, reasons)
-    halves = [("changed weights", torch.bfloat16), ("changed weights", torch.float16)]
-    for name, dtype in (*((name, torch.float32) for name in WEIGHED), *halves):
-        weigh, why = WEIGHED[name]
-        torch.manual_seed(0)
-        calls, reasons = traced(Attention(READ["plain"], weigh).to(dtype))
-        assert not calls, name
-        assert reasons[0].startswith(why), (name, reasons)
 
 
 def test_a_choice_among_experts_is_not_attention():
