@@ -111,8 +111,7 @@ def test_each_text_gives_an_equal_share_and_a_short_one_all_it_has(pack):
     assert batches.parts == tuple(name for name, count in zip(lengths, counts, strict=True) for _ in range(count))
     assert rows(batches) == [row for part, count in zip(alone, counts, strict=True) for row in part[:count]]
     assert [(text.name, len(text.windows)) for text in batches.texts] == list(zip(lengths, counts, strict=True))
-    assert batches.texts[1].available == short
-    assert batches.left_out == ()
+    assert (batches.texts[1].available, batches.left_out) == (short, ())
     assert cut(model, parts, sequences=2, **options).left_out == ("dog",)
 
 
@@ -376,7 +375,6 @@ def test_some_passes_lie_evenly_among_all():
     batches = cut(reader("gpt2"), PROSE, sequences=9, tokens=8, batch_size=2)
     for wanted, sizes in ((1, [2]), (5, [2, 2, 2]), (9, [2, 2, 2, 2, 1]), (99, [2, 2, 2, 2, 1])):
         some = batches.some(wanted)
-        assert [batch.size for batch in some] == sizes
-        assert some.sequences == sum(sizes)
+        assert ([batch.size for batch in some], some.sequences) == (sizes, sum(sizes))
         places = [next(at for at, batch in enumerate(batches) if batch is one) for one in some]
         assert places == [index * len(batches) // len(sizes) for index in range(len(sizes))]
