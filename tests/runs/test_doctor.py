@@ -20,18 +20,21 @@ from attnlens.report.shapes import Shapes
 from attnlens.runs.doctor import TOLERANCE, check_sites
 
 
-def examined(name, *, padded=False):
+def examined(name):
+    """The checks of each site of a tiny model, without and with padding."""
     model = families.build(name).double()
     hooks.allow_float64(model)
-    inputs = hooks.as_dtype(families.inputs(name, model, padded=padded), torch.float64)
-    one = {key: value[:1, :1] if key.endswith(("ids", "mask")) else value[:1] for key, value in inputs.items()}
-    return check_sites(model, hooks.survey(model, one), hooks.survey(model, inputs), inputs)
+    whole, padded = (
+        hooks.as_dtype(families.inputs(name, model, padded=padded), torch.float64) for padded in (False, True)
+    )
+    one = {key: value[:1, :1] if key.endswith(("ids", "mask")) else value[:1] for key, value in whole.items()}
+    alone = hooks.survey(model, one)
+    return [check_sites(model, alone, hooks.survey(model, inputs), inputs) for inputs in (whole, padded)]
 
 
 @pytest.mark.parametrize("name", families.REACHED)
 def test_every_site_of_every_family_is_what_the_model_computes(name):
-    for padded in (False, True):
-        checks = examined(name, padded=padded)
+    for checks in examined(name):
         assert checks
         for check in checks:
             assert check.passed
@@ -53,7 +56,7 @@ def patch_queries(monkeypatch, change):
 def test_heads_in_another_order_and_a_dropped_rotation_are_found(monkeypatch):
     with monkeypatch.context() as patch:
         patch_queries(patch, lambda query: query.flip(0))
-        checks = examined("gpt2")
+        (checks, _) = examined("gpt2")
     assert not any(check.passed for check in checks)
     assert all(check.tokens_error <= 2e-6 for check in checks)
     model = families.build("llama").double()
@@ -99,7 +102,7 @@ def test_the_model_is_loaded_or_copied_in_float64_unless_another_type_is_request
 
 def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_float32(monkeypatch):
     fsmt = loaded(model_types.build("fsmt"), tiny.tokenizer("roberta"))
-    report = attnlens.doctor(fsmt, length=8)
+    report = attnlens.doctor(fsmt, length=8, windows=1)
     assert report.summary.verdict == "agrees"
     (note,) = (note for note in report.settings.notes if "float32" in note)
     assert note.startswith("Computed in float32, whose rounding counts as error, because in float64: ")
@@ -108,7 +111,7 @@ def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_flo
     assert any(note in section.notes for section in site_checks(Shapes(report), "terminal")), "shown with the table"
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
     # EoMT passes float32 masks to torch's attention, which misreads them for queries in float64
-    eomt = attnlens.doctor(loaded(model_types.build("eomt")))
+    eomt = attnlens.doctor(loaded(model_types.build("eomt")), windows=1)
     assert eomt.summary.verdict != "differs"
     assert "because in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
 
@@ -138,9 +141,8 @@ def test_doctor_gives_a_verdict_on_each_site_and_on_the_model(tmp_path):
     assert other.summary.verdict == "partly checked"
     for part in (hunyuan, tokenizer):
         part.save_pretrained(tmp_path)
-    options = "--length", "8", "--no-progress"
     for words, code in (((tmp_path,), 0), ((tmp_path, "--strict"), 3), (("demo", "--strict"), 0)):
-        assert invoke("doctor", *words, *options).returncode == code, words
+        assert invoke("doctor", *words, "--length", "8", "--no-progress").returncode == code, words
 
 
 def test_outputs_that_are_infinite_in_both_passes_are_equal():
