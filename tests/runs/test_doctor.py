@@ -102,7 +102,7 @@ def test_the_model_is_loaded_or_copied_in_float64_unless_another_type_is_request
 
 def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_float32(monkeypatch):
     fsmt = loaded(model_types.build("fsmt"), tiny.tokenizer("roberta"))
-    report = attnlens.doctor(fsmt, length=8, windows=1)
+    report = attnlens.doctor(fsmt, length=8, layers=[0])
     assert report.summary.verdict == "agrees"
     (note,) = (note for note in report.settings.notes if "float32" in note)
     assert note.startswith("Computed in float32, whose rounding counts as error, because in float64: ")
@@ -111,7 +111,7 @@ def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_flo
     assert any(note in section.notes for section in site_checks(Shapes(report), "terminal")), "shown with the table"
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
     # EoMT passes float32 masks to torch's attention, which misreads them for queries in float64
-    eomt = attnlens.doctor(loaded(model_types.build("eomt")), windows=1)
+    eomt = attnlens.doctor(loaded(model_types.build("eomt")), layers=[0])
     assert eomt.summary.verdict != "differs"
     assert "because in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
 
