@@ -119,19 +119,20 @@ def test_controls_are_measured_like_the_same_kernel_as_a_swap(report, demo):
 
 def test_reasons_are_given_for_missing_controls_and_windows(demo):
     read = READ | {"windows": 1}
-    swap = swap_kernel(demo, "uniform", **read).swap
-    control = by_role(swap)["same size"]
+    uniform, fits, all_keys = (
+        swap_kernel(demo, words, **read).swap for words in ("uniform", "random-features:64", "random-features:256")
+    )
+    control = by_role(uniform)["same size"]
     reason = "a state of 17 numbers is too small for a key and its value (32 numbers)"
-    assert (swap.state, control.kernel, control.reasons["kernel"]) == (17, None, reason)
-    assert f"No same size control: {reason}." in swap.notes
-    assert "no key is beyond a window of 64" in swap.reasons["beyond_window"]
-    fits, all_keys = (swap_kernel(demo, f"random-features:{count}", **read).swap for count in (64, 256))
+    assert (uniform.state, control.kernel, control.reasons["kernel"]) == (17, None, reason)
+    assert f"No same size control: {reason}." in uniform.notes
     assert by_role(fits)["same size"].kernel == "sink-window:4,30", "the control"
     assert not any("can store all" in note for note in fits.notes)
     control = by_role(all_keys)["same size"]
     assert (control.kernel, control.loss) == (None, None)
     assert any("a state of 4,352 numbers can store all 64 keys" in note for note in all_keys.notes)
-    assert all_keys.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
+    for swap in (uniform, all_keys):
+        assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
     long = swap_kernel(demo, "random-features:400", **READ | {"windows": 4, "length": 160, "path": "fused"}).swap
     assert by_role(long)["same size"].kernel is None
     assert long.beyond_window.window == 64, "the default"
@@ -140,10 +141,10 @@ def test_reasons_are_given_for_missing_controls_and_windows(demo):
 def test_controls_of_cross_attention_and_of_models_of_both_directions():
     read = {"windows": 2, "batch_size": 2}
     swap = swap_kernel(family("bart"), "rbf", length=8, part="cross", **read).swap
-    controls = by_role(swap)
-    assert controls["same size"].kernel is None
-    assert "cross-attention" in controls["same size"].reasons["kernel"]
-    assert min(controls["floor"].kl, controls["one key"].kl) > 0
+    same_size, one_key, floor = (by_role(swap)[role] for role in ("same size", "one key", "floor"))
+    assert same_size.kernel is None
+    assert "cross-attention" in same_size.reasons["kernel"]
+    assert min(floor.kl, one_key.kl) > 0
     for model, words in ((family("bert"), "elu"), (loaded(families.build("bert").bert), "rbf")):
         swap = swap_kernel(model, words, length=48, **read).swap
         assert (swap.loss is None) == (words == "rbf")
@@ -161,17 +162,21 @@ def test_controls_of_cross_attention_and_of_models_of_both_directions():
 def test_a_forced_path_is_that_of_the_kernel_alone(demo):
     """Controls and generated texts use any path; with a cache, hybrids have no fused one."""
     read = {"windows": 1, "length": 48, "generate": 4}
-    fused, free = (swap_kernel(demo, "elu+hybrid:8", **read, path=path).swap for path in ("fused", "auto"))
-    assert [control.kernel for control in fused.controls] == [control.kernel for control in free.controls]
-    assert by_role(fused)["one key"].loss == by_role(free)["one key"].loss
-    assert fused.agreement == free.agreement is not None
+    fused, free = (swap_kernel(demo, "elu+hybrid:8", **read, path=path) for path in ("fused", "auto"))
+    assert [control.kernel for control in fused.swap.controls] == [control.kernel for control in free.swap.controls]
+    assert by_role(fused.swap)["one key"].loss == by_role(free.swap)["one key"].loss
+    assert fused.swap.agreement == free.swap.agreement is not None
     with pytest.raises(UsageError, match="No fused implementation"):
         swap_kernel(demo, "hard", **read, path="fused")
+    text = printed(free)
+    assert text.count("no errors: only one window was read") == 1, "below the table"
+    assert text.count("one window has no spread") == 1, "of all intervals"
+    assert "a hybrid's window and far part alone" in text
 
 
 def test_a_kl_of_rounding_errors_is_zero(demo, monkeypatch):
-    original = differences.outputs.divergence
-    monkeypatch.setattr(differences.outputs, "divergence", lambda own, new: original(own, new) - 1e-6)
+    honest = differences.outputs.divergence
+    monkeypatch.setattr(differences.outputs, "divergence", lambda own, new: honest(own, new) - 1e-6)
     swap = swap_kernel(demo, "exponential", **READ | BARE | {"windows": 2}).swap
     assert (swap.kl, swap.kl_ci95[0]) == (0, 0)
 
@@ -229,8 +234,8 @@ def test_losses_by_place_and_beyond_a_window_are_those_of_the_tokens_there():
 def test_losses_by_place_average_to_the_loss_and_all_kernels_have_the_same_far_tokens(report, demo):
     swap = report.swaps[1]
     assert sum(part.tokens for part in swap.loss_by_position) == 8 * 63
-    mean = sum(part.change.delta * part.tokens for part in swap.loss_by_position) / (8 * 63)
-    assert mean == pytest.approx(swap.loss.delta, rel=1e-6)
+    total = sum(part.change.delta * part.tokens for part in swap.loss_by_position)
+    assert total / (8 * 63) == pytest.approx(swap.loss.delta, rel=1e-6)
     assert swap.beyond_window.window == 16, "its own window"
     assert by_role(swap)["without filter"].beyond_window.change.delta < swap.beyond_window.change.delta
     rows = [*report.swaps, *(control for each in report.swaps for control in each.controls if control.kernel)]
@@ -239,15 +244,10 @@ def test_losses_by_place_average_to_the_loss_and_all_kernels_have_the_same_far_t
     assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
 
 
-def test_the_summary_says_which_controls_of_its_size_cost_less_than_a_kernel(report, demo):
-    text = printed(report)
-    assert "Lower loss than elu, with disjoint intervals: sink-window:4,4" in text
+def test_the_summary_says_which_controls_of_its_size_cost_less_than_a_kernel(report):
+    assert "Lower loss than elu, with disjoint intervals: sink-window:4,4" in printed(report)
     names = {line.split()[1] for line in summary(report).splitlines() if line.startswith("vs sink-window:")}
     assert names == {"sink-window:4,4", "sink-window:4,12"}, "hard has no such control"
-    text = printed(swap_kernel(demo, "elu+hybrid:8", **READ | {"windows": 1}))
-    assert text.count("no errors: only one window was read") == 1, "below the table"
-    assert text.count("one window has no spread") == 1, "of all intervals"
-    assert "a hybrid's window and far part alone" in text
 
 
 def test_a_legend_is_printed_if_any_row_has_its_column_and_windows_that_differ_in_each_row(report):
