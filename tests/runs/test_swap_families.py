@@ -192,7 +192,7 @@ def test_a_head_without_a_loss_is_ignored_by_swap_sweep_and_healing(head):
 
 
 def test_a_classifying_decoder_is_checked_for_causality():
-    model = tf.GPT2ForSequenceClassification(families.FAMILIES["gpt2"][1]()).eval().requires_grad_(False)
+    model = tf.GPT2ForSequenceClassification(families.build("gpt2").config).eval().requires_grad_(False)
     model.transformer.load_state_dict(families.build("gpt2").transformer.state_dict())
     swap = swap_kernel(loaded(model), "rbf", **SMALL).swap
     assert swap.task == "classification"
