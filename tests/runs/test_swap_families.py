@@ -135,22 +135,21 @@ def test_every_family_gets_a_complete_report(name):
 
 
 def test_rbf_behind_a_norm_of_unit_gain_is_the_exponential_in_every_type():
-    swaps = []
     for gain, dtype in itertools.product((1, 3), (torch.float32, torch.bfloat16)):
         model = families.build("qwen3")
         for key, parameter in model.named_parameters():
             if key.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.copy_(torch.linspace(1 / gain, gain, len(parameter)))
-        swaps.append(swap_kernel(loaded(model.to(dtype)), "rbf", **SMALL).swap)
-    swap, rounded, other, other_rounded = swaps
-    for each in (swap, rounded):
-        (note,) = [note for note in each.notes if "QK-norm" in note]
-        assert note.startswith("All keys of a head have the same length at 2 of 2 sites")
-        assert "exponential" in note
-    assert abs(swap.loss.delta) < 1e-5
-    assert max(site.output_error for site in swap.sites) < 1e-5
-    assert not any("QK-norm" in note for each in (other, other_rounded) for note in each.notes)
-    assert min(site.output_error for site in other.sites) > 1e-2
+        swap = swap_kernel(loaded(model.to(dtype)), "rbf", **SMALL).swap
+        notes, errors = [note for note in swap.notes if "QK-norm" in note], [site.output_error for site in swap.sites]
+        if gain == 1:
+            (note,) = notes
+            assert note.startswith("All keys of a head have the same length at 2 of 2 sites")
+            assert "exponential" in note
+            assert max(abs(swap.loss.delta), *errors) < 1e-5 or dtype == torch.bfloat16
+        else:
+            assert notes == []
+            assert min(errors) > 1e-2
 
 
 def test_notes_name_what_a_model_adds_to_its_scores():
@@ -176,28 +175,35 @@ def test_models_that_cannot_be_swapped_are_refused():
             swap_kernel(family(name), words, **SMALL)
 
 
-@pytest.mark.parametrize("head", [tf.BertForQuestionAnswering, tf.BertForTokenClassification])
-def test_a_head_without_a_loss_is_ignored_by_swap_sweep_and_healing(head):
+def test_a_head_without_a_loss_is_ignored_by_swap_sweep_and_healing():
     """Loss, sweep and healing all read the last hidden states, not the first output."""
-    plain = loaded(families.build("bert").bert)
-    model = head(tf.BertConfig(**families.ENCODER)).eval().requires_grad_(False)
-    model.bert.load_state_dict(plain.model.state_dict(), strict=False)
-    model = loaded(model)
-    swap, bare = (swap_kernel(each, "rbf", sweep="layers", **SMALL).swap for each in (model, plain))
-    assert [e.delta for e in swap.sweep] == pytest.approx([e.delta for e in bare.sweep], abs=1e-6)
-    healed, bare = (attnlens.heal(each, "rbf", train=2, **SMALL).swap for each in (model, plain))
-    assert healed.task == swap.task == "hidden"
-    assert healed.stages[0].hidden_cosine == pytest.approx(bare.stages[0].hidden_cosine, abs=1e-6)
-    assert healed.healing.curve[0].validation == pytest.approx(bare.healing.curve[0].validation, abs=1e-6)
+    body, swaps, healings = families.build("bert").bert, [], []
+    for head in (tf.BertForQuestionAnswering, tf.BertForTokenClassification, None):
+        model = body
+        if head is not None:
+            model = head(tf.BertConfig(**families.ENCODER)).eval().requires_grad_(False)
+            model.bert.load_state_dict(body.state_dict(), strict=False)
+        swaps.append(swap_kernel(loaded(model), "rbf", sweep="layers", **SMALL).swap)
+        healings.append(attnlens.heal(loaded(model), "rbf", train=2, **SMALL).swap)
+    *with_head, bare = swaps
+    *healed, plain = healings
+    for swap, healing in zip(with_head, healed, strict=True):
+        assert swap.task == healing.task == "hidden"
+        assert [e.delta for e in swap.sweep] == pytest.approx([e.delta for e in bare.sweep], abs=1e-6)
+        assert healing.stages[0].hidden_cosine == pytest.approx(plain.stages[0].hidden_cosine, abs=1e-6)
+        first, expected = (each.healing.curve[0].validation for each in (healing, plain))
+        assert first == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_classifying_decoder_is_checked_for_causality():
     model = tf.GPT2ForSequenceClassification(families.build("gpt2").config).eval().requires_grad_(False)
     model.transformer.load_state_dict(families.build("gpt2").transformer.state_dict())
     swap = swap_kernel(loaded(model), "rbf", **SMALL).swap
-    assert swap.task == "classification"
-    assert swap.causality_error == 0
-    ahead = lambda: hooks.answer_calls(model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))  # noqa: E731  # one expression
+    assert (swap.task, swap.causality_error) == ("classification", 0)
+
+    def ahead():
+        return hooks.answer_calls(model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))
+
     with pytest.raises(IdentityError, match="later tokens"):
         gates.causality_error(loaded(model), families.inputs("gpt2", model), ahead, 0)
 
@@ -207,8 +213,7 @@ def test_clip_is_compared_by_its_embeddings_for_every_batch_size_and_healed_from
     """Its classes are the texts of a batch: no number depends on how many there are."""
     read = {"windows": 24 if "train" in more else 8, "length": 8} | BARE
     swap, alone = (swap_or_heal(family("clip"), "rbf", batch_size=size, **read, **more).swap for size in (8, 1))
-    assert swap.task == "hidden"
-    assert swap.causality_error == 0
+    assert (swap.task, swap.causality_error) == ("hidden", 0)
     assert swap.hidden_cosine < 0.999
     assert swap.stages[0].hidden_cosine == pytest.approx(alone.stages[0].hidden_cosine, abs=1e-6)
     if "train" in more:  # which batches are kept back and in what order they come depends on their size
