@@ -177,22 +177,17 @@ def test_models_that_cannot_be_swapped_are_refused():
 
 def test_a_head_without_a_loss_is_ignored_by_swap_sweep_and_healing():
     """Loss, sweep and healing all read the last hidden states, not the first output."""
-    body, swaps, healings = families.build("bert").bert, [], []
-    for head in (tf.BertForQuestionAnswering, tf.BertForTokenClassification, None):
-        model = body
-        if head is not None:
-            model = head(tf.BertConfig(**families.ENCODER)).eval().requires_grad_(False)
-            model.bert.load_state_dict(body.state_dict(), strict=False)
-        swaps.append(swap_kernel(loaded(model), "rbf", sweep="layers", **SMALL).swap)
-        healings.append(attnlens.heal(loaded(model), "rbf", train=2, **SMALL).swap)
-    *with_head, bare = swaps
-    *healed, plain = healings
-    for swap, healing in zip(with_head, healed, strict=True):
-        assert swap.task == healing.task == "hidden"
-        assert [e.delta for e in swap.sweep] == pytest.approx([e.delta for e in bare.sweep], abs=1e-6)
-        assert healing.stages[0].hidden_cosine == pytest.approx(plain.stages[0].hidden_cosine, abs=1e-6)
-        first, expected = (each.healing.curve[0].validation for each in (healing, plain))
-        assert first == pytest.approx(expected, abs=1e-6)
+    models = [families.build("bert").bert]
+    for head in (tf.BertForQuestionAnswering, tf.BertForTokenClassification):
+        models.append(head(tf.BertConfig(**families.ENCODER)).eval().requires_grad_(False))
+        models[-1].bert.load_state_dict(models[0].state_dict(), strict=False)
+    swaps = [swap_kernel(loaded(model), "rbf", sweep="layers", **SMALL).swap for model in models]
+    healed = [attnlens.heal(loaded(model), "rbf", train=2, **SMALL).swap for model in models]
+    assert {swap.task for swap in (*swaps, *healed)} == {"hidden"}
+    effects = [[effect.delta for effect in swap.sweep] for swap in swaps]
+    assert effects[1:] == [pytest.approx(effects[0], abs=1e-6)] * 2
+    measured = [[swap.stages[0].hidden_cosine, swap.healing.curve[0].validation] for swap in healed]
+    assert measured[1:] == [pytest.approx(measured[0], abs=1e-6)] * 2
 
 
 def test_a_classifying_decoder_is_checked_for_causality():
