@@ -4,19 +4,20 @@ from functools import partial
 
 import torch
 from hostile import refused
+from loaded import BARE
 
 import attnlens
 from attnlens.errors import UsageError
 
 SMALL = {"windows": 2, "length": 16, "layers": [1]}
-SWAP = SMALL | {"generate": 0, "controls": False}
 
 
 def test_methods_return_what_the_functions_return(demo):
     lens = attnlens.Lens("demo")
     first, second = (run(analyzers=["symmetry"], **SMALL) for run in (lens.inspect, partial(attnlens.inspect, demo)))
     assert first.heads == second.heads
-    assert lens.swap("linear", **SWAP).swap.loss == attnlens.swap_kernel(demo, "linear", **SWAP).swap.loss
+    first, second = (run("linear", **SMALL, **BARE) for run in (lens.swap, partial(attnlens.swap_kernel, demo)))
+    assert first.swap.loss == second.swap.loss
     other = attnlens.load("demo")
     other.model.transformer.h[1].attn.c_attn.weight.data[:, :16] *= 1.5  # queries of head 0
     changes = lens.compare(attnlens.Lens(other), **SMALL).comparison
