@@ -170,12 +170,10 @@ def test_the_whole_layer_projects_masks_and_splits():
 
 
 def test_sampled_rows_are_evenly_spaced_among_real_tokens():
-    x = torch.arange(8.0).reshape(1, 1, 8, 1)
-    kept = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool).reshape(1, 1, 8)
-    assert ksvd.evenly_spaced(x, 4, None).flatten().tolist() == [0, 2, 4, 7]
-    assert ksvd.evenly_spaced(x, 3, kept).flatten().tolist() == [1, 4, 6]
-    assert ksvd.evenly_spaced(x, 1, kept).flatten().tolist() == [1]
-    assert len(ksvd.evenly_spaced(x, 11, kept).flatten()) == 11
+    x, real = torch.arange(8.0).reshape(1, 1, 8, 1), torch.tensor([[[0, 1, 1, 0, 1, 1, 1, 0]]], dtype=torch.bool)
+    for count, mask, rows in ((4, None, [0, 2, 4, 7]), (3, real, [1, 4, 6]), (1, real, [1])):
+        assert ksvd.evenly_spaced(x, count, mask).flatten().tolist() == rows
+    assert len(ksvd.evenly_spaced(x, 11, real).flatten()) == 11
 
 
 LEAK = "future tokens would leak"

@@ -53,18 +53,18 @@ def bases(setup, fed):
 
 
 @pytest.fixture(scope="module")
-def progress():
-    """The (done, total) that the search of `report` reported."""
-    return []
+def progress_and_report(demo):
+    """The plan of 3 % for `demo`, on other windows of its own text, and the (done, total) of its search."""
+    progress = []
+    note = lambda stage, *counts: progress.append(counts) if stage == "budget" else None  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "SEQUENCES", 96)
+        return progress, attnlens.find_ranks(demo, budget="loss:3%", progress=note, **SMALL)
 
 
 @pytest.fixture(scope="module")
-def report(demo, progress):
-    """The plan of 3 % for `demo`, on other windows of its own text."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "SEQUENCES", 96)
-        note = lambda stage, *counts: progress.append(counts) if stage == "budget" else None  # noqa: E731
-        return attnlens.find_ranks(demo, budget="loss:3%", progress=note, **SMALL)
+def report(progress_and_report):
+    return progress_and_report[1]
 
 
 @pytest.fixture
@@ -264,8 +264,15 @@ def windows_of(plan):
     return [part[0].windows for part in (plan.fitted_on, plan.chosen_on, plan.promised_on, plan.settings.texts)]
 
 
-def test_a_plan_is_within_its_budget_on_each_part_of_the_text(report):
+def test_a_plan_is_within_its_budget_on_each_part_of_the_text_and_no_window_is_used_twice(report):
     check_promise(report, 0.03)
+    plan, parts = report.plan, windows_of(report.plan)
+    assert [len(part) for part in parts] == [32, 32, 32, 16]
+    assert len(set().union(*parts)) == sum(map(len, parts))
+    (calibration,) = plan.settings.calibrations
+    assert calibration.windows == sorted(itertools.chain(*parts[:3]))
+    assert (plan.estimated.sequences, plan.promised.sequences) == (32, 32)
+    assert all(max(part) - min(part) > 0.75 * calibration.available for part in parts), "spread over the whole text"
 
 
 @pytest.mark.full
@@ -276,16 +283,6 @@ def test_a_plan_of_one_per_cent_on_the_whole_text(demo):
     parts = windows_of(report.plan)
     assert [len(part) for part in parts] == [34, 33, 33, 32]
     assert len(set().union(*parts)) == report.plan.promised_on[0].available == 132
-
-
-def test_no_window_is_used_twice(report):
-    plan, parts = report.plan, windows_of(report.plan)
-    assert [len(part) for part in parts] == [32, 32, 32, 16]
-    assert len(set().union(*parts)) == sum(map(len, parts))
-    (calibration,) = plan.settings.calibrations
-    assert calibration.windows == sorted(itertools.chain(*parts[:3]))
-    assert (plan.estimated.sequences, plan.promised.sequences) == (32, 32)
-    assert all(max(part) - min(part) > 0.75 * calibration.available for part in parts), "spread over the whole text"
 
 
 @pytest.mark.parametrize(("placement", "pack"), [("spread", True), ("first", False), ("random", True)])
@@ -352,8 +349,9 @@ def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     assert plan.mean_rank < 16
 
 
-def test_progress_reaches_its_end(report, progress):
+def test_progress_reaches_its_end(progress_and_report):
     """`demo` has three forms of at most five; see test_ranks_plans for a search of one form."""
+    progress, report = progress_and_report
     assert report.plan.forms
     assert progress[0][0] == 0
     assert progress[-1][0] == progress[-1][1]
@@ -424,18 +422,17 @@ def rows_of(batches):
     return [row for fed in batches for row in fed.inputs["input_ids"].tolist()]
 
 
-class Stopped(Exception):  # noqa: N818  # not an error: it carries the rows that were about to be fitted on
-    pass
-
-
 def test_all_calibration_texts_are_read_equally(demo, few, monkeypatch, two_texts):
-    def stop(setup, forms, batches, progress):
-        raise Stopped(rows_of(fed for _, fed in batches))
+    rows = []
+
+    def stop(_setup, _forms, batches, _progress):
+        rows[:] = rows_of(fed for _, fed in batches)
+        raise ZeroDivisionError
 
     monkeypatch.setattr(search, "fit_forms", stop)
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(ZeroDivisionError):
         attnlens.find_ranks(demo, budget="loss:1%", **two_texts, **SMALL)
-    assert [demo.tokenizer.decode(row).isupper() for row in caught.value.args[0]] == [False] * 8 + [True] * 8
+    assert [demo.tokenizer.decode(row).isupper() for row in rows] == [False] * 8 + [True] * 8
 
 
 def test_maps_fitted_without_a_text_do_not_depend_on_it(demo, monkeypatch):
@@ -481,17 +478,16 @@ def tiny_sizes(**changed):
 
 def test_savings_counted_by_hand():
     def cost(rank, **changed):
-        found = costs(tiny_sizes(**changed), LatentSizes(heads=2, keys=1, rank=rank))
-        return found.parameters, found.flops, found.cache
+        return costs(tiny_sizes(**changed), LatentSizes(heads=2, keys=1, rank=rank))
 
+    own, folded, rotated = cost(4), cost(3), cost(3, folds=False)
     # W_Q: 2 heads × (12 × 4 + 4), W_K: 12 × 4; 3 × 48 products; 2 heads × 4 × 6.5 of scores; a key of 4, a value of 5
-    assert cost(4) == (152, 288 + 104, 18)
-    assert cost(3) == (2 * 39 + 36, 2 * 108 + 78, 16), "folded"
-    # rotated: W_Q and W_K stay, A and B of 4 × 3 are added, and act on two queries and a key
-    assert cost(3, folds=False) == (152 + 24, 288 + 2 * 3 * 12 + 78, 16)
-    assert cost(4, folds=False) == cost(4), "a head of full rank needs no maps"
-    assert cost(0)[0] == cost(0, folds=False)[0] == 0
-    assert cost(3, cached=False)[2] == 0
+    assert (own.parameters, own.flops, own.cache) == (152, 288 + 104, 18)
+    assert (folded.parameters, folded.flops, folded.cache) == (2 * 39 + 36, 2 * 108 + 78, 16)
+    # W_Q and W_K stay, A and B of 4 × 3 are added, and act on two queries and a key
+    assert (rotated.parameters, rotated.flops, rotated.cache) == (152 + 24, 288 + 2 * 3 * 12 + 78, 16)
+    assert cost(4, folds=False) == own, "a head of full rank needs no maps"
+    assert cost(0).parameters == cost(0, folds=False).parameters == cost(3, cached=False).cache == 0
 
 
 def test_savings_of_a_shared_latent_counted_by_hand():
@@ -514,15 +510,15 @@ def test_savings_of_a_shared_latent_counted_by_hand():
     assert {found.cache for found in (folded, rotated, before)} == {(7 + 3 * 5) * 2}
 
 
-@pytest.mark.parametrize("rank", [2, 5, 6, 7])
-def test_queries_are_made_in_the_cheaper_way(rank):
+def test_queries_are_made_in_the_cheaper_way():
     """W_Q A of 12 × r for each of six heads, or W_Q of 12 × 4 and A of 4 × r; of 6 both take as many operations."""
-    found = costs(tiny_sizes(), LatentSizes(heads=6, keys=3, rank=rank))
-    folded, separate = 12 * rank, 12 * 4 + 4 * rank
-    assert found.flops == 2 * (6 * min(folded, separate) + 12 * rank) + 2 * rank * 6 * 6.5
-    numbers = (6 * (folded + rank), 6 * (12 * 4 + 4) + 3 * 4 * rank)
-    expected = numbers[0] if folded < separate else min(numbers) if rank == 6 else numbers[1]
-    assert found.parameters - 12 * rank == expected
+    for rank in (2, 5, 6, 7):
+        cost = costs(tiny_sizes(), LatentSizes(heads=6, keys=3, rank=rank))
+        folded, separate = 12 * rank, 12 * 4 + 4 * rank
+        assert cost.flops == 2 * (6 * min(folded, separate) + 12 * rank) + 2 * rank * 6 * 6.5, rank
+        numbers = (6 * (folded + rank), 6 * (12 * 4 + 4) + 3 * 4 * rank)
+        expected = numbers[0] if folded < separate else min(numbers) if rank == 6 else numbers[1]
+        assert cost.parameters - 12 * rank == expected, rank
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -690,8 +686,7 @@ def test_refusals(call, says, remedy):
 
 
 def test_budgets_are_shares():
-    assert arguments.budget("loss:1%") == ("loss", 0.01)
-    assert arguments.budget("ppl: 0.5 %") == ("ppl", 0.005)
+    assert [arguments.budget(words) for words in ("loss:1%", "ppl: 0.5 %")] == [("loss", 0.01), ("ppl", 0.005)]
 
 
 def test_calibration_needs_twelve_windows(demo, tmp_path):

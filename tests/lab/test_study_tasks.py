@@ -158,8 +158,8 @@ def read_pairs(tmp_path):
 
 def test_whole_books_are_held_out_if_ids_are_verses(read_pairs):
     task = read_pairs(VERSES)
-    for part, cases in task.cases.items():
-        assert {task.decode(target.tolist()).split()[3] for target in cases.targets} == BOOKS[part]
+    targets = {part: [task.decode(target.tolist()) for target in cases.targets] for part, cases in task.cases.items()}
+    assert {part: {text.split()[3] for text in written} for part, written in targets.items()} == BOOKS
     assert task.files.keys() == {"verses.tsv.gz"}
     plain = read_pairs([row.split("\t", 1)[1] for row in VERSES])
     assert [len(plain.cases[part].inputs) for part in ("training", "validation", "test")] == [140, 10, 10]
