@@ -78,8 +78,8 @@ def test_seeds_reproduce_and_change_what_is_drawn():
 
 
 def uncrossed(solution, queries, keys, projection=None):
-    found = ksvd.primal(solution, queries, keys, projection)
-    return replace(found, query_weight=found.key_weight, key_weight=found.query_weight)
+    weights = ksvd.primal(solution, queries, keys, projection)
+    return replace(weights, query_weight=weights.key_weight, key_weight=weights.query_weight)
 
 
 def not_inverted(solution, queries, keys, projection=None):

@@ -97,12 +97,12 @@ def test_padding_does_not_matter(way, side):
     causal, heads = way == "causal", heads_of(samples=0 if way == "causal" else 4)
     padded = [torch.cat([f, z] if side == "left" else [z, f], 2) for z, f in zip((q, k, x), fill, strict=True)]
     real = slice(3, None) if side == "left" else slice(TOKENS)
-    kept = torch.zeros(BATCH, 1, TOKENS + 3, dtype=torch.bool)
-    kept[..., real] = True
+    mask = torch.zeros(BATCH, 1, TOKENS + 3, dtype=torch.bool)
+    mask[..., real] = True
     expected = heads(q, k, causal=causal, rows=x)
     plain = {c: heads.objectives(c) for c in ("paper", "code")}
-    found = heads(*padded[:2], causal=causal, real=kept, rows=padded[2])
-    assert_close(found[:, :, real], expected, rtol=1e-12, atol=1e-12)
+    output = heads(*padded[:2], causal=causal, real=mask, rows=padded[2])
+    assert_close(output[:, :, real], expected, rtol=1e-12, atol=1e-12)
     for convention, own in plain.items():
         assert_close(heads.objectives(convention), own, rtol=1e-12, atol=1e-12)
     blind = heads(*padded[:2], causal=causal, rows=padded[2])
@@ -116,8 +116,8 @@ def test_gradients_are_right_and_finite_where_a_query_is_zero():
     names = [name for name, _ in heads.named_parameters()]
 
     def of(q, k, x, *parts):
-        found = torch.func.functional_call(heads, dict(zip(names, parts, strict=True)), (q, k), {"rows": x})
-        return found, heads.objectives("paper"), heads.objectives("code")
+        output = torch.func.functional_call(heads, dict(zip(names, parts, strict=True)), (q, k), {"rows": x})
+        return output, heads.objectives("paper"), heads.objectives("code")
 
     inputs = [z.requires_grad_() for z in (q, k, x)] + [p.detach().clone().requires_grad_() for p in heads.parameters()]
     assert torch.autograd.gradcheck(of, inputs)
@@ -158,15 +158,15 @@ def test_memory_for_the_backward_pass_grows_with_the_tokens_alone():
 def test_the_whole_layer_projects_masks_and_splits():
     layer = PrimalAttention(12, 3, 4, samples=3).double()
     x = torch.randn(BATCH, 7, 12, dtype=torch.float64)
-    kept = torch.ones(BATCH, 7, dtype=torch.bool)
-    kept[1, 5:] = False
-    found = layer(x, kept)
-    assert_close(found[1:, :5], layer(x[1:, :5]), rtol=1e-12, atol=1e-12)
-    assert_close(found[1, 5], layer.out.bias)
+    real = torch.ones(BATCH, 7, dtype=torch.bool)
+    real[1, 5:] = False
+    output = layer(x, real)
+    assert_close(output[1:, :5], layer(x[1:, :5]), rtol=1e-12, atol=1e-12)
+    assert_close(output[1, 5], layer.out.bias)
     split = [part(x[:1]).reshape(1, 7, 3, 4).transpose(1, 2) for part in (layer.query, layer.key)]
     rows = x[:1].reshape(1, 7, 3, 4).transpose(1, 2)
     expected = layer.out(layer.heads(*split, rows=rows).transpose(1, 2).reshape(1, 7, 12))
-    assert_close(found[:1], expected)
+    assert_close(output[:1], expected)
 
 
 def test_sampled_rows_are_evenly_spaced_among_real_tokens():
@@ -468,8 +468,8 @@ def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
         fill = torch.full((4, 3), 7)
         mask = torch.cat([torch.zeros(4, 3), torch.ones(4, 10)], 1).long()
         places = (mask.cumsum(1) - 1).clamp_min(0)
-        given = {"input_ids": torch.cat([fill, ids], 1), "attention_mask": mask, "position_ids": places}
-        assert_close(model(**given).logits[:, 3:], first, rtol=1e-4, atol=1e-4)
+        padded = {"input_ids": torch.cat([fill, ids], 1), "attention_mask": mask, "position_ids": places}
+        assert_close(model(**padded).logits[:, 3:], first, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -499,17 +499,17 @@ def counts(written, reference, order):
 
 
 def test_bleu_and_chrf_count_n_grams(monkeypatch):
-    found = bleu_and_chrf(list(zip(WRITTEN, REFERENCE, strict=True)))
+    scores = bleu_and_chrf(list(zip(WRITTEN, REFERENCE, strict=True)))
     words = [[one.replace(".", " .").split() for one in side] for side in (WRITTEN, REFERENCE)]
     precision = [hits / written for hits, written, _ in (counts(*words, order) for order in range(1, 5))]
     lengths = [sum(map(len, side)) for side in words]
     brevity = min(1.0, math.exp(1 - lengths[1] / lengths[0]))
-    assert found["BLEU"] == pytest.approx(100 * brevity * math.prod(precision) ** 0.25)
+    assert scores["BLEU"] == pytest.approx(100 * brevity * math.prod(precision) ** 0.25)
     letters = [[one.replace(" ", "") for one in side] for side in (WRITTEN, REFERENCE)]
     rows = [counts(*letters, order) for order in range(1, 7)]
     precise = sum(hits / written for hits, written, _ in rows) / 6
     complete = sum(hits / reference for hits, _, reference in rows) / 6
-    assert found["chrF"] == pytest.approx(100 * 5 * precise * complete / (4 * precise + complete))
+    assert scores["chrF"] == pytest.approx(100 * 5 * precise * complete / (4 * precise + complete))
     assert bleu_and_chrf(list(zip(REFERENCE, REFERENCE, strict=True)))["BLEU"] == pytest.approx(100), "the control"
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(UsageError) as caught:
