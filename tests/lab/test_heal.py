@@ -538,7 +538,7 @@ def test_checkpointing_gives_the_same_gradient(demo):
 
 # --- healing ----------------------------------------------------------------------------------------------------------
 def test_healing_brings_the_demo_nearer(demo):
-    swap = attnlens.heal(demo, "rbf", train=40, seed=1, **READ).swap
+    swap = attnlens.heal(demo, "rbf", train=32, seed=1, **READ).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
     swapped, healed = swap.stages
     assert healed.loss.before == swapped.loss.before
@@ -552,7 +552,7 @@ def test_healing_brings_the_demo_nearer(demo):
     assert chosen.validation == min(step.validation for step in curve) < 0.7 * curve[0].validation
     assert curve[0].loss == pytest.approx(swapped.loss.after, rel=1e-5)
     assert chosen.loss == pytest.approx(healed.loss.after, rel=1e-5)
-    assert swap.healing.steps == 40
+    assert swap.healing.steps == 32
     assert swap.healing.parameters == 4 * (128 * 2 * 128 + 8 * 16), "W_Q, W_K and an origin for each head"
 
 
@@ -654,7 +654,7 @@ def test_weights_are_restored_after_an_error(demo):
 
 
 def test_a_healing_on_text_has_a_control_that_is_trained_as_long(demo):
-    swap = attnlens.heal(demo, "rank:6", train=4, learn="text", control=True, **READ).swap
+    swap = attnlens.heal(demo, "rank:6", train=2, learn="text", control=True, **READ).swap
     (swapped, healed), record, control = swap.stages, swap.healing, swap.healing.control
     assert (swapped.name, healed.name) == ("swapped", "healed")
     assert (record.goal, record.tokens) == ("text", control.tokens)
