@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 import torch
 from torch import ones, zeros
-from watch import unwatched
+from watch import once, unwatched
 
 from attnlens import kernels
 from attnlens.analyzers.ksvd import _cumulative_curves
@@ -57,6 +57,7 @@ def test_a_wrong_shape_raises_in_every_package_but_for_users():
             wrong_call()
     with unwatched(), pytest.raises(RuntimeError):
         WRONG["ksvd"]()
+    assert jaxtyping.jaxtyped is once, "it also decorates functions inside functions, at each call of the outer one"
 
 
 def test_every_file_of_the_packages_is_watched_but_four():
