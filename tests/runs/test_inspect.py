@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from html import unescape
 from pathlib import Path
+from unittest.mock import Mock
 
 import families
 import pytest
@@ -133,15 +134,13 @@ def test_a_report_survives_the_way_to_a_file_and_back(inspected, tmp_path):
 def test_heads_of_gaussian_weights_have_the_norm_of_their_null_whatever_their_scale(scale):
     model = families.build("llama")
     torch.manual_seed(0)
-    for module in model.modules():
-        if hasattr(module, "scaling"):
-            module.scaling = scale
-    for name, weight in model.named_parameters():
-        if "q_proj" in name:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = scale
+        for weight in layer.self_attn.q_proj.parameters():
             torch.nn.init.normal_(weight, std=3.0)
-        if "k_proj" in name:  # two key heads, the second of which has five times larger weights
+        for weight in layer.self_attn.k_proj.parameters():
             torch.nn.init.normal_(weight, std=0.5)
-            weight.data[10:] *= 5
+            weight.data[10:] *= 5  # of the second key head
     report = attnlens.inspect(model, source="weights", analyzers=("symmetry",))
     ratios = [norm.value / norm.null.mean for norm in (head.measures["weights.norm"] for head in report.heads)]
     assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
@@ -277,22 +276,18 @@ def test_a_misread_model_gets_no_numbers_and_other_failures_are_not_blamed_on_it
         patch.setitem(hooks.identity_error.__globals__, "attend", misread)
         refused(IdentityError, lambda: attnlens.inspect(demo, **SMALL), "changes its outputs")
 
-    def broken(_model, _inputs):
-        raise ValueError("our own")
-
-    monkeypatch.setattr(hooks, "run_survey", broken)
+    monkeypatch.setattr(hooks, "run_survey", Mock(side_effect=ValueError("our own")))
     with pytest.raises(ValueError, match="our own"):
         attnlens.inspect(demo, source="weights")
 
 
 def test_the_identity_of_long_windows_is_verified_on_one_sequence(demo, monkeypatch):
-    counts, honest = [], checks.prove_identity
-    count = lambda model, inputs: counts.append(len(inputs["input_ids"])) or honest(model, inputs)  # noqa: E731
-    monkeypatch.setattr(checks, "prove_identity", count)
+    prove = Mock(wraps=checks.prove_identity)
+    monkeypatch.setattr(checks, "prove_identity", prove)
     for longest in (16**2, 16**2 - 1):
         monkeypatch.setattr(pipeline, "LONG", longest)
         attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], windows=4, length=16)
-    assert counts == [2, 1]
+    assert [len(call.args[1]["input_ids"]) for call in prove.call_args_list] == [2, 1]
 
 
 def test_a_config_with_which_the_model_can_not_run_is_refused(tmp_path):

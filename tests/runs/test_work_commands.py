@@ -511,7 +511,7 @@ def test_the_program_writes_the_report_after_the_last_shard_and_runs_jobs(tmp_pa
     [
         {"length": 8, "windows": 2, "layers": [0], "heads": [0, 3], "analyzers": ["selection", "ksvd"]},
         {"length": 8, "windows": 2, "layers": [1], "heads": [2], "show": "attention"},
-        FEW | {"from_files": True},
+        FEW | {"from_files": True, "layers": [0, 1]},
     ],
     ids=["gathered", "shown", "files"],
 )
@@ -658,19 +658,17 @@ def test_a_checkpoint_with_a_failed_unit_is_read_again_without_its_finished_unit
         of_step = "step-00030" in str(inspection.loaded.folder)
         return ZeroDivisionError("odd") if of_step and unit.name == "weights of layer 1" else None
 
+    converge = partial(attnlens.converge_checkpoints, checkpoints, **SERIES, work=tmp_path)
     with counted(Inspection, "_compute_unit", fails=fails):
-        report = attnlens.converge_checkpoints(checkpoints, **SERIES, work=tmp_path)
-    assert f"in step-00030, weights of layer 1: {ODD}" in report.coverage.sentence
+        assert f"in step-00030, weights of layer 1: {ODD}" in converge().coverage.sentence
     with counted(Inspection, "_compute_unit") as calls:
-        assert attnlens.converge_checkpoints(checkpoints, **SERIES, work=tmp_path).coverage.complete
+        assert converge().coverage.complete
     assert [unit.name for _, unit in calls] == ["weights of layer 1"]
     assert is_cleared(tmp_path)
 
 
 def test_a_checkpoint_that_fails_is_missing_with_its_reason(checkpoints, tmp_path):
-    def fails(_series: Series, name: str) -> Exception | None:
-        return ZeroDivisionError("odd") if "step-00030" in name else None
-
+    fails = lambda _series, name: ZeroDivisionError("odd") if "step-00030" in name else None  # noqa: E731
     options = SERIES | {"windows": 2, "layers": [0], "work": tmp_path}
     with counted(Series, "read_unit", fails=fails):
         report = attnlens.converge_checkpoints(checkpoints, **options)
