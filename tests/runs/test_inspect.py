@@ -251,9 +251,10 @@ def test_a_vision_model_reads_random_pixels_and_takes_no_text(tmp_path):
     assert "random pixels" in settings.noise.name
     assert "random pixels, 3 images of 10 tokens each" in facts.build_heading(report, whole=False).facts
     assert report.heads[0].measures[ENTROPY].n == 3
-    (tmp_path / "text.txt").write_text("In the beginning. " * 50)
-    for options in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
-        refused(UsageError, lambda o=options: attnlens.inspect(tmp_path, **o), "takes pixels but no text")
+    text = tmp_path / "text.txt"
+    text.write_text("In the beginning. " * 50)
+    for options in ({"length": 16}, {"text": str(text)}):
+        refused(UsageError, partial(attnlens.inspect, tmp_path, **options), "takes pixels but no text")
 
 
 def test_a_site_that_sees_no_key_is_skipped_and_a_complex_scale_is_refused():
@@ -340,10 +341,10 @@ def test_options_that_make_no_sense_are_refused_in_two_lines(demo, tmp_path):
 def test_one_path_is_one_text_and_one_name_one_analyzer(demo, tmp_path):
     path = tmp_path / "a text.txt"
     path.write_text("And God said, Let there be light: and there was light. " * 30)
-    options = {"layers": [0], "windows": 2, "length": 16}
-    expected = attnlens.inspect(demo, text=[str(path)], analyzers=["spectrum"], **options)
+    inspect = partial(attnlens.inspect, demo, layers=[0], windows=2, length=16)
+    expected = inspect(text=[str(path)], analyzers=["spectrum"])
     for text in (path, str(path), [path]):
-        report = attnlens.inspect(demo, text=text, analyzers="spectrum", **options)
+        report = inspect(text=text, analyzers="spectrum")
         assert (report.heads, report.settings) == (expected.heads, expected.settings)
     assert "weights.effective_rank" in expected.measure_names()
     assert "weights.symmetry" not in expected.measure_names()

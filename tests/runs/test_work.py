@@ -126,15 +126,16 @@ def test_a_file_depends_on_its_unit_alone_and_its_name_is_unique(store):
     for _ in range(2):
         store.save("a", VALUES)
         contents.append(store.path("a").read_bytes())
-    assert contents[0] == contents[1]
-    names = ["a", "a ", "A", "a/../b", "a" * 1000, "a" * 1001, "é", "", ".", "/"]
-    assert len({file_stem(name).lower() for name in names}) == len(names), "also if case is ignored"
-    assert all(len(file_stem(name)) < 100 and "/" not in file_stem(name) for name in names)
-    for place in range(0, len(contents[0]), 7):
-        flipped = contents[0][:place] + bytes([contents[0][place] ^ 1]) + contents[0][place + 1 :]
+    content, stamp = contents[0], store._stamp("a")
+    assert content == contents[1]
+    for place in range(0, len(content), 7):
+        flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
         with pytest.raises(ValueError, match=r".*"):
-            store_module._parse(flipped, store._stamp("a"))
-    assert same(store_module._parse(contents[0], store._stamp("a")), VALUES), "the control"
+            store_module._parse(flipped, stamp)
+    assert same(store_module._parse(content, stamp), VALUES), "the control"
+    stems = [file_stem(name) for name in ("a", "a ", "A", "a/../b", "a" * 1000, "a" * 1001, "é", "", ".", "/")]
+    assert len({stem.lower() for stem in stems}) == 10, "also if case is ignored"
+    assert all(len(stem) < 100 and "/" not in stem for stem in stems)
 
 
 def test_a_finished_unit_is_loaded_and_without_resume_all_are_computed(plan, store, computes):
@@ -405,9 +406,7 @@ def test_an_error_does_not_keep_the_memory_of_its_unit():
 def test_an_interruption_keeps_what_is_finished_and_hands_over_what_a_unit_has_found(plan, store, computes):
     for error, values in ((KeyboardInterrupt(), NAMES[:1]), (Stopped(NAMES[1], "half"), NAMES[:2])):
         outcome = run_units(NAMES, Units(error), plan, store)
-        assert outcome.stopped
-        assert list(outcome.values) == values
-        assert outcome.missing == {}
+        assert (outcome.stopped, list(outcome.values), outcome.missing) == (True, values, {})
     assert outcome.values[NAMES[1]] == "half"
     shard = WorkPlan(work=plan.work, shard="1/1")
     assert run_units(NAMES, Units(KeyboardInterrupt()), shard, store).stopped
@@ -440,13 +439,13 @@ def test_shards_compute_each_unit_once_and_name_what_failed_and_remains(plan, st
 @pytest.fixture
 def spread(tmp_path):
     """Runs units in two processes, which rely on nothing that is imported here."""
-    store = WorkPlan(work=tmp_path / "work").store(FACTS)
+    plan = WorkPlan(work=tmp_path / "work", jobs=2)
 
-    def run(names: list[str], seed: int = 0, jobs: int = 2, **more: Any) -> work.Outcome:
-        plan = WorkPlan(work=tmp_path / "work", jobs=jobs)
+    def run(names: list[str], seed: int = 0, **more: Any) -> work.Outcome:
         elsewhere = work_units.opened, (str(tmp_path), seed)
         with forkserver.workers():
-            return run_units(names, lambda _: pytest.fail("Not here."), plan, store, elsewhere=elsewhere, **more)
+            here = lambda _: pytest.fail("Not here.")  # noqa: E731
+            return run_units(names, here, plan, plan.store(FACTS), elsewhere=elsewhere, **more)
 
     return run
 
