@@ -348,6 +348,7 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
     folder, text, code = saved(tmp_path / "a"), tmp_path / "text.txt", tmp_path / "attnlens" / "spectra.py"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
     options = {"analyzers": ["symmetry"], "length": 8, "windows": 2, "text": [str(text)]}
+    others = {"show": "attention", "seed": 1, "dtype": "float64", "heads": [0], "analyzers": ["spectrum"]}
     code.parent.mkdir()
 
     def swap_letters() -> None:
@@ -366,11 +367,7 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
         "config": lambda: edited(folder / "config.json", scale_attn_by_inverse_layer_idx=True),
         "tokenizer": swap_letters,
         "text": lambda: text.write_text("pack my box with five dozen liquor jugs, said he. " * 20),
-        "show": lambda: options.update(show="attention"),
-        "seed": lambda: options.update(seed=1),
-        "dtype": lambda: options.update(dtype="float64"),
-        "heads": lambda: options.update(heads=[0]),
-        "analyzers": lambda: options.update(analyzers=["spectrum"]),
+        **{name: partial(options.update, {name: value}) for name, value in others.items()},
         "version": lambda: monkeypatch.setattr(store, "_version", lambda _: "99.0"),
         "code": lambda: edit_code("first"),
         "other code": lambda: edit_code("other"),
@@ -401,8 +398,8 @@ def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatc
         "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed"),
     }
     check_keys(lambda: swap_pipeline.open_run(str(folder), tuple(kernels), SwapRequest(**options))[0], changes)
-    budget = SMALL | {"controls": False, "budget": "loss:10%", "layers": [1]}
-    keys = {key_of(rank_work("demo", RanksRequest(**budget, latents=form)).facts) for form in (None, "group=1")}
+    requests = [RanksRequest(**BUDGET | {"latents": form}) for form in (None, "group=1")]
+    keys = {key_of(rank_work("demo", request).facts) for request in requests}
     assert len(keys) == 2
 
 
