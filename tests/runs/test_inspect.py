@@ -276,7 +276,6 @@ def test_a_misread_model_gets_no_numbers_and_other_failures_are_not_blamed_on_it
     with monkeypatch.context() as patch:
         patch.setitem(hooks.identity_error.__globals__, "attend", misread)
         refused(IdentityError, lambda: attnlens.inspect(demo, **SMALL), "changes its outputs")
-
     monkeypatch.setattr(hooks, "run_survey", Mock(side_effect=ValueError("our own")))
     with pytest.raises(ValueError, match="our own"):
         attnlens.inspect(demo, source="weights")
