@@ -1,33 +1,36 @@
 """Calls of attention on random tensors: masks, biases, grouped heads, caches."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.registry import Fit
 from attnlens.records import Call
 
 HEADS, DIM = 4, 8
 
 
-def call(
-    queries: int = 150,
-    keys: int | None = None,
-    *,
-    batch: int = 2,
-    kv_heads: int = HEADS,
-    value_dim: int = DIM,
-    dtype: torch.dtype = torch.float64,
-    **more: Any,
-) -> Call:
+def call(queries=150, keys=None, *, batch=2, kv_heads=HEADS, value_dim=DIM, dtype=torch.float64, **more) -> Call:
     """Random tensors whose scores have a standard deviation of about 3, so that attention is far from uniform."""
     draw = torch.Generator().manual_seed(queries + 7 * (keys or 0) + 31 * value_dim)
     keys = queries if keys is None else keys
     shapes = (HEADS, queries, DIM), (kv_heads, keys, DIM), (kv_heads, keys, value_dim)
     q, k, v = (torch.randn(batch, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
     return Call((1.7 * q).to(dtype), (1.7 * k).to(dtype), v.to(dtype), DIM**-0.5, **more)
+
+
+def fitted(words: str, *calls: Call, **settings: object) -> Kernel:
+    """The kernel, fitted to these calls by a fit with these attributes."""
+    kernel = parsed(words)
+    fit = kernel.info.fit(**kernel.parameters)
+    assert isinstance(fit, Fit)
+    for name, value in settings.items():
+        setattr(fit, name, value)
+    for each in calls:
+        fit.update(each)
+    return kernel.with_fitted(fit.solve())
 
 
 def tril(queries: int, keys: int) -> Tensor:
@@ -56,7 +59,7 @@ def bias(tokens: int) -> Tensor:
     return (-(place[:, None] - place).abs() / 5 * torch.linspace(0, 1, HEADS).double()[:, None, None])[None]
 
 
-CASES: dict[str, Callable[..., Call]] = {
+CASES = {
     "all": call,
     "causal": partial(call, causal=True),
     "left padding, causal": partial(call, allowed=left_padded(150)),
