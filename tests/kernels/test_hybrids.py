@@ -211,12 +211,6 @@ def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far, sin
 OPTIONS = {"windows": 4, "length": 40, "layers": [1, 2], "train": 14}
 
 
-@pytest.fixture(scope="module")
-def healed(demo, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hybrid") / "saved"
-    return attnlens.heal(demo, "learned-features:16+hybrid:16", generate=4, save=folder, **OPTIONS).swap, folder
-
-
 def test_healing_brings_learned_features_nearer(demo):
     """A third of the distance at least is gone after fourteen steps: untrained maps of a random start are worse."""
     swap = attnlens.heal(demo, "learned-features:16", **BARE, **OPTIONS).swap
@@ -231,9 +225,8 @@ def test_only_parameters_fitted_to_text_are_called_fitted(demo):
     options = {"windows": 2, "length": 32, "layers": [1]} | BARE
     report = swap_kernel(demo, "learned-features:16", **options)
     random = "The maps of learned-features are random until `attnlens heal` trains them."
-    assert report.swap.fitted == []
+    assert (report.swap.fitted, report.settings.calibration) == ([], None)
     assert random in report.swap.notes
-    assert report.settings.calibration is None
     assert "fitted" not in summary(report)
     mixed = swap_kernel(demo, ["learned-features:16+hybrid:8", "elu+hybrid:8"], fit=True, **options)
     assert [swap.fitted for swap in mixed.swaps] == [["near_log_weight"], ["near_log_weight"]]
@@ -244,8 +237,8 @@ def test_only_parameters_fitted_to_text_are_called_fitted(demo):
     assert not any("--fit" in note for swap in mixed.swaps for note in swap.notes)
 
 
-def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_folder(healed):
-    swap, folder = healed
+def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_folder(demo, tmp_path):
+    swap = attnlens.heal(demo, "learned-features:16+hybrid:16", generate=4, save=tmp_path / "saved", **OPTIONS).swap
     controls = {control.role: control for control in swap.controls}
     assert controls["filter alone"].kernel == "window:16"
     assert controls["without filter"].kernel == controls["far part, healed"].kernel == "learned-features:count=16"
@@ -253,13 +246,11 @@ def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_f
         assert controls[role].loss.delta > swap.loss.delta
     # for all keys it need not be nearer: it was trained for those beyond the window
     assert controls["far part, healed"].kl != controls["without filter"].kl, "its maps were trained"
-    assert swap.fitted == ["key_weight", "near_log_weight", "query_weight"]
-    assert swap.state == 16 * 17 + 16 * 32
+    assert (swap.fitted, swap.state) == (["key_weight", "near_log_weight", "query_weight"], 16 * 17 + 16 * 32)
     assert swap.agreement is not None, "greedy continuations run with a key-value cache"
-    assert swap.mask_error in (None, 0.0)
-    assert swap.causality_error == 0.0
+    assert (swap.mask_error or 0.0, swap.causality_error) == (0.0, 0.0)
     ids = torch.arange(40)[None] + 5
-    back = load_swapped(folder)
+    back = load_swapped(tmp_path / "saved")
     with torch.no_grad():
         new = back.model(ids).logits
         back.close()

@@ -197,7 +197,7 @@ def test_rbf_measures_the_whole_distance_from_its_fitted_origin(words):
         assert (log - log.mT).abs().max() > 0.1, "an origin makes rbf asymmetric"
 
 
-def test_kernels_of_features_have_positive_semidefinite_gram_matrices():
+def test_kernels_of_features_are_positive_semidefinite_and_their_maps_multiply_to_them_token_by_token():
     q, _ = drawn(queries=40)
     for name in ("exponential", "rbf", "laplacian", "intersection", "cosine", "elu", "relu", "polynomial"):
         log = parsed(name).log(q, q, SCALE)
@@ -207,6 +207,13 @@ def test_kernels_of_features_have_positive_semidefinite_gram_matrices():
         assert parsed(name).info.features != "none"
     assert torch.linalg.eigvalsh(parsed("l2").log(q[:, :, :20], q[:, :, :20], SCALE).exp()).min() < -1
     assert parsed("l2").info.features == "none"
+    for words in ("linear", "elu", "relu", "random-features", "learned-features:6"):
+        kernel, (q, k) = known(words), drawn()
+        sign = kernel.sign(q, k, SCALE) if kernel.signed else 1
+        key = kernel.phi(k, SCALE, "key")
+        torch.testing.assert_close(kernel.phi(q, SCALE, "query") @ key.mT, sign * kernel.log(q, k, SCALE).exp())
+        torch.testing.assert_close(kernel.phi(k[..., 2:5, :], SCALE, "key"), key[..., 2:5, :])
+    assert parsed("exponential").info.feature_map is None
 
 
 def test_in_half_precision_rbf_splits_its_key_term():
@@ -228,8 +235,7 @@ def test_identities_between_kernels():
     orders = [parsed(f"taylor:{n}").log(q, k, SCALE).softmax(-1) for n in (10, 20, 30, 60)]
     errors = [(weights - x.softmax(-1)).abs().max() for weights in orders]
     assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 0.1
-    assert errors[-1] < 1e-12, "the series becomes the exponential, in float32 too"
+    assert errors[0] > 0.1 > 1e-12 > errors[-1], "the series becomes the exponential, in float32 too"
     single = parsed("taylor:60").log(q.float(), k.float(), SCALE)
     torch.testing.assert_close(single.softmax(-1), x.softmax(-1).float(), rtol=0, atol=1e-5)
     torch.testing.assert_close(single[x.abs() < 8], x[x.abs() < 8].float(), rtol=0, atol=1e-5)
@@ -270,16 +276,6 @@ def test_conventions_of_single_kernels():
     with torch.inference_mode():
         parsed("random-features:5").log(q, k, SCALE)
     parsed("random-features:5").log(q.clone().requires_grad_(), k, SCALE).sum().backward()  # the draws can be cached
-
-
-def test_feature_maps_multiply_to_the_kernel_token_by_token():
-    for words in ("linear", "elu", "relu", "random-features", "learned-features:6"):
-        kernel, (q, k) = known(words), drawn()
-        sign = kernel.sign(q, k, SCALE) if kernel.signed else 1
-        key = kernel.phi(k, SCALE, "key")
-        torch.testing.assert_close(kernel.phi(q, SCALE, "query") @ key.mT, sign * kernel.log(q, k, SCALE).exp())
-        torch.testing.assert_close(kernel.phi(k[..., 2:5, :], SCALE, "key"), key[..., 2:5, :])
-    assert parsed("exponential").info.feature_map is None
 
 
 def test_random_features_are_unbiased_orthogonal_and_never_overflow():
@@ -597,10 +593,9 @@ def test_senseless_words_are_refused_with_a_remedy():
         assert "\n" not in refusal.value.problem + refusal.value.remedy
 
 
-@pytest.mark.parametrize("tie", PAIRWISE)
-def test_ties_of_pairs_compute_their_formula_with_any_kernel(tie):
+def test_ties_of_pairs_compute_their_formula_with_any_kernel_and_filters_keep_what_theirs_say():
     q, k = drawn(keys=9)
-    for words in ("rbf", "polynomial", "elu", "laplacian"):
+    for tie, words in itertools.product(PAIRWISE, ("rbf", "polynomial", "elu", "laplacian")):
         kernel, plain = parsed(f"{words}+{tie}"), parsed(words)
         own = plain.log(q, k, SCALE)
         tied = {"tied-query": plain.log(q, q, SCALE), "tied-key": plain.log(k, k, SCALE)}.get(tie, (own + own.mT) / 2)
@@ -610,11 +605,7 @@ def test_ties_of_pairs_compute_their_formula_with_any_kernel(tie):
         torch.testing.assert_close(tile, tied[..., 1:4, 2:9])
         with pytest.raises(UsageError, match="same tokens"):
             kernel.log(*drawn(), SCALE)
-
-
-def test_filters_keep_what_their_formulas_say():
-    """Which of the keys 0 … 4 and 7 the query at 4 keeps."""
-    keys = torch.tensor([0, 1, 2, 3, 4, 7])
+    keys = torch.tensor([0, 1, 2, 3, 4, 7])  # and a query at 4
     rows = {"window:2": [3, 4], "sink-window:1,2": [0, 3, 4], "strided:3": [1, 2, 3, 4, 7], "strided:2": [0, 2, 3, 4]}
     for words, row in rows.items():
         assert keys[parsed(words).filter.keeps(torch.tensor([4]), keys)[0]].tolist() == row, words
