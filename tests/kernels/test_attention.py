@@ -1,7 +1,6 @@
 """Tests that attention by every route is softmax(log k + mask) v as computed naively in float64."""
 
 import itertools
-import math
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.attention.flex_attention
-from attention_calls import CASES, DIM, HEADS, apart, bias, call, right_padded, sliding, tril
+from attention_calls import CASES, DIM, HEADS, apart, bias, call, dense, right_padded, sliding, tril
 from heads import random
 from program import python
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,41 +42,6 @@ NAMES = [kernel.spelling + (" fitted" if kernel.fitted else "") for kernel in KE
 every_kernel = pytest.mark.parametrize("number", range(len(KERNELS)), ids=NAMES)
 """By number: kernels of the same route take turns at the cases."""
 in_turns = pytest.mark.parametrize("turns", [True, pytest.param(False, marks=pytest.mark.full)], ids=["turns", "all"])
-
-
-def dense(case, kernel):
-    """In float64, all at once: Σ_j k_j exp(b_j) v_j / Σ_j k_j exp(b_j) over the keys allowed; NaN where none is."""
-    q, k, v = (x.double() for x in (case.query, case.paired_key, case.paired_value))
-    log_k = kernel.log(q, k, case.scale, softcap=case.softcap)
-    sign = kernel.sign(q, k, case.scale, softcap=case.softcap) if kernel.signed else torch.ones_like(log_k)
-    added, seen = 0.0 if case.bias is None else case.bias.double(), case.visible()
-    seen = torch.ones_like(log_k, dtype=torch.bool) if seen is None else seen.expand_as(log_k)
-    kept = seen & keys_kept(case, kernel) if kernel.filter or kernel.near else seen
-    if kernel.near:
-        gamma = kernel.fitted.get("near_log_weight", torch.zeros(HEADS)).double()[:, None, None]
-        own = q @ k.mT * case.scale + added
-        largest = torch.where(kept, own, -1e9).amax(-1, keepdim=True)
-        mass = torch.where(kept, (gamma + own - largest).exp(), (log_k + added).exp()) * seen
-    elif kernel.info.hard:
-        best = (log_k + added).masked_fill(~kept, -math.inf).argmax(-1)
-        mass = kept * torch.nn.functional.one_hot(best, log_k.shape[-1]).double()
-    else:
-        log_k = (log_k + added).masked_fill(~kept, -math.inf)
-        mass = torch.where(kept, sign * (log_k - log_k.amax(-1, keepdim=True)).exp(), 0.0)
-    return (mass @ v / mass.sum(-1, keepdim=True)).transpose(1, 2)
-
-
-def keys_kept(case, kernel):
-    """The filter or window by its formula, from positions counted by hand."""
-    key_filter = kernel.filter or kernel.near
-    queries, keys, numbers = case.query.shape[2], case.key.shape[2], key_filter.parameters
-    padded = case.allowed is not None and case.allowed.shape[0] > 1 and not bool(case.allowed[1, 0, -1, 0])
-    start = torch.tensor([0, 70 * padded])[:, None, None, None]
-    i, j = torch.arange(queries)[:, None] + (0 if case.causal else keys - queries), torch.arange(keys)
-    near = (i - j).abs() < numbers.get("width", numbers.get("stride", 0))
-    if key_filter.modifier.name == "strided":
-        return near | ((i - j) % numbers["stride"] == 0)
-    return near | (j - start < numbers.get("sinks", 0))
 
 
 def positive(case):

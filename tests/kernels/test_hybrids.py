@@ -1,11 +1,11 @@
 """Tests that a hybrid is the model's own kernel within its window and a kernel of features beyond."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from attention_calls import dense
 from heads import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -46,30 +46,6 @@ def hybrid(width, far="learned-features:6", *, sinks=0, gamma=None):
     return kernel.with_fitted({**(dict(maps) if "learned" in far else {}), "near_log_weight": near})
 
 
-def naive(call, kernel, seen):
-    """Every weight from the formula alone."""
-    width, sinks = kernel.near.parameters["width"], kernel.near.parameters.get("sinks", 0)
-    place = torch.arange(call.query.shape[2])
-    begin = seen.any(1).int().argmax(-1)[:, None, None]
-    near = seen & (((place[:, None] - place).abs() < width) | (place - begin < sinks))
-    scores = torch.einsum("bhid,bhjd->bhij", call.query, call.key) * call.scale
-
-    def features(x, name):
-        projected = math.sqrt(call.scale) * torch.einsum("bhtd,hfd->bhtf", x, kernel.fitted[name])
-        powers = [projected.exp(), (-projected).exp()]
-        return torch.cat([power / power.sum(-1, keepdim=True) for power in powers], -1)
-
-    far = torch.einsum("bhif,bhjf->bhij", features(call.query, "query_weight"), features(call.key, "key_weight"))
-    output = torch.zeros_like(call.query)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, call.query.shape[:3])).tolist():
-        own, close = scores[b, h, i], near[b, i]
-        gamma = math.exp(float(kernel.fitted["near_log_weight"][h]))
-        largest = own[close].max() if bool(close.any()) else 0.0
-        mass = torch.where(close, gamma * (own - largest).exp(), far[b, h, i]) * seen[b, i]
-        output[b, h, i] = mass @ call.value[b, h] / mass.sum()
-    return output.transpose(1, 2)
-
-
 @settings(deadline=None, max_examples=50)
 @example(tokens=7, width=1, sinks=6, causal=False, padding=0, chunk=2)  # first tokens behind the chunks that are read
 @given(st.integers(1, 11), st.integers(1, 13), st.integers(0, 7), st.booleans(), st.integers(-6, 6), st.integers(1, 5))
@@ -80,7 +56,7 @@ def test_a_hybrid_is_its_formula_weight_by_weight(tokens, width, sinks, causal, 
     seen[1, :, : max(0, padding)] = False
     seen[1, :, max(1, tokens + min(0, padding)) :] = False
     call, kernel = Call(*drawn(tokens, seed=tokens), 0.6, seen[:, None]), hybrid(width, sinks=sinks)
-    expected, real = naive(call, kernel, seen), seen.any(-1)
+    expected, real = dense(call, kernel), seen.any(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "CHUNK", chunk)
         for path in ("auto", "eager"):
@@ -208,11 +184,11 @@ def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far, sin
     assert nothing_far.best()["near_log_weight"].tolist() == [0.0, 0.0]
 
 
-OPTIONS = {"windows": 4, "length": 40, "layers": [1, 2], "train": 14}
+OPTIONS = {"windows": 4, "length": 40, "layers": [1, 2], "train": 8}
 
 
 def test_healing_brings_learned_features_nearer(demo):
-    """A third of the distance at least is gone after fourteen steps: untrained maps of a random start are worse."""
+    """A third of the distance at least is gone after eight steps: untrained maps of a random start are worse."""
     swap = attnlens.heal(demo, "learned-features:16", **BARE, **OPTIONS).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
     assert swap.stages[-1].kl < 0.67 * swap.stages[0].kl
