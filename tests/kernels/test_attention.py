@@ -214,14 +214,12 @@ def test_softcap_and_sinks_are_those_of_transformers(budget, monkeypatch):
 
 def test_all_directions_under_a_softcap_are_the_model_itself():
     """A Bᵀ = 1 loses nothing; without the softcap, or with fewer directions, the output is another."""
-    case = call(causal=True, softcap=2.0)
-    draw = random(HEADS, DIM, DIM, seed=4)
+    case, draw = call(causal=True, softcap=2.0), random(HEADS, DIM, DIM, seed=4)
     whole = parsed(f"rank:{DIM}").with_fitted({"query_map": draw, "key_map": torch.linalg.inv(draw).mT})
     cut = whole.with_fitted({name: part[..., :-1] for name, part in whole.fitted.items()})
-    expected = attend(case, OWN)
+    plain, expected = replace(case, softcap=None), attend(case, OWN)
     assert apart(attend(case, whole), expected) <= 1e-10
-    assert apart(attend(replace(case, softcap=None), whole), expected) > 0.05
-    assert apart(attend(case, cut), expected) > 0.05
+    assert min(apart(attend(plain, whole), expected), apart(attend(case, cut), expected)) > 0.05
 
 
 @pytest.mark.parametrize("tie", [None, "symmetric"])
@@ -432,13 +430,9 @@ def test_tensors_saved_for_the_backward_pass_stay_linear_and_a_band_reads_only_t
 
 
 FLEX = [
-    ("causal", "polynomial:degree=2,offset=1", {}),
-    ("left padding, causal", "taylor", {}),
-    ("left padding, causal", "sink-window:3,9", {}),
-    ("grouped heads", "window:9", {}),
-    ("bias", "polynomial", {}),
-    ("chunk of a cache", "strided:8", {}),
-    ("right padding", "polynomial+tied-key", {}),
+    *(("causal", "polynomial:degree=2,offset=1", {}), ("bias", "polynomial", {}), ("grouped heads", "window:9", {})),
+    *(("left padding, causal", "taylor", {}), ("left padding, causal", "sink-window:3,9", {})),
+    *(("chunk of a cache", "strided:8", {}), ("right padding", "polynomial+tied-key", {})),
     ("causal", "exponential", {"softcap": 2.0}),
 ]
 

@@ -91,12 +91,13 @@ def test_the_maps_are_the_best_logits_of_their_size_in_their_metric(seed, size, 
     assert loss(other, torch.linalg.pinv(other).mT) >= best - 1e-9 * float(values[0] ** 2)
 
 
-def test_query_heads_share_the_latent_of_their_key_head_and_the_last_group_may_be_smaller():
+def test_query_heads_share_the_latent_of_their_key_head_and_moments_of_two_texts_add_up():
     kernel = fitted("rank:2,group=2", drawn(heads=5))
     fits, alone = kernel.fitted, kernel.of_head(3).fitted
     assert torch.equal(alone["key_map"], fits["key_map"][3:4])
     assert not alone["members"].any(), "a single head has a single key head"
-    assert [sorted(set(row)) for row in fits["members"].tolist()] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
+    groups = [sorted(set(row)) for row in fits["members"].tolist()]
+    assert groups == [[0, 1], [0, 1], [2, 3], [2, 3], [4]], "the last group may be smaller"
     assert (fits["key_map"] != 0).flatten(1, -2).any(-2).sum(-1).tolist() == [4, 4, 4, 4, 2]
     call = drawn(heads=6, kv_heads=2)
     maps = fitted("rank:3", call).fitted["key_map"]
@@ -104,9 +105,6 @@ def test_query_heads_share_the_latent_of_their_key_head_and_the_last_group_may_b
     assert not torch.equal(maps[0], maps[3])
     alone = fitted("rank:3", call.select([0, 1, 2, 3, 4, 5])).fitted["key_map"]
     assert torch.allclose(alone, maps), "heads named one by one still share"
-
-
-def test_moments_of_two_texts_add_up():
     fits = [MapsFit(3, group=2) for _ in range(3)]
     for at, seed in ((0, 1), (0, 2), (1, 1), (2, 2)):
         fits[at].update(drawn(seed))

@@ -39,7 +39,7 @@ def drawn(seed, n=6, length=8, d=10):
 
 def separated(n=4, tokens=5, d=6, seed=0, **more):
     """A problem that some W, a random one, solves."""
-    x, z, form = random(n, tokens, d, seed=seed), random(n, d, seed=seed + 1), random(d, d, seed=seed + 2)
+    x, z, form = (random(*size, seed=seed + at) for at, size in enumerate(((n, tokens, d), (n, d), (d, d))))
     return selection(x, z, torch.einsum("ntd,de,ne->nt", x, form, z).argmax(-1), **more)
 
 
@@ -266,8 +266,8 @@ def test_gap_is_a_bound_for_any_multipliers(seed, strength, noise):
     answer = attsvm.certify(problem, best.multipliers + strength * off * best.multipliers.abs().mean())
     assert answer.status != "infeasible"
     if answer.gap < math.inf:
-        assert answer.norm >= best.norm * (1.0 - 1e-9)
         assert answer.norm**2 * (1.0 - answer.gap) <= best.norm**2 * (1.0 + 1e-9)
+        assert answer.norm >= best.norm * (1.0 - 1e-9)
     assert strength < 0.1 or answer.status == "inaccurate"
 
 
@@ -485,7 +485,7 @@ def shared(seed, queries=3, scenes=16, length=12, d=6):
     return selection(tokens, z.abs(), torch.zeros(scenes, dtype=torch.long))
 
 
-def test_degenerate_problems_are_solved_without_nnls(monkeypatch):
+def test_degenerate_problems_are_solved_without_nnls_by_steps_that_never_raise_the_objective(monkeypatch):
     damped, nearest, calls = frobenius.damped_step, frobenius.solve_by_nnls, []
     refuse = Mock(side_effect=AssertionError("NNLS was called"))
     monkeypatch.setattr(frobenius, "damped_step", lambda *args: calls.append(1) or damped(*args))
@@ -506,9 +506,6 @@ def test_degenerate_problems_are_solved_without_nnls(monkeypatch):
         solve(away)
     monkeypatch.undo()
     assert solve(away).status == "infeasible"
-
-
-def test_damped_step_never_raises_the_objective():
     rows = dense(shared(1))
     gram, bounds = rows @ rows.T, np.ones(len(rows))
     gram /= gram.diagonal().max()
@@ -588,8 +585,7 @@ def test_soft_margin_is_that_of_a_general_solver_and_counts_violations():
         answer = soft_margin(problem, C)
         assert answer.gap <= 1e-9
         assert 0.5 * float(answer.W.square().sum()) + C * answer.slack == pytest.approx(best, rel=1e-6), seed
-        assert float(answer.multipliers.min()) >= 0.0
-        assert float(answer.multipliers.max()) <= C
+        assert 0.0 <= float(answer.multipliers.min()) <= float(answer.multipliers.max()) <= C
     hard, soft = solve(drawn(0)), soft_margin(drawn(0), 100.0)
     assert close(soft.W, hard.W, 1e-7, 1e-8), "of a separable problem it is the hard one"
     assert soft.violated == 0.0
@@ -617,13 +613,11 @@ def test_sizes_beyond_float64_are_refused_by_name_and_others_scaled_back():
     for power, call in itertools.product((-200, -170, -160, 160, 170, 200), [*SOLVERS, *CERTIFIERS]):
         with pytest.raises(UsageError, match="difference of two tokens"):
             call(sized(power))
-    for word, wrong in (
-        ("query", {"queries": problem.queries * 1e-180}),
-        ("margin", {"margins": problem.margins * 1e180}),
-        ("difference", {"differences": problem.differences * math.nan}),
-    ):
+    wrong = {"queries": problem.queries * 1e-180, "margins": problem.margins * 1e180}
+    wrong["differences"] = problem.differences * math.nan
+    for word, name in (("query", "queries"), ("margin", "margins"), ("difference", "differences")):
         with pytest.raises(UsageError, match=word):
-            solve(replace(problem, **wrong))
+            solve(replace(problem, **{name: wrong[name]}))
     for power in (-49, -20, 20, 48):
         assert optimum(sized(power)).norm * 10.0**power == pytest.approx(solve(problem).norm, rel=1e-9)
 

@@ -183,7 +183,7 @@ def test_ours_converges_where_the_textbooks_gradient_decays():
     assert cosine(textbook_training(drawn.instances, start, 10_000), svm).median() < 0.9
 
 
-def test_a_step_has_the_length_lr_and_none_is_made_without_a_direction():
+def test_a_step_has_the_length_lr_if_it_has_a_direction_and_requested_iterations_are_recorded():
     drawn = draw(6, 8, 10, 3, 0)
     result = descend(drawn.instances, torch.zeros(3, 10, 10).double(), 1, lr=0.25, record=[0])
     assert result.steps == (0, 1)
@@ -196,9 +196,6 @@ def test_a_step_has_the_length_lr_and_none_is_made_without_a_direction():
     result = descend(same, start, 3)
     assert torch.equal(result.W[-1], start)
     assert result.stationary.all()
-
-
-def test_only_the_requested_iterations_are_recorded_and_progress_is_reported():
     drawn, calls = draw(2, 3, 4, 2, 0), []
     start, record = starts(drawn, 4, "random")[0], [0, 10, 99]
     result = descend(drawn.instances, start, 30, record=record, progress=lambda *at: calls.append(at))
