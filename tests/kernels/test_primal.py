@@ -257,9 +257,9 @@ def test_scores_do_better_than_no_scores(demo):
     """The control: with W_c = 0 each head gives its mean output."""
     batch, sites, swaps = fitted_sites(demo, "primal:16", tokens=32, sequences=8)
     silent, losses = {}, []
-    for site, swap in swaps.items():
-        maps = swap.kernel.fitted | {"output_map": swap.kernel.fitted["output_map"] * 0}
-        silent[site] = hooks.Replacement(swap.kernel.with_fitted(maps))
+    for site, kernel in ((site, swap.kernel) for site, swap in swaps.items()):
+        maps = kernel.fitted | {"output_map": 0 * kernel.fitted["output_map"]}
+        silent[site] = hooks.Replacement(kernel.with_fitted(maps))
     for chosen in (swaps, silent):
         with hooks.replace(demo.model, sites, chosen), torch.no_grad():
             losses.append(sum(float(demo.model(**b.inputs, labels=b.inputs["input_ids"]).loss) for b in batch))

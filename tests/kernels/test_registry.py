@@ -315,8 +315,7 @@ def test_learned_features_begin_as_random_ones_of_either_sign_and_never_overflow
 def causal(n, padding=0):
     """Lower triangle; the last `padding` tokens of sequence 1 neither see nor are seen."""
     allowed = torch.ones(n, n, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
-    allowed[1, :, n - padding :] = False
-    allowed[1, :, :, n - padding :] = False
+    allowed[1, :, n - padding :] = allowed[1, :, :, n - padding :] = False
     return allowed
 
 
@@ -336,8 +335,7 @@ def test_a_fit_is_nearer_on_unseen_text_ignores_hidden_tokens_and_adds_up(words)
     halves = fitted(words, *((q[[b]], k[[b]], allowed[[b]]) for b in (0, 1))).fitted
     for name, value in fitted(words, (q, k, allowed)).fitted.items():
         assert value.shape[0] == 3
-        torch.testing.assert_close(hidden[name], value)
-        torch.testing.assert_close(halves[name], value)
+        torch.testing.assert_close((hidden[name], halves[name]), (value, value))
         assert (seen[name] - value).abs().max() > 1e-3
     q, k = drawn(14, queries=50, keys=50)
     left = fitted(words, (q, k, None)).log(q, k, SCALE) - product(q, k, SCALE)
@@ -394,10 +392,9 @@ def test_polynomial_finds_the_best_offset():
     assert all((error(factor * best[:, None, None]) > 1.1 * errors.amin(0)).all() for factor in (0.8, 1.25))
     # with scores of 15 … 25, (x − 18)² rises as steeply as the exponential; no positive offset comes near
     q, k = drawn(15, queries=60, keys=60, size=0.5)
-    q[..., 0], k[..., 0] = 7.0, 7.0
-    trained = fitted("polynomial", (q, k, None))
+    q[..., 0] = k[..., 0] = 7.0
+    trained, exact = fitted("polynomial", (q, k, None)), product(q, k, SCALE)
     assert (trained.fitted["offset_of_head"] < -10).all()
-    exact = product(q, k, SCALE)
     assert (energy(trained.log(q, k, SCALE) - exact) < 0.3 * energy(exact)).all()
 
 
@@ -466,8 +463,7 @@ def test_pairs_are_weighted_by_the_attention_of_the_head_itself():
 
 
 def test_a_rank_of_head_dim_is_the_model_itself_outside_the_calibration_text_and_needs_a_fit():
-    q, k = drawn(12)
-    narrow = drawn(13, queries=20, keys=20)
+    (q, k), narrow = drawn(12), drawn(13, queries=20, keys=20)
     narrow[0][..., 5:] = 0.0
     torch.testing.assert_close(fitted("rank:8", (*narrow, None)).log(q, k, SCALE), product(q, k, SCALE))
     cut = fitted("rank:7", (*narrow, None)).fitted
@@ -599,8 +595,7 @@ def test_ties_of_pairs_compute_their_formula_with_any_kernel_and_filters_keep_wh
         kernel, plain = parsed(f"{words}+{tie}"), parsed(words)
         own = plain.log(q, k, SCALE)
         tied = {"tied-query": plain.log(q, q, SCALE), "tied-key": plain.log(k, k, SCALE)}.get(tie, (own + own.mT) / 2)
-        torch.testing.assert_close(kernel.log(q, k, SCALE), tied)
-        torch.testing.assert_close(tied, tied.mT)
+        torch.testing.assert_close((kernel.log(q, k, SCALE), tied), (tied, tied.mT))
         tile = kernel.log(q, k, SCALE, rows=slice(1, 4), columns=slice(2, 9))
         torch.testing.assert_close(tile, tied[..., 1:4, 2:9])
         with pytest.raises(UsageError, match="same tokens"):

@@ -102,13 +102,11 @@ def energies(case, words):
     return parts
 
 
-DELETED = {"skewless": {"skew"}, "negativeless": {"negative"}, "mercer": {"skew", "negative"}, "keyless": {"key"}}
-
-
 def test_a_tie_deletes_its_parts_and_keeps_the_energy_of_the_others():
+    parts = {"skewless": {"skew"}, "negativeless": {"negative"}, "mercer": {"skew", "negative"}, "keyless": {"key"}}
     before = energies(two_sided(), "exponential")
     assert all(bool((energy > 5).all()) for energy in before.values()), "the control: each part is there before"
-    for tie, deleted in DELETED.items():
+    for tie, deleted in parts.items():
         for name, energy in energies(two_sided(), tie).items():
             if name in deleted:
                 assert bool((energy < 1e-18 * before[name]).all()), (tie, name)
@@ -156,8 +154,7 @@ def test_a_gated_symmetric_kernel_loses_nothing_without_its_skew_part():
         torch.testing.assert_close(matrices[tie], own)
     for control in ("symmetric", "keyless"):
         assert float((matrices[control] - own).abs().max()) > 0.05
-    # an indefinite symmetric kernel is not Mercer's
-    case = two_sided()
+    case = two_sided()  # an indefinite symmetric kernel is not Mercer's
     same = replace(case, query=case.query * torch.linspace(-1, 1, case.query.shape[-1]).double(), key=case.query)
     for tie, limits in {"skewless": (0, 1e-12), "negativeless": (0.05, 9), "mercer": (0.05, 9)}.items():
         assert limits[0] <= apart(attend(same, parsed(tie)), attend(same, OWN)) <= limits[1]
