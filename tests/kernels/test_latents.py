@@ -216,10 +216,13 @@ def test_notes_name_uneven_groups_and_the_formula_names_what_is_fitted(demo):
     assert "rebuilt" in formula(swap)
 
 
-@pytest.mark.parametrize("form", ["group=all", pytest.param("group=1,rotation=before", marks=pytest.mark.full)])
-def test_healing_trains_the_maps_and_a_saved_model_has_them(form, tmp_path):
+FORMS = [("group=all", 20), pytest.param("group=1,rotation=before", 60, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("form", "steps"), FORMS)
+def test_healing_trains_the_maps_and_a_saved_model_has_them(form, steps, tmp_path):
     model = grouped()
-    options = {"train": 20, "windows": 4, "length": 16, "batch_size": 2} | BARE
+    options = {"train": steps, "windows": 4, "length": 16, "batch_size": 2} | BARE
     swap = attnlens.heal(model, f"rank:3,{form}", save=tmp_path / "cut", **options).swap
     assert swap.stages[-1].name == "healed"
     assert swap.stages[-1].loss.after != swap.stages[0].loss.after, "something was trained"
