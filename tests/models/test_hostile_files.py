@@ -15,12 +15,12 @@ import families
 import pytest
 import torch
 import transformers
-from hostile import DEEP, each_refused, edited, refused, stored, weights
+from hostile import DEEP, each_refused, edit, edited, refused, stored, weights
 from program import environment_with
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
-from attnlens.models import loading
+from attnlens.models.loading import load
 
 INDEX = "model.safetensors.index.json"
 
@@ -35,19 +35,17 @@ class Payload:
         return (Path.touch, (self.ran,))
 
 
-def load(place, **options):
-    return loading.load(str(place), **options)
-
-
-def raw(name, content, gone="model.safetensors"):
+@edit
+def raw(folder, name, content, gone="model.safetensors"):
     """Write `content` into a file, and remove the file `gone`."""
+    for old in (name, gone):
+        (folder / old).unlink(missing_ok=True)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    def edit(folder):
-        for old in (name, gone):
-            (folder / old).unlink(missing_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    return edit
+def beside(name, content):
+    """Write a file, and leave the weights in place."""
+    return raw(name, content, gone="-")
 
 
 def index(shard, name=INDEX):
@@ -55,17 +53,14 @@ def index(shard, name=INDEX):
     return raw(name, json.dumps({"metadata": {}, "weight_map": {"transformer.wte.weight": shard}}))
 
 
-def pickled(name, *more, gone="model.safetensors"):
+@edit
+def pickled(folder, name, *more, gone="model.safetensors"):
     """Store the payload with the weights as a pickle in the place of the file `gone`."""
-
-    def edit(folder):
-        content = {**weights(folder), "x": Payload(folder)}
-        for step in more:
-            step(folder)
-        (folder / gone).unlink(missing_ok=True)
-        torch.save(content, folder / name)
-
-    return edit
+    content = {**weights(folder), "x": Payload(folder)}
+    for step in more:
+        step(folder)
+    (folder / gone).unlink(missing_ok=True)
+    torch.save(content, folder / name)
 
 
 def code(folder, name="own.py"):
@@ -76,8 +71,7 @@ def code(folder, name="own.py"):
 
 def processor(folder):
     for name in ("processor_config.json", "preprocessor_config.json"):
-        settings = {"auto_map": {"AutoProcessor": code(folder)}, "processor_class": "Own"}
-        raw(name, json.dumps(settings), gone="-")(folder)
+        beside(name, json.dumps({"auto_map": {"AutoProcessor": code(folder)}, "processor_class": "Own"}))(folder)
 
 
 def tokenizer(folder):
@@ -99,21 +93,21 @@ def named_by_config(folder):
 BIN_INDEX = "pytorch_model.bin.index.json"
 CODE = tokenizer, processor, partial(code, name="custom_generate/generate.py")
 PICKLES = {
-    "index": (pickled("evil.bin", index("evil.bin")),),
-    "suffix .model": (pickled("w.model", index("w.model")), "'w.model'"),
-    "shard called .safetensors": (pickled("w.safetensors", index("w.safetensors")),),
-    "file called .safetensors": (pickled("model.safetensors"),),
-    "file called .gguf": (pickled("model.gguf"),),
-    "link": (link,),
-    ".bin": (pickled("pytorch_model.bin"),),
+    "index": [pickled("evil.bin", index("evil.bin"))],
+    "suffix .model": [pickled("w.model", index("w.model")), "'w.model'"],
+    "shard called .safetensors": [pickled("w.safetensors", index("w.safetensors"))],
+    "file called .safetensors": [pickled("model.safetensors")],
+    "file called .gguf": [pickled("model.gguf")],
+    "link": [link],
+    ".bin": [pickled("pytorch_model.bin")],
 }
 ALLOWED = {
-    "suffix .txt": (pickled("w.txt", index("w.txt")),),
-    ".bin": (pickled("pytorch_model.bin"), "could run code"),  # torch's own text advises loading it anyway
-    ".bin index, outside": (pickled("../evil.bin", index("../evil.bin", BIN_INDEX)),),
-    ".bin index, suffix": (pickled("evil.txt", index("evil.txt", BIN_INDEX)),),
-    "adapter": (pickled("adapter_model.bin", raw("adapter_config.json", "{}"), gone="-"),),
-    "weights of the config": (named_by_config,),
+    "suffix .txt": [pickled("w.txt", index("w.txt"))],
+    ".bin": [pickled("pytorch_model.bin"), "could run code"],  # torch's own text advises loading it anyway
+    ".bin index, outside": [pickled("../evil.bin", index("../evil.bin", BIN_INDEX))],
+    ".bin index, suffix": [pickled("evil.txt", index("evil.txt", BIN_INDEX))],
+    "adapter": [pickled("adapter_model.bin", raw("adapter_config.json", "{}"), gone="-")],
+    "weights of the config": [named_by_config],
 }
 
 
@@ -126,20 +120,20 @@ def test_a_payload_never_runs_and_no_pickle_is_opened_but_an_allowed_one(folder,
         loaded = load(place)
         assert loaded.tokenizer is None or loaded.tokenizer("a")
     each_refused(ModelError, folder, PICKLES, load)
-    tensors = weights(folder)
+    own = weights(folder)
     torch.save({"x": Payload(folder)}, folder / "evil.model")
-    stored(folder, tensors, "part.safetensors")
-    table = dict.fromkeys(tensors, "part.safetensors") | {"x": "evil.model"}
+    stored(folder, own, "part.safetensors")
+    table = dict.fromkeys(own, "part.safetensors") | {"x": "evil.model"}
     raw(INDEX, json.dumps({"metadata": {}, "weight_map": table}))(folder)
     refused(ModelError, lambda: load(folder / "part.safetensors"), "'evil.model'")
     for offline in (False, True):
         refused(ModelError, lambda offline=offline: load(fake_hub.OPEN, offline=offline), "'evil.model'")
     assert hub
     assert not opened
-    stored(folder, tensors)
+    stored(folder, own)
     (folder / INDEX).unlink()
-    each_refused(ModelError, Path(shutil.copytree(folder, tmp_path / "allowed" / "gpt2")), ALLOWED,
-                 partial(load, allow_pickle=True))  # fmt: skip
+    allowed = Path(shutil.copytree(folder, tmp_path / "allowed" / "gpt2"))
+    each_refused(ModelError, allowed, ALLOWED, partial(load, allow_pickle=True))
     assert {Path(path).suffix for path in opened} == {".bin"}
     assert not list(tmp_path.rglob("ran"))
     pickle.loads(pickle.dumps(Payload(folder)))  # noqa: S301  # the control
@@ -214,43 +208,45 @@ def test_no_kernel_is_fetched_if_the_package_kernels_is_installed(with_kernels, 
     assert "kernels-community/flash-attn2" in ended.stdout, "the control, transformers alone, fetches it"
 
 
-def pipe(name):
-    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+@edit
+def pipe(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
 
 
-def linked(name, target):
-    def edit(folder):
-        shutil.copytree(folder, folder.parent / "other", dirs_exist_ok=True)
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-
-    return edit
+@edit
+def linked(folder, name, target):
+    shutil.copytree(folder, folder.parent / "other", dirs_exist_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
 
 
-def config(**changes):
-    return lambda folder: edited(folder / "config.json", **changes)
+@edit
+def config(folder, **changes):
+    edited(folder / "config.json", **changes)
 
 
-def beside(name, content):
-    """Write a file, and leave the weights in place."""
-    return raw(name, content, gone="-")
+@edit
+def sparse(folder, name):
+    (folder / name).touch()
+    os.truncate(folder / name, 2**28 + 1)
 
 
-def sparse(name):
-    return lambda folder: ((folder / name).touch(), os.truncate(folder / name, 2**28 + 1))
+@edit
+def both(folder, *edits):
+    for step in edits:
+        step(folder)
 
 
-def both(*edits):
-    return lambda folder: [edit(folder) for edit in edits]
+@edit
+def safetensors(folder, make):
+    (folder / "model.safetensors").write_bytes(make((folder / "model.safetensors").read_bytes()))
 
 
-def safetensors(make):
-    return lambda folder: (folder / "model.safetensors").write_bytes(make((folder / "model.safetensors").read_bytes()))
-
-
-def tensors(make):
-    return lambda folder: stored(folder, make(weights(folder)))
+@edit
+def tensors(folder, make):
+    stored(folder, make(weights(folder)))
 
 
 def doubled(folder):
@@ -405,11 +401,8 @@ def test_files_of_the_hub_cache_are_links_to_its_blobs_and_are_read(folder, tmp_
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_unreadable_files_are_refused_as_by_the_system(folder):
-    for path in (
-        *(folder / name for name in ("model.safetensors", "config.json", "tokenizer.json")),
-        folder,
-        folder.parent,
-    ):
+    for name in ("model.safetensors", "config.json", "tokenizer.json", ".", ".."):
+        path = folder / name
         mode = path.stat().st_mode
         path.chmod(0)
         try:

@@ -6,6 +6,7 @@ from loaded import loaded
 
 from attnlens.errors import UnreadableError
 from attnlens.models import hooks, texts, weights
+from attnlens.models.weights.probe import Probe, float64_weights, smallest
 from attnlens.runs.doctor import check_sites
 
 ROTARY = ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere", "gpt_oss"]
@@ -48,3 +49,9 @@ def random_model(model):
             else:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def probes(model):
+    """The probe of every site for one generated token."""
+    sites = hooks.survey(model, random_inputs(model, 1))
+    return [smallest(Probe(model, site, float64_weights(site.module), site.layout)) for site in sites]
