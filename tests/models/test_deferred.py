@@ -38,12 +38,6 @@ CHECKPOINTS = [*(files("attnlens.models") / "demo" / "checkpoints").iterdir()]
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path, monkeypatch):
-    """No test resumes the work of another."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def saved(place, name, dtype=torch.float32):
     model_types.build(name).to(dtype).save_pretrained(place)
     return place
