@@ -102,9 +102,7 @@ def test_the_architecture_determines_head_and_kind_of_input(tmp_path):
     assert (headless.info.architecture, headless.missing_keys) == ("BertModel", ())
 
 
-def test_half_precision_is_raised_on_the_cpu_unless_requested_and_other_types_are_kept(
-    folder,
-):
+def test_half_precision_is_raised_on_the_cpu_unless_requested_and_other_types_are_kept(folder):
     tiny.gpt2().half().save_pretrained(folder)
     name = "transformer.wte.weight"
     half = load_file(folder / "model.safetensors")[name]
