@@ -24,6 +24,7 @@ from attnlens.models import hooks, loading
 from attnlens.models.loading import adapters
 from attnlens.report.report import read_report
 
+SYMMETRY = {"source": "weights", "analyzers": ["symmetry"]}
 RANK, ALPHA, FILE = 2, 6, "adapter_model.safetensors"
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 Q0, Q1, K0, K1 = (f"model.layers.{layer}.self_attn.{name}_proj" for name in "qk" for layer in (0, 1))
@@ -145,7 +146,7 @@ def test_change_of_a_head_is_that_of_its_matrix_and_of_a_comparison(base, tmp_pa
         )
         assert changes[head] == (pytest.approx(float((after - first).norm() / first.norm()), rel=1e-4), 2 * RANK)
     assert changes[4:] == [(0, 0)] * 4
-    comparison = attnlens.compare(base, base, adapter=tmp_path / "adapter", source="weights").comparison
+    comparison = attnlens.compare(base, base, adapter=tmp_path / "adapter", **SYMMETRY).comparison
     rows = [row for row in comparison.rows if row.measure == "compare.form_change"]
     assert {(row.layer, row.head) for row in rows if row.named} == {(0, head) for head in range(4)}
     deltas = {row.head: row.delta for row in rows if row.layer == 0}

@@ -115,7 +115,11 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+ALIASES = ("without a type", "old")  # of the linear rotation
+KINDS = [pytest.param(kind, marks=pytest.mark.full) if kind in ALIASES else kind for kind in SETTINGS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rotation_is_applied_and_settings_without_effect_are_accepted(kind, tmp_path):
     fields, extra, changes = SETTINGS[kind]
     twin = written(tmp_path / "m.gguf", fields, extra, **{name: dict(value) for name, value in changes.items()})

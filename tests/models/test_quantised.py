@@ -37,7 +37,11 @@ def check_alike(report, expected, relative, absolute):
             assert one.measures[name].value == pytest.approx(measure.value, rel=relative, abs=absolute), name
 
 
-@pytest.mark.parametrize("method", METHODS)
+LIKE_OTHERS = "fp8 per tensor", "gptq, eight bits"
+CASES = [pytest.param(method, marks=pytest.mark.full) if method in LIKE_OTHERS else method for method in METHODS]
+
+
+@pytest.mark.parametrize("method", CASES)
 def test_codes_are_read_as_their_decoded_twin_and_no_other_codes_are_read(method, tmp_path):
     codes, twin = tmp_path / "codes", tmp_path / "twin"
     plain = quantised(codes, method)
@@ -67,6 +71,8 @@ def test_formats_of_gptq_settings_per_module_and_the_default_block_size_are_appl
     for number, (zero, settings) in enumerate(cases):
         place = tmp_path / str(number)
         check_parameters(place, quantised(place, f"zeros stored as {zero}", **settings))
+    for method in LIKE_OTHERS:
+        check_parameters(tmp_path / method, quantised(tmp_path / method, method))
     place = tmp_path / "blocks"
     loaded = check_parameters(place, quantised(place, "blocks of 128", WIDE))
     check_alike(from_files(place), inspect(loaded), 1e-6, 1e-9)
