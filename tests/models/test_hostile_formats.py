@@ -119,7 +119,7 @@ BROKEN_TOKENIZERS = (
 TEXTS = "", "[]", "null", '"x"', "{", DEEP, "\0", '{"added_tokens": 3, "model_max_length": {}}'
 
 
-def test_a_broken_tokenizer_is_a_reason_not_an_error(folder, original):
+def test_a_broken_tokenizer_is_a_reason_not_an_error_and_one_that_panics_on_the_text_is_refused(folder, original):
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         for text in TEXTS:
             (folder / name).write_text(text)
@@ -136,10 +136,7 @@ def test_a_broken_tokenizer_is_a_reason_not_an_error(folder, original):
         assert loaded.tokenizer is None, fault
         assert "tokenizer" in loaded.tokenizer_problem
         assert "\n" not in loaded.tokenizer_problem
-
-
-def test_a_tokenizer_that_panics_on_the_text_is_refused(folder):
-    edited(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    shutil.copy(original / "tokenizer.json", folder)  # one that panics
     edited(folder / "tokenizer.json", **splitting_at("(x+x+)+y"))
     (folder / "text.txt").write_text("x" * 60 + " and more text of this kind\n")
     done = invoke("inspect", folder, "--text", folder / "text.txt")

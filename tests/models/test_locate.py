@@ -30,7 +30,7 @@ def check_refusals(kind, *cases):
         refused(kind, partial(load, name, **options), *words)
 
 
-def test_a_folder_is_loaded_as_it_was_saved_without_network_or_output(folder, monkeypatch, capfd):
+def test_a_folder_as_it_was_saved_and_demo_are_loaded_without_network_or_output(folder, monkeypatch, capfd):
     from transformers.utils import logging
 
     for owner, name in ((socket, "getaddrinfo"), (socket.socket, "connect")):
@@ -54,11 +54,14 @@ def test_a_folder_is_loaded_as_it_was_saved_without_network_or_output(folder, mo
     stored(folder, {other: tensor for other, tensor in tensors.items() if other != name})
     loaded = load(folder)
     assert (loaded.missing_keys, nonfinite_tensors(loaded.model)) == ((name,), spoilt)
+    demo = load("demo", offline=True)
+    assert (demo.info.id, demo.info.architecture, demo.kind) == ("demo", "GPT2LMHeadModel", "text")
+    assert (demo.tokenizer is None, demo.model.dtype, demo.missing_keys) == (False, torch.float32, ())
     assert capfd.readouterr() == ("", "")
     assert verbosity == (logging.get_verbosity(), logging.is_progress_bar_enabled())
 
 
-def test_a_weight_file_is_read_with_the_config_of_its_folder(folder):
+def test_a_weight_file_is_read_with_the_config_of_its_folder_and_a_shard_with_all_others(folder, tmp_path):
     other = tiny.gpt2()
     own = {name: t.clone() for name, t in other.state_dict().items() if name != "lm_head.weight"}
     stored(folder, own, "step.safetensors")
@@ -69,19 +72,15 @@ def test_a_weight_file_is_read_with_the_config_of_its_folder(folder):
     assert loaded.tokenizer is not None
     os.truncate(folder / "step.safetensors", 100)
     check_refusals(ModelError, (folder / "step.safetensors", {}, "step.safetensors", "not a safetensors file"))
-
-
-def test_all_shards_are_read_and_hashed_whichever_is_named(tmp_path):
-    model = tiny.gpt2()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    other.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    shards = sorted((tmp_path / "shards").glob("*.safetensors"))
     assert len(shards) > 1
-    for name in (tmp_path, tmp_path / shards[1]):
-        loaded = load(name)
-        assert [file.name for file in loaded.info.files] == shards
-        assert torch.equal(loaded.model.transformer.wte.weight, model.transformer.wte.weight)
-    (tmp_path / shards[0]).unlink()
-    check_refusals(ModelError, (tmp_path, {}, f"{shards[0]} is missing"))
+    for place in (tmp_path / "shards", shards[1]):
+        loaded = load(place)
+        assert [file.name for file in loaded.info.files] == [shard.name for shard in shards]
+        assert torch.equal(loaded.model.transformer.wte.weight, other.transformer.wte.weight)
+    shards[0].unlink()
+    check_refusals(ModelError, (tmp_path / "shards", {}, f"{shards[0].name} is missing"))
 
 
 def test_the_architecture_determines_head_and_kind_of_input(tmp_path):
@@ -102,7 +101,7 @@ def test_the_architecture_determines_head_and_kind_of_input(tmp_path):
     assert (headless.info.architecture, headless.missing_keys) == ("BertModel", ())
 
 
-def test_half_precision_is_raised_on_the_cpu_unless_requested_and_other_types_are_kept(folder):
+def test_half_precision_is_raised_on_the_cpu_unless_requested_and_double_precision_is_kept(folder):
     tiny.gpt2().half().save_pretrained(folder)
     name = "transformer.wte.weight"
     half = load_file(folder / "model.safetensors")[name]
@@ -113,9 +112,6 @@ def test_half_precision_is_raised_on_the_cpu_unless_requested_and_other_types_ar
         assert torch.equal(model.get_parameter(name), half.to(expected))
     tiny.gpt2().double().save_pretrained(folder)
     assert load(folder, device="cpu").model.dtype == torch.float64
-    demo = load("demo", offline=True)
-    assert (demo.info.id, demo.info.architecture, demo.kind) == ("demo", "GPT2LMHeadModel", "text")
-    assert (demo.tokenizer is None, demo.model.dtype, demo.missing_keys) == (False, torch.float32, ())
 
 
 def test_tensors_without_a_parameter_are_named_and_fail_strict_runs(folder):

@@ -134,7 +134,7 @@ def assert_singular_values_of_the_joint_kernel(query_key):
     close(linalg.Form(query_key).singular_values, joint, atol=1e-6, rtol=1e-6)
 
 
-def test_gains_of_zero_cost_no_head_and_no_angle():
+def test_gains_of_zero_cost_no_head_and_no_angle_but_without_signal_there_is_no_rotation():
     whole = read(families.build("gemma3"), "gemma3")
     for dead in ([2, 7], [2], [0, 5, 3, 8], [0, 1, 2, 3, 5, 6, 7, 8]):
         gapped = read(gemma(dead), "gemma3")
@@ -145,9 +145,7 @@ def test_gains_of_zero_cost_no_head_and_no_angle():
         assert (gapped[0].maps.query[..., dead] == 0).all(), dead
         assert_singular_values_of_the_joint_kernel(gapped[0].query_key)
 
-
-def test_sites_without_signal_in_the_turning_part_have_no_rotation():
-    first, second = read(gemma(range(10)), "gemma3")
+    first, second = read(gemma(range(10)), "gemma3")  # without signal in the turning part of the first
     assert (first.rotation, first.maps.query.norm()) == (None, 0)
     assert second.rotation is not None
     model = families.build("gpt_neox")  # which turns a part of its coordinates
@@ -192,16 +190,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_p
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "default", "rope_theta": 100.0}, LLAMA3, YARN])
-def test_angles_are_positions_times_the_models_frequencies(scaling):
-    torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**families.GROUPED, rope_parameters=scaling)).eval()
+def test_angles_are_positions_times_the_models_frequencies_in_the_layers_with_positions():
     pairs = torch.stack((torch.arange(5), torch.arange(5, 10)), -1)
-    angles = torch.arange(10).double()[:, None] * model.model.rotary_emb.inv_freq.double()
-    assert_same_turns(read(model, inputs=IDS)[0].rotation, Rotation(pairs, angles, 10), atol=2e-6)
-
-
-def test_layers_without_positions_among_rotary_ones_have_no_rotation():
+    for scaling in ({"rope_type": "default", "rope_theta": 100.0}, LLAMA3, YARN):
+        torch.manual_seed(0)
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**families.GROUPED, rope_parameters=scaling)).eval()
+        angles = torch.arange(10).double()[:, None] * model.model.rotary_emb.inv_freq.double()
+        assert_same_turns(read(model, inputs=IDS)[0].rotation, Rotation(pairs, angles, 10), atol=2e-6)
     config = tf.SmolLM3Config(**families.GROUPED | {"num_hidden_layers": 4}, no_rope_layers=[1, 0, 1, 0])
     torch.manual_seed(0)
     factors = read(tf.SmolLM3ForCausalLM(config).eval().requires_grad_(False), inputs=IDS)
