@@ -34,7 +34,7 @@ from attnlens.report.report import read_report
 ALIKE = 1e-6  # largest relative difference between results from the files and from the loaded model
 SYMMETRY = {"source": "weights", "analyzers": ["symmetry"]}
 FILES = SYMMETRY | {"from_files": True}
-CHECKPOINTS = [*(files("attnlens.models") / "demo" / "checkpoints").iterdir()]
+CHECKPOINTS = sorted((files("attnlens.models") / "demo" / "checkpoints").iterdir())
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as tf
+from factors import check_heads
 from gguf_files import write, write_random
 from hostile import each_refused
 from loaded import loaded as without_file
@@ -71,10 +72,8 @@ def check_same(path, twin):
     assert float((attention(loaded.model) - attention(twin)).abs().max()) <= 1e-6
     assert (whole.coverage.complete, parts.coverage.complete) == (True, True)
     assert [file.name for file in parts.model.files_in_parts] == [path.name]
-    for one, other, expected in zip(whole.heads, parts.heads, plain.heads, strict=True):
-        for name, measure in expected.measures.items():
-            value = pytest.approx(measure.value, rel=1e-4, abs=1e-5)
-            assert (one.measures[name].value, other.measures[name].value) == (value, value), name
+    check_heads(whole.heads, plain.heads, 1e-4, 1e-5)
+    check_heads(parts.heads, plain.heads, 1e-4, 1e-5)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -87,8 +86,7 @@ def llama3_factors():
     for index in range(HEAD_DIM // 2):
         wavelength = 2 * math.pi * 10000 ** (2 * index / HEAD_DIM)
         smooth = (32 / wavelength - 1.0) / (4.0 - 1.0)
-        inside = 1 / ((1 - smooth) / 8.0 + smooth)
-        factors.append(1.0 if wavelength < 32 / 4.0 else 8.0 if wavelength > 32 / 1.0 else inside)
+        factors.append(1 / min(1.0, max(1 / 8.0, (1 - smooth) / 8.0 + smooth)))
     assert len({*factors}) > 2
     return factors
 
@@ -97,7 +95,6 @@ def scaled(kind, **more):
     return {"rope_parameters": {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0} | more}
 
 
-FREQUENCIES = "model.rotary_emb.inv_freq"
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 SETTINGS = {
@@ -132,7 +129,7 @@ def test_factors_of_a_rotation_are_saved_with_the_model_and_pass_the_doctor(tmp_
     loaded = loading.load(tmp_path / "m.gguf")
     loaded.model.save_pretrained(tmp_path / "saved")
     models = loaded.model, loading.load(tmp_path / "saved").model, llama()
-    ours, theirs, plain = (dict(model.named_buffers())[FREQUENCIES] for model in models)
+    ours, theirs, plain = (dict(model.named_buffers())["model.rotary_emb.inv_freq"] for model in models)
     assert torch.equal(ours, theirs)
     assert float((ours - plain).abs().max()) > 1e-3
     assert all(check.passed for check in attnlens.doctor(tmp_path / "m.gguf", length=32).doctor)

@@ -6,6 +6,7 @@ import families
 import pytest
 import torch
 import transformers as tf
+from factors import check_heads
 from hostile import each_refused, edited, refused, stored, weights
 from quantised import COMPRESSED, GROUP, HIDDEN, METHODS, groups, quantised, saved
 
@@ -31,10 +32,7 @@ def check_parameters(place, plain):
 def check_alike(report, expected, relative, absolute):
     """Check all values of two reports, of which the first is of codes."""
     assert report.model.quantised is not None
-    for one, other in zip(report.heads, expected.heads, strict=True):
-        assert len(other.measures) >= 4
-        for name, measure in other.measures.items():
-            assert one.measures[name].value == pytest.approx(measure.value, rel=relative, abs=absolute), name
+    check_heads(report.heads, expected.heads, relative, absolute)
 
 
 LIKE_OTHERS = "fp8 per tensor", "gptq, eight bits"
@@ -95,19 +93,16 @@ def described(method, **settings):
     return partial(quantised, method=method, **settings)
 
 
-BYTES = torch.zeros(4, dtype=torch.uint8)
-STATE = "weight.quant_state.bitsandbytes__nf4"
+BYTES, STATE = torch.zeros(4, dtype=torch.uint8), "weight.quant_state.bitsandbytes__nf4"
 # fmt: off
 FAULTS = {
     "a scale of another grid": (changed("fp8 in blocks", weight_scale_inv=torch.ones(5, 5)), Q, "do not divide"),
     "float8 without a scale": (changed("fp8 in blocks", weight_scale_inv=None), f"{Q}.weight", "F8_E4M3"),
     "codes without a scale": (changed("gptq", scales=None), Q, "scales is missing"),
     "codes alone": (changed("gptq", scales=None, qzeros=None, g_idx=None), f"{Q}.qweight"),
-    "groups beyond the scales": (
-        changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
+    "groups beyond scales": (changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
     "awq without zero tensors": (changed("awq", qzeros=None), Q, "qzeros is missing"),
-    "another shape": (
-        changed("packed", weight_shape=torch.tensor([HIDDEN, 2**40])), Q, "contain 1099511627776 codes"),
+    "another shape": (changed("packed", weight_shape=torch.tensor([HIDDEN, 2**40])), Q, "contain 1099511627776 codes"),
     "another state": (changed("nf4", **{STATE: BYTES}), Q, "a valid description of its codes is missing"),
     "no values": (changed("nf4", **{"weight.quant_map": None}), Q, "quant_map is missing"),
     "another order": (changed("LLM.int8", weight_format=BYTES[0] + 2), Q, "stored row by row"),
@@ -119,8 +114,7 @@ FAULTS = {
     "in order": (described("gptq", desc_act=False), "desc_act", "proj"),
     "blocks of 64": (described("blocks of 64", width=WIDE), "scales do not", "proj"),
     "blocks of 48": (described("blocks of 48", width=WIDE, weight_block_size=[64, 64]), "scales do not", "proj"),
-    "one scale instead of blocks": (
-        described("fp8 per tensor", weight_block_size=[20, 20]), "weight_block_size", "proj"),
+    "one scale, no blocks": (described("fp8 per tensor", weight_block_size=[20, 20]), "weight_block_size", "proj"),
     "awq of other groups": (described("awq", group_size=2 * GROUP), "group_size", "proj"),
     "awq without zeros": (described("awq", zero_point=False), "zero_point", "proj"),
     "codes of eight bits": (described("nf4", load_in_8bit=True, load_in_4bit=False), "load_in_8bit", "proj"),
@@ -139,38 +133,32 @@ def read_site(place):
         pass
 
 
-def test_codes_that_can_not_be_decoded_are_refused(tmp_path):
-    (tmp_path / "model").mkdir()
-    each_refused(ModelError, tmp_path / "model", FAULTS, loading.load, read_site)
+def test_codes_that_can_not_be_decoded_are_refused_and_scales_of_activations_are_named(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    each_refused(ModelError, model, FAULTS, loading.load, read_site)
     for number, word in ((0, Q), (4, Q), (10, "sym")):
         refused(ModelError, partial(from_files, tmp_path / f"fault{number}" / "model"), word)
-
-
-def test_a_scale_beside_plain_weights_is_refused_and_scales_of_activations_are_named(tmp_path):
-    stored(tmp_path, saved(tmp_path) | {f"{Q}.weight_scale": torch.tensor(2.0)})
-    refused(ModelError, lambda: loading.load(tmp_path), f"{Q}.weight_scale")
-    changed("fp8 per tensor", input_scale=torch.tensor(2.0))(tmp_path)
-    assert loading.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
-
-
-UNREAD = ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8", "nosuch", ["fp8"])
+    stored(model, saved(model) | {f"{Q}.weight_scale": torch.tensor(2.0)})
+    refused(ModelError, partial(loading.load, model), f"{Q}.weight_scale")
+    changed("fp8 per tensor", input_scale=torch.tensor(2.0))(model)
+    assert loading.load(model).info.unexpected == [f"{Q}.input_scale"]
 
 
 def test_unsupported_methods_and_declared_but_absent_codes_are_refused_by_the_method(folder):
-    cases = [({"quant_method": method}, (f"quantised with {method}", "GGUF")) for method in UNREAD]
-    cases += [
-        ({"quant_method": method}, (f"with {method}", "but the files contain none"))
-        for method in ("gptq", "awq", "bitsandbytes", "fp8")
-    ]
+    unread = "torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8", "nosuch", ["fp8"]
+    absent, problem = ("gptq", "awq", "bitsandbytes", "fp8"), "but the files contain none"
+    cases = [({"quant_method": method}, (f"quantised with {method}", "GGUF")) for method in unread]
+    cases += [({"quant_method": method}, (f"with {method}", problem)) for method in absent]
     cases += [({f"load_in_{bits}bit": True}, ("quantised with bitsandbytes",)) for bits in (4, 8)]
     cases += [({"bits": 4}, ("quantised with None", "GGUF")), ("int8", ("quantised with int8", "GGUF"))]
     cases += [({"quant_method": "awq", "version": "gemv"}, ("gemv", "is not supported"))]
     cases += [(COMPRESSED | {"format": "nvfp4-pack-quantized"}, ("nvfp4", "is not supported"))]
     for settings, words in cases:
         edited(folder / "config.json", quantization_config=settings, vision_config=None)
-        refused(ModelError, lambda: loading.load(folder), *words)
+        refused(ModelError, partial(loading.load, folder), *words)
         edited(folder / "config.json", quantization_config=None, vision_config={"quantization_config": settings})
-        refused(ModelError, lambda: loading.load(folder), "vision_config.quantization_config")
+        refused(ModelError, partial(loading.load, folder), "vision_config.quantization_config")
 
 
 def test_codes_without_settings_are_never_read_as_numbers_unless_they_are_masks_or_positions(folder):
@@ -183,7 +171,7 @@ def test_codes_without_settings_are_never_read_as_numbers_unless_they_are_masks_
         refused(ModelError, partial(loading.load, folder), "transformer.h.0.attn.c_attn.weight and 3 more", "codes")
     coded_bias = whole | {"transformer.h.1.attn.c_attn.bias": torch.ones(72, dtype=torch.int8)}
     stored(folder, coded_bias)
-    refused(ModelError, lambda: loading.load(folder), "c_attn.bias as I8")
+    refused(ModelError, partial(loading.load, folder), "c_attn.bias as I8")
     torch.save(coded_bias, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     refused(ModelError, lambda: loading.load(folder, allow_pickle=True), "c_attn.bias as int8")

@@ -8,7 +8,7 @@ import model_types
 import pytest
 import torch
 import transformers as tf
-from factors import ROTARY, factors_of, read
+from factors import ROTARY, check_heads, factors_of, read
 from heads import query_key, random, rotary, stacked, turns
 
 import attnlens
@@ -226,9 +226,7 @@ def test_a_layer_reads_the_same_alone_and_among_all():
         alone = attnlens.inspect(model, source="weights", length=8, layers=[layer])
         expected = [head for head in everything.heads if head.layer == layer]
         assert len(alone.heads) == len(expected) == 6
-        for ours, theirs in zip(alone.heads, expected, strict=True):
-            for name, measure in theirs.measures.items():
-                assert ours.measures[name].value == pytest.approx(measure.value, rel=1e-8, abs=1e-9)
+        check_heads(alone.heads, expected, 1e-8, 1e-9)
 
 
 def halved(name, dtype):

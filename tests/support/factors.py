@@ -1,6 +1,7 @@
 """Weight factors of tiny models."""
 
 import families
+import pytest
 import torch
 from loaded import loaded
 
@@ -55,3 +56,11 @@ def probes(model):
     """The probe of every site for one generated token."""
     sites = hooks.survey(model, random_inputs(model, 1))
     return [smallest(Probe(model, site, float64_weights(site.module), site.layout)) for site in sites]
+
+
+def check_heads(heads, expected, relative, absolute):
+    """Check the values of all measures, head by head."""
+    for one, other in zip(heads, expected, strict=True):
+        assert len(other.measures) >= 4
+        for name, measure in other.measures.items():
+            assert one.measures[name].value == pytest.approx(measure.value, rel=relative, abs=absolute), name
