@@ -79,18 +79,49 @@ def tokenizer(folder):
     edited(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [own, own]}, tokenizer_class="Own")
 
 
-def link(folder):
-    pickled("../outside.bin")(folder)
-    (folder / "model.safetensors").symlink_to("../outside.bin")
+@edit
+def pipe(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
 
 
-def named_by_config(folder):
-    pickled("adapter_model.bin", gone="-")(folder)
-    pickled("pytorch_model.bin")(folder)
-    edited(folder / "config.json", transformers_weights="adapter_model.bin")
+@edit
+def linked(folder, name, target):
+    shutil.copytree(folder, folder.parent / "other", dirs_exist_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+
+
+@edit
+def config(folder, **changes):
+    edited(folder / "config.json", **changes)
+
+
+@edit
+def sparse(folder, name):
+    (folder / name).touch()
+    os.truncate(folder / name, 2**28 + 1)
+
+
+@edit
+def both(folder, *edits):
+    for step in edits:
+        step(folder)
+
+
+@edit
+def safetensors(folder, make):
+    (folder / "model.safetensors").write_bytes(make((folder / "model.safetensors").read_bytes()))
+
+
+@edit
+def tensors(folder, make):
+    stored(folder, make(weights(folder)))
 
 
 BIN_INDEX = "pytorch_model.bin.index.json"
+TWO = pickled("adapter_model.bin", gone="-"), pickled("pytorch_model.bin")
 CODE = tokenizer, processor, partial(code, name="custom_generate/generate.py")
 PICKLES = {
     "index": [pickled("evil.bin", index("evil.bin"))],
@@ -98,7 +129,7 @@ PICKLES = {
     "shard called .safetensors": [pickled("w.safetensors", index("w.safetensors"))],
     "file called .safetensors": [pickled("model.safetensors")],
     "file called .gguf": [pickled("model.gguf")],
-    "link": [link],
+    "link": [both(pickled("../outside.bin"), linked("model.safetensors", "../outside.bin"))],
     ".bin": [pickled("pytorch_model.bin")],
 }
 ALLOWED = {
@@ -107,7 +138,7 @@ ALLOWED = {
     ".bin index, outside": [pickled("../evil.bin", index("../evil.bin", BIN_INDEX))],
     ".bin index, suffix": [pickled("evil.txt", index("evil.txt", BIN_INDEX))],
     "adapter": [pickled("adapter_model.bin", raw("adapter_config.json", "{}"), gone="-")],
-    "weights of the config": [named_by_config],
+    "weights of the config": [both(*TWO, config(transformers_weights="adapter_model.bin"))],
 }
 
 
@@ -206,47 +237,6 @@ def test_no_kernel_is_fetched_if_the_package_kernels_is_installed(with_kernels, 
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "kernels-community/flash-attn2" in ended.stdout, "the control, transformers alone, fetches it"
-
-
-@edit
-def pipe(folder, name):
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-
-
-@edit
-def linked(folder, name, target):
-    shutil.copytree(folder, folder.parent / "other", dirs_exist_ok=True)
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(target)
-
-
-@edit
-def config(folder, **changes):
-    edited(folder / "config.json", **changes)
-
-
-@edit
-def sparse(folder, name):
-    (folder / name).touch()
-    os.truncate(folder / name, 2**28 + 1)
-
-
-@edit
-def both(folder, *edits):
-    for step in edits:
-        step(folder)
-
-
-@edit
-def safetensors(folder, make):
-    (folder / "model.safetensors").write_bytes(make((folder / "model.safetensors").read_bytes()))
-
-
-@edit
-def tensors(folder, make):
-    stored(folder, make(weights(folder)))
 
 
 def doubled(folder):

@@ -144,7 +144,6 @@ def test_gains_of_zero_cost_no_head_and_no_angle_but_without_signal_there_is_no_
         close(gapped[0].maps.query[..., left], whole[0].maps.query[..., left])
         assert (gapped[0].maps.query[..., dead] == 0).all(), dead
         assert_singular_values_of_the_joint_kernel(gapped[0].query_key)
-
     first, second = read(gemma(range(10)), "gemma3")  # without signal in the turning part of the first
     assert (first.rotation, first.maps.query.norm()) == (None, 0)
     assert second.rotation is not None
