@@ -97,6 +97,11 @@ def scaled(kind, **more):
 
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+USUAL = {"attention.scale": HEAD_DIM**-0.5, "attention.sliding_window": 0, "attention.causal": True}
+USUAL |= {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM, "attention.clamp_kqv": 0.0}
+USUAL |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": True}
+WITHOUT = {"attention.scale": 0.0, "attn_logit_softcapping": 0.0, "rope.scaling.type": "none"}
+WITHOUT |= {"rope.scaling.factor": 4.0}
 SETTINGS = {
     "linear": (LINEAR, {}, scaled("linear")),
     "without a type": ({"rope.scaling.factor": 4.0}, {}, scaled("linear")),
@@ -104,14 +109,9 @@ SETTINGS = {
     "yarn": (YARN, {}, scaled("yarn", original_max_position_embeddings=64)),
     "base": ({"rope.freq_base": 500.0}, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "factors": ({}, {"rope_freqs.weight": llama3_factors()}, {"rope_parameters": LLAMA3}),
-    "usual": ({"attention.scale": HEAD_DIM**-0.5, "attention.sliding_window": 0, "attention.causal": True}
-              | {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM, "attention.clamp_kqv": 0.0}
-              | {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": True}, {}, {}),
-    "none": ({"attention.scale": 0.0, "attn_logit_softcapping": 0.0}
-             | {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, {}),
-}  # fmt: skip
-
-
+    "usual": (USUAL, {}, {}),
+    "none": (WITHOUT, {}, {}),
+}
 ALIASES = ("without a type", "old")  # of the linear rotation
 KINDS = [pytest.param(kind, marks=pytest.mark.full) if kind in ALIASES else kind for kind in SETTINGS]
 
