@@ -44,7 +44,6 @@ def saved(place, name, dtype=torch.float32):
 
 
 def both(place, **more):
-    """Inspect the loaded model and its files."""
     return tuple(attnlens.inspect(place, source="weights", from_files=way, **more) for way in (False, True))
 
 

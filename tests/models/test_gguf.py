@@ -29,7 +29,6 @@ inspect = partial(attnlens.inspect, source="weights", analyzers=["symmetry", "sp
 
 
 def llama(**changes):
-    """Build a Llama with sharp attention and two layers."""
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
@@ -58,7 +57,6 @@ def written(path, fields, extra=None, **changes):
 
 
 def attention(model):
-    """Return the attention of all layers, computed in float64."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         return torch.stack(model.double()(input_ids=torch.arange(3, 51)[None], output_attentions=True).attentions)

@@ -44,7 +44,6 @@ def raw(folder, name, content, gone="model.safetensors"):
 
 
 def beside(name, content):
-    """Write a file, and leave the weights in place."""
     return raw(name, content, gone="-")
 
 
@@ -205,7 +204,6 @@ print(Path(os.environ["TRACE"]).read_text())
 
 @pytest.fixture
 def with_kernels(folder, tmp_path):
-    """Folders whose configs name kernels from the hub."""
     second, nested = Path(shutil.copytree(folder, tmp_path / "second")), tmp_path / "nested"
     edited(folder / "config.json", attn_implementation="kernels-community/flash-attn2")
     edited(second / "config.json", attn_implementation=None, _attn_implementation="flash_attention_2")

@@ -38,7 +38,6 @@ FEW = settings(
 
 @pytest.fixture(scope="module")
 def gguf_bytes(tmp_path_factory):
-    """A Llama of one layer as a GGUF file."""
     pytest.importorskip("gguf", reason="GGUF files need the package gguf")
     pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"

@@ -25,8 +25,7 @@ from attnlens.report.report import read_report
 
 
 def check_refusals(kind, *cases):
-    """Check the refusal of each case: name, options of `load`, and words of the error."""
-    for name, options, *words in cases:
+    for name, options, *words in cases:  # options of `load`, and words of the error
         refused(kind, partial(load, name, **options), *words)
 
 
@@ -193,7 +192,7 @@ def test_mistaken_names_and_options_are_refused(folder, tmp_path):
         (folder, {"device": f"cuda:{torch.cuda.device_count()}"}, f"{torch.cuda.device_count()} CUDA device"),
     )
     shutil.copy(folder / "model.safetensors", empty)
-    check_refusals(ModelError, *((place, {}, "no config.json") for place in (empty, empty / "model.safetensors")))
+    check_refusals(ModelError, (empty, {}, "no config.json"), (empty / "model.safetensors", {}, "no config.json"))
     check_refusals(
         UsageError,
         ("@main", {}, "@main does not name a model"),

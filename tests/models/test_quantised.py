@@ -30,7 +30,6 @@ def check_parameters(place, plain):
 
 
 def check_alike(report, expected, relative, absolute):
-    """Check all values of two reports, of which the first is of codes."""
     assert report.model.quantised is not None
     check_heads(report.heads, expected.heads, relative, absolute)
 

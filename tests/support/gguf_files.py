@@ -4,7 +4,6 @@ import torch
 
 
 def write(path, architecture, sizes, tokens, fields, tensors):
-    """Write a GGUF file with a tokenizer, more fields and tensors."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

@@ -165,7 +165,6 @@ def _encoded(encode, width):
 
 
 def saved(place):
-    """Save a tiny Llama, and return its tensors."""
     _llama(HIDDEN).save_pretrained(place)
     return weights(place)
 
