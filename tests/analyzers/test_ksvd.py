@@ -61,12 +61,9 @@ def test_the_curves_are_those_of_the_formed_matrices(allowed):
     attention = (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).softmax(-1)
     readings, kernel = of_tokens(given), cosine(given)
     centring = torch.eye(30, dtype=torch.float64) - 1 / 30
-    for name, matrix, steps in (
-        ("attention", attention, 30),
-        ("centred_attention", attention @ centring, 30),
-        ("cosine", kernel, 6),
-        ("centred_cosine", kernel @ centring, 6),
-    ):
+    matrices = {"attention": (attention, 30), "cosine": (kernel, 6)}
+    matrices |= {f"centred_{name}": (matrix @ centring, steps) for name, (matrix, steps) in matrices.items()}
+    for name, (matrix, steps) in matrices.items():
         for kind, power in (("spectrum", 1), ("energy", 2)):
             sigma = torch.linalg.svdvals(matrix)[..., :steps] ** power
             close(readings[f"ksvd.{name}_{kind}"], sigma.cumsum(-1) / sigma.sum(-1, keepdim=True))
@@ -77,10 +74,8 @@ def test_the_curves_are_those_of_the_formed_matrices(allowed):
 
 def test_the_two_analyzers_share_singular_values_of_the_same_heads_alone(monkeypatch):
     given, other, calls = heads(), heads(n=20), []
-    monkeypatch.setattr(
-        "attnlens.maths.linalg.attention.singular_values",
-        lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix),
-    )
+    count = lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix)  # noqa: E731
+    monkeypatch.setattr("attnlens.maths.linalg.attention.singular_values", count)
     first, second = spectrum.of_tokens(given), of_tokens(given)
     assert len(calls) == 2
     assert torch.equal(first["tokens.singular_values"], second["ksvd.attention_spectrum"])
@@ -109,9 +104,7 @@ def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
     close(of_tokens(same)["ksvd.asymmetry"], torch.zeros(2))
     assert (of_tokens(same)["ksvd.value_alignment"] > 0.8).all()
     assert (of_tokens(replace(same, value=random(2, 30, 6, seed=5)))["ksvd.value_alignment"] < 0.5).all()
-
-
-def test_values_in_the_directions_of_the_kernel_are_aligned_also_if_its_first_mode_is_constant():
+    # values in the directions of the kernel are aligned also if its first mode is constant
     key = 0.05 * random(3, 30, 6, seed=1) * torch.logspace(0, -2, 6, dtype=torch.float64) + 1.0
     given = query_key(random(3, 30, 6) + 1.0, key, "tokens")
     kernel = cosine(given)
@@ -154,8 +147,7 @@ def test_degenerate_heads_lack_only_what_is_undefined():
         assert readings[f"ksvd.{name}"].isnan().view(4, -1).all(-1).tolist() == [True, False, False, False]
     assert readings["ksvd.first_share"].isfinite().all()
     nothing = of_tokens(heads(allowed=torch.zeros(1, 30, 30, dtype=torch.bool)))
-    assert nothing["ksvd.first_share"].isnan().all()
-    assert nothing["ksvd.attention_spectrum"].isnan().all()
+    assert all(nothing[f"ksvd.{name}"].isnan().all() for name in ("first_share", "attention_spectrum"))
     whole, without = of_tokens(heads()), of_tokens(replace(heads(), value=None))
     assert without["ksvd.value_alignment"].isnan().all()
     for name in set(SCALARS) - {"ksvd.value_alignment"}:
@@ -183,12 +175,8 @@ def test_values_are_passed_without_copying_and_selected_with_their_heads():
     assert query_key(random(2, 4, 3), random(2, 4, 3)).select([0]).paired_value is None
 
 
-@pytest.fixture(scope="module")
-def report():
-    return attnlens.inspect("demo", analyzers="ksvd", windows=3)
-
-
-def test_inspect_measures_a_model_with_errors_over_its_sequences(report):
+def test_inspect_measures_a_model_with_errors_over_its_sequences_and_the_overview_is_figure_1(tmp_path):
+    report = attnlens.inspect("demo", analyzers="ksvd", windows=3)
     assert report.coverage.without == {}
     assert report.settings.analyzers == ["ksvd"]
     for head in report.heads:
@@ -198,13 +186,9 @@ def test_inspect_measures_a_model_with_errors_over_its_sequences(report):
             assert head.measures[name].n == 3
             assert head.measures[name].se is not None
         assert head.measures["ksvd.residual"].value < 1e-11
-        assert len(head.curves["ksvd.attention_spectrum"]) == 128
-        assert len(head.curves["ksvd.cosine_spectrum"]) == 16
+        assert [len(head.curves[f"ksvd.{name}_spectrum"]) for name in ("attention", "cosine")] == [128, 16]
         assert not any("decay" in name for name in head.measures), "a rate without a null says nothing"
     assert json.loads(report.model_dump_json())["heads"][0]["measures"]["ksvd.rank90"]["value"] >= 1
-
-
-def test_the_overview_is_figure_1(report, tmp_path):
     first, second = page_rows(Shapes(report))
     assert {panel.stem for panel in first} == {"ksvd.attention_spectrum"}
     assert second[0].stem == "ksvd.first_share", "the only map that attention identifies comes first"

@@ -6,8 +6,6 @@ from heads import dense, query_key, random, rotary
 
 from attnlens.analyzers.symmetry import TOKENS, WEIGHTS, of_tokens, of_weights
 
-SCALARS = [info.name for info in WEIGHTS if not info.curve]
-
 
 def close(ours, theirs, atol=1e-12):
     torch.testing.assert_close(ours, torch.as_tensor(theirs).to(ours).expand_as(ours), rtol=1e-9, atol=atol)
@@ -39,9 +37,8 @@ def test_causal_scores_of_a_key_or_a_distance_have_their_shares():
     tokens = of_tokens(heads)
     close(tokens["tokens.share_first"], heads.attention[..., 1:, 0].mean(-1))
     close(tokens["tokens.first_if_even"], (1 / (place[1:] + 1)).mean())
-    turn = torch.stack((place.cos(), place.sin()), -1)[None]
-    by_key, by_distance = (torch.ones(1, 20, 1).double(), random(1, 20, 1)), (turn, turn)
-    for sides, name, least in ((by_key, "share_key", 1.0), (by_distance, "share_distance", 0.5)):
+    turn, by_key = torch.stack((place.cos(), place.sin()), -1)[None], (torch.ones(1, 20, 1).double(), random(1, 20, 1))
+    for sides, name, least in ((by_key, "share_key", 1.0), ((turn, turn), "share_distance", 0.5)):
         shares = of_tokens(query_key(*sides, "tokens", allowed=mask))
         assert (shares[f"tokens.{name}"] >= least - 1e-9).all()
         assert shares["tokens.share_interaction"].max() < 1e-20
@@ -85,22 +82,17 @@ def test_equal_negated_and_skew_factors_have_the_extreme_values():
             assert max(skew.max(), (negative if definite else positive).max()) < 1e-20
 
 
-def test_exchanged_queries_and_keys_flip_directionality_alone():
+def test_exchanged_queries_and_keys_flip_directionality_alone_and_the_norm_alone_has_a_scale():
     spiky, plain = random(3, 60, 4), random(3, 60, 4, seed=1)
     spiky[:, :3] *= 10
     there, back = of_weights(query_key(spiky, plain)), of_weights(query_key(plain, spiky))
     assert there["weights.directionality"].mean() > 0.3
-    for name in SCALARS:
+    scaled = of_weights(query_key(1e8 * spiky, 1e-3 * plain, scale=0.6))
+    for name in (info.name for info in WEIGHTS if not info.curve):
         close(back[name], -there[name] if name == "weights.directionality" else there[name])
-
-
-def test_the_norm_alone_has_a_scale():
-    query, key = random(2, 20, 4), random(2, 20, 4, seed=1)
-    one, other = of_weights(query_key(query, key)), of_weights(query_key(1e8 * query, 1e-3 * key, scale=0.6))
-    for name in SCALARS:
-        close(other[name], 2e5 * one[name] if name == "weights.norm" else one[name])
+        close(scaled[name], 2e5 * there[name] if name == "weights.norm" else there[name])
     gain = torch.logspace(0, 5, 20, dtype=torch.float64)[:, None]  # LayerNorm gains of unlike magnitudes
-    heads = query_key(gain * query, gain * key)
+    heads = query_key(gain * random(2, 20, 4), gain * random(2, 20, 4, seed=1))
     matrix = dense(heads)
     expected = (matrix * matrix.mT).sum((-2, -1)) / matrix.square().sum((-2, -1))
     close(of_weights(heads)["weights.symmetry"], expected)
