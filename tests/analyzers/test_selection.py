@@ -33,10 +33,17 @@ from attnlens.report.sections.layers import measure_columns, reading_help
 from attnlens.report.shapes import Shapes
 from attnlens.runs.progress import Interrupted
 
+few_draws = pytest.mark.usefixtures("_few_draws")
 SITE = Site("attention", 0, 0, "encoder")
 CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
 KINDS = ("svm_cosine", "efficiency", "efficiency_q05", "margin", "support")
 VALUES = ("efficiency", "svm_cosine", "efficiency_q05")
+
+
+@pytest.fixture
+def _few_draws(monkeypatch):
+    """For tests whose subject is not the null: its draws take most of the time."""
+    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", 2)
 
 
 def scene(tokens, queries=None, allowed=None):
@@ -141,20 +148,18 @@ def test_a_head_is_feasible_whatever_its_scale_and_the_order_of_sequences():
 
 def dense_readings(rows, M):
     """Measures of (tokens, query) rows, every constraint written out, ΠM by pseudo-inverses and W_mm by cvxpy."""
-    u, z, query_of = [], [], []
+    constraints = []
     for number, (tokens, query) in enumerate(rows):
         best = int((tokens @ M @ query).argmax())
-        others = [other for other in range(len(tokens)) if other != best]
-        query_of += [number] * len(others)
-        u += [tokens[best] - tokens[other] for other in others]
-        z += [query] * len(others)
-    u, z = torch.stack(u), torch.stack(z)
+        constraints += [(tokens[best] - other, query, number) for at, other in enumerate(tokens) if at != best]
+    u, z, query_of = zip(*constraints, strict=True)
+    u, z, query_of = torch.stack(u), torch.stack(z), torch.tensor(query_of)
     W = cvxpy.Variable(M.shape)
     margins = cvxpy.sum(cvxpy.multiply(u.numpy() @ W, z.numpy()), axis=1)
     norm = cvxpy.Problem(cvxpy.Minimize(cvxpy.norm(W, "fro")), [margins >= 1]).solve(solver=cvxpy.CLARABEL)
     projected = torch.linalg.pinv(u) @ u @ M @ torch.linalg.pinv(z) @ z
     own = ((u @ M) * z).sum(-1) / projected.norm()
-    least = torch.stack([own[torch.tensor(query_of) == query].min() for query in range(len(rows))])
+    least = torch.stack([own[query_of == query].min() for query in range(len(rows))])
     cosine = float((M * torch.tensor(W.value)).sum() / (projected.norm() * norm))
     read = {"margin": least.min(), "efficiency": least.min() * norm, "efficiency_q05": least.quantile(0.05) * norm}
     return {what: float(value) for what, value in read.items()} | {"svm_cosine": cosine}
@@ -209,13 +214,10 @@ def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative()
     """M scores what it selects above the rest; M − W_fin need not, which is why the margin has no least value."""
     seen, form = scenes(2, 6, 16), dense(random(16, 16, seed=3) / 160)
     chosen, near = solved(seen, form, most=4, top_p=0.6)
-    M, rows, gaps = form.left @ form.right.mT, [], []
+    M = form.left @ form.right.mT
     posed = [(seen[number].tokens, seen[number].queries[at], members) for number, at, members in chosen.rows]
-    for x, z, members in posed:
-        inside = x[members]
-        rows += [torch.outer(one - inside[0], z).flatten() for one in inside[1:]]
-        gaps += [float((one - inside[0]) @ M @ z) for one in inside[1:]]
-    finite = torch.linalg.pinv(torch.stack(rows)) @ torch.tensor(gaps, dtype=torch.float64)
+    rows = [torch.outer(one - x[members][0], z).flatten() for x, z, members in posed for one in x[members][1:]]
+    finite = torch.linalg.pinv(torch.stack(rows)) @ torch.stack(rows) @ M.flatten()
     margins, least = (
         [float((x[members] @ form @ z).min() - (x[~members] @ form @ z).max()) for x, z, members in posed]
         for form in (M - finite.reshape(16, 16), M)
@@ -273,6 +275,7 @@ def test_ties_are_counted_saturated_heads_are_ranked_and_softcap_and_sink_change
         assert all(order[number, position] == members.tolist() for number, position, members in other.rows)
 
 
+@few_draws
 def test_heads_with_little_to_choose_have_the_reason():
     one, two = (gather(several(n=n))[0] for n in (1, 2))
     for answer in (one, two):
@@ -295,6 +298,7 @@ def test_heads_with_little_to_choose_have_the_reason():
         assert {answer.measures[name].reason for name in scalars} == {BIASED}
 
 
+@few_draws
 def test_heads_of_a_group_share_a_key_head_and_answer_as_alone_with_any_workers():
     keys = several(count=2, heads=4, kv_heads=2, n=6)
     right, repeated, wrong = (
@@ -373,6 +377,7 @@ def test_shown_picks_are_the_posed_queries():
     assert margins != pytest.approx(projected)
 
 
+@few_draws
 def test_each_space_equals_its_dense_computation_and_they_disagree():
     keys, form = bilinear(n=6)
     for head, answer in gather(keys, form).items():
@@ -398,6 +403,7 @@ def test_each_space_equals_its_dense_computation_and_they_disagree():
     assert read["projected_svm_cosine"] < 0.95
 
 
+@few_draws
 def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_alone():
     """A head with a form on inputs answers the projected question as one without, null included."""
     keys, form = bilinear(count=3, heads=2, n=8, seed=2, allowed=torch.ones(1, 1, 8, 8).bool().tril())
@@ -416,6 +422,7 @@ def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_
         assert both[head].windows == alone[head].windows
 
 
+@few_draws
 def test_input_space_is_a_naive_dense_computation(demo):
     """M formed with its biases, every score of a layer recomputed from the inputs, and the same problem."""
     inputs = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=24, sequences=3)).batches[0].inputs
@@ -440,6 +447,7 @@ def test_input_space_is_a_naive_dense_computation(demo):
 FAMILIES = {"bert": None, "gpt2": None, "llama": "RoPE", "qwen3": "QK-norm", "bart": None}
 
 
+@few_draws
 @pytest.mark.parametrize(("name", "why"), FAMILIES.items(), ids=FAMILIES)
 def test_both_spaces_are_measured_where_logits_are_bilinear_in_inputs_and_reported_apart(name, why):
     model = loaded(families.build(name))
@@ -471,12 +479,13 @@ def test_both_spaces_are_measured_where_logits_are_bilinear_in_inputs_and_report
         assert ("selection.svm_cosine" in missing and "RoPE" in missing) == (not both)
 
 
-def test_the_demo_differs_from_its_null_and_a_head_of_nan_or_an_interruption_spoils_no_other_head():
+def test_the_demo_differs_from_its_null_and_a_head_of_nan_or_an_interruption_spoils_no_other_head(monkeypatch):
     demo = attnlens.load("demo")
     report = attnlens.inspect(demo, analyzers="selection", layers=[2], heads=[0, 1], length=48, windows=6)
     for head in report.heads:
         assert head.measures["selection.svm_cosine"].z > 2
         assert head.measures["selection.efficiency"].value > head.measures["selection.efficiency"].null.mean
+    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", 2)
     with torch.no_grad():
         demo.model.transformer.h[3].attn.c_attn.weight[:, 16:32] = math.nan
     report = attnlens.inspect(demo, analyzers="selection", length=16, windows=2, layers=[3], heads=[0, 1])
