@@ -290,7 +290,7 @@ def test_a_seed_reproduces_and_trials_and_widths_are_independent(fits):
     assert two[0, -1] != two[1, -1]
 
 
-def test_two_networks_fail_as_one_does_and_an_untrained_one_fails(monkeypatch):
+def test_two_networks_fail_as_one_does_an_untrained_one_fails_and_the_experiment_is_a_row_of_verify(monkeypatch):
     monkeypatch.setattr(binary, "QUICK", ((6, 24), 200))
     learn = binary._learn
     monkeypatch.setattr(binary, "_learn", lambda fits, steps, networks: learn(fits, steps, 1))
@@ -298,11 +298,7 @@ def test_two_networks_fail_as_one_does_and_an_untrained_one_fails(monkeypatch):
     assert shared.passed is False, "the control: one network in the place of two"
     assert shared.meets("two_below_floor") is False
     monkeypatch.setattr(binary, "_learn", lambda fits, steps, networks: learn(fits, 1, networks))
-    assert binary.binary_kernel(True)[0].meets("two_below_floor") is False
-
-
-def test_the_experiment_is_a_row_of_verify(monkeypatch):
-    monkeypatch.setattr(binary, "QUICK", ((6, 24), 20))
     row, again = ROWS[-4](True, 5, silent), binary.binary_kernel(True, 5)
     assert [experiment.name for experiment in row] == ["binary kernel by width", "binary kernel by samples"]
     assert row == again
+    assert again[0].meets("two_below_floor") is False
