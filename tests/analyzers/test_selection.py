@@ -290,7 +290,7 @@ def test_heads_with_little_to_choose_have_the_reason():
 
 
 @few_draws
-def test_heads_of_a_group_share_a_key_head_and_answer_as_alone_with_any_workers():
+def test_heads_of_a_group_share_a_key_head_and_answer_as_alone_with_any_workers(monkeypatch):
     keys = several(count=2, heads=4, kv_heads=2, n=6)
     right, repeated, wrong = (
         gather([tokens_key(key.query[0], key.key[0, heads]) for key in keys])
@@ -316,6 +316,9 @@ def test_heads_of_a_group_share_a_key_head_and_answer_as_alone_with_any_workers(
     second = gather(keys, seed=1)[2].measures["selection.projected_svm_cosine"]
     assert first.value == second.value
     assert first.null != second.null, "other seeds draw other nulls"
+    monkeypatch.setattr("attnlens.analyzers.selection.MOST_TOKENS", 12)
+    assert gather(keys)[2].measures == every[2].measures, "two sequences of 6 tokens are stored, and a third is not"
+    assert gather([*keys, *keys])[2].measures["selection.queries"] == every[2].measures["selection.queries"]
 
 
 @pytest.mark.parametrize("heads", [8, pytest.param(16, marks=pytest.mark.full)])

@@ -186,10 +186,11 @@ def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs(ma
     Their windows of 32 heads are χ² with four degrees of freedom.
     """
 
-    def names_a_head(seed, placement):
-        return named(text(seed, "gaussian", heads=8), seed, placement)[0]
+    samples, heads = (300, 16) if many else (20, 8)
 
-    samples = 300 if many else 20
+    def names_a_head(seed, placement):
+        return named(text(seed, "gaussian", heads), seed, placement)[0]
+
     assert share(names_a_head, samples, "spread") <= float(stats.binom.ppf(0.9995, samples, 0.05)) / samples
     assert share(names_a_head, samples, "first") > 0.2, "the control: windows in a row"
     skewed = [named(normal(seed, 4, POPULATION, 32).square().sum(0), seed, "random") for seed in range(samples)]
