@@ -186,7 +186,7 @@ def test_sinks_take_their_share_and_queries_without_a_choice_have_no_value():
         assert bool((linalg.feature_rank(given, 0.1) <= 5).all())
 
 
-def test_the_null_has_the_head_s_mean_and_covariance_and_not_its_order():
+def test_the_null_has_the_head_s_mean_and_covariance_and_selective_heads_need_more_features():
     given = query_key(random(2, 2000, 3) @ random(3, 3, seed=1) + 2, random(2, 2000, 3, seed=2) - 1, "tokens")
     drawn = linalg.gaussian_like(given)
     for own, other in ((given.query, drawn.query), (given.key, drawn.key)):
@@ -195,9 +195,6 @@ def test_the_null_has_the_head_s_mean_and_covariance_and_not_its_order():
             assert (own[head].mT.cov() - other[head].mT.cov()).abs().max() < 0.3
             assert abs(torch.corrcoef(torch.stack((own[head, :, 0], other[head, :, 0])))[0, 1]) < 0.1
     assert torch.equal(drawn.query, linalg.gaussian_like(given).query)
-
-
-def test_selective_heads_need_more_than_their_null_and_even_ones_do_not():
     place = 2 * math.pi * torch.arange(48).double() / 48
     turn = torch.stack([f(k * place) for k in range(1, 9) for f in (torch.cos, torch.sin)], -1)[None]
     causal = torch.ones(48, 48, dtype=torch.bool).tril()[None]

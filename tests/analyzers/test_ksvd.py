@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import views
-from heads import dense, query_key, random
+from heads import close, dense, query_key, random
 from matplotlib.colors import Normalize
 from reports import planted
 
@@ -23,10 +23,6 @@ from attnlens.report.shapes import Shapes
 
 CAUSAL = torch.ones(30, 30, dtype=torch.bool).tril()[None]
 SCALARS = [info.name for info in TOKENS if not info.curve]
-
-
-def close(ours, theirs, tolerance=1e-9):
-    torch.testing.assert_close(ours, theirs.to(ours), rtol=tolerance, atol=tolerance)
 
 
 def heads(*batch, n=30, sharpness=2.0, **rest):

@@ -11,16 +11,13 @@ def close(ours, theirs, atol=1e-12):
     torch.testing.assert_close(ours, torch.as_tensor(theirs).to(ours).expand_as(ours), rtol=1e-9, atol=atol)
 
 
-def test_cross_attention_has_only_measures_of_different_tokens():
+def test_cross_attention_has_only_measures_of_different_tokens_and_hidden_pairs_leave_no_kernel_shares():
     heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
     assert list(of_weights(heads)) == ["weights.norm"] == [info.name for info in WEIGHTS if not info.self_only]
     close(of_weights(heads)["weights.norm"], torch.linalg.matrix_norm(dense(heads)))
     tokens = of_tokens(query_key(heads.query, heads.key, "tokens", part="cross"))
     names = [f"tokens.{name}" for name in ("share_key", "share_interaction", "share_first", "first_if_even")]
     assert list(tokens) == names == [info.name for info in TOKENS if not info.self_only]
-
-
-def test_heads_with_hidden_pairs_have_no_kernel_shares():
     masks = torch.stack((torch.ones(20, 20).tril(), torch.ones(20, 20))).bool()[:, None]
     readings = of_tokens(query_key(random(2, 3, 20, 4), random(2, 3, 20, 4, seed=1), "tokens", allowed=masks))
     of_all = [info.name for info in TOKENS if info.identified == "all pairs"]

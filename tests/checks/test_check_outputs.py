@@ -42,7 +42,7 @@ def test_junit_has_a_testcase_a_rule_and_is_read_back():
     assert "layer 0 head 0 (encoder): weights.planted is 0.1" in failure.text
 
 
-def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
+def test_annotations_are_the_worst_ten_with_places_from_the_workspace_on(tmp_path, monkeypatch):
     values = np.linspace(0, 1, 40).reshape(4, 10)
     report = verdict(planted(values), parse_table({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
     lines = workflow_commands(report)
@@ -52,9 +52,6 @@ def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
     assert "layer 3 head 9" in lines[0]
     assert "layer 0 head 0" in lines[1]
     assert workflow_commands(report_of({"weights.planted": "max < 9"})) == []
-
-
-def test_places_are_written_from_the_workspace_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert uri("a b/ü#?.toml") == "a%20b/%C3%BC%23%3F.toml"
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "deep"))

@@ -141,7 +141,7 @@ def test_the_plugin_gives_a_fixture_and_an_assertion_and_costs_nothing(place):
     assert "pytest_plugin.py" not in run.stdout.partition("short test summary")[0], "the test's own line is shown"
 
 
-def test_the_assertion_takes_a_model_and_measures_what_its_rules_need(demo, monkeypatch):
+def test_what_rules_need_is_measured_once_for_each_set_of_options(demo, attention_report, monkeypatch):
     options, inspect = {}, attnlens.inspect
     spy = lambda *args, **more: options.update(more) or inspect(*args, **more)  # noqa: E731
     monkeypatch.setattr(attnlens, "inspect", spy, raising=False)
@@ -149,6 +149,10 @@ def test_the_assertion_takes_a_model_and_measures_what_its_rules_need(demo, monk
     assert options == {"analyzers": ["symmetry"], "source": "weights"}
     with pytest.raises(AssertionError, match="1 of 1 rules failed"):
         assert_attention(demo, {"weights.symmetry": ["min > 0.99"]})
+    monkeypatch.setattr(attnlens, "inspect", lambda *_, **options: object(), raising=False)
+    report = attention_report("demo", windows=1)
+    assert report is attention_report("demo", windows=1)
+    assert report is not attention_report("demo", windows=2)
 
 
 def test_the_rules_of_the_page_hold_of_the_demo_model(place, inspected):
@@ -156,10 +160,3 @@ def test_the_rules_of_the_page_hold_of_the_demo_model(place, inspected):
     (place / "attnlens.toml").write_text(rules)
     checks = attnlens.check(inspected, str(place / "attnlens.toml")).checks
     assert [check.passed for check in checks] == [True] * 7
-
-
-def test_the_fixture_inspects_a_model_once_for_each_set_of_options(attention_report, monkeypatch):
-    monkeypatch.setattr(attnlens, "inspect", lambda *_, **options: object(), raising=False)
-    report = attention_report("demo", windows=1)
-    assert report is attention_report("demo", windows=1)
-    assert report is not attention_report("demo", windows=2)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from heads import random
+from heads import close, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from watch import unwatched
@@ -13,17 +13,12 @@ from watch import unwatched
 from attnlens.errors import UsageError
 from attnlens.maths import ksvd
 
-TIGHT = 1e-10
 EYE = torch.eye(6, dtype=torch.float64)
 each_projection = pytest.mark.parametrize("f", ["identity", "few rows", "many rows"])
 
 
 def sampled_index(n, count):
     return torch.linspace(0, n - 1, min(n, count), dtype=torch.float64).long().tolist()
-
-
-def close(ours, theirs, tolerance=TIGHT):
-    torch.testing.assert_close(ours, theirs.to(ours), rtol=tolerance, atol=tolerance)
 
 
 def problem(f="identity", n=40, m=30, head_dim=6, batch=(3,), seed=0):
@@ -333,7 +328,7 @@ def test_truncated_solvers_give_the_full_svd():
     dual, full = ksvd.truncated(attention, 5), ksvd.matrix_dual(attention, 5)
     close(dual.values, full.values)
     close(dual.e @ dual.right.mT, full.e @ full.right.mT)
-    assert (ksvd.matrix_residual(dual, attention) < TIGHT).all()
+    assert (ksvd.matrix_residual(dual, attention) < 1e-10).all()
     assert torch.equal(dual.left, ksvd.truncated(attention, 5).left)
     close(ksvd.truncated(attention, 40).values, torch.linalg.svdvals(attention)[:, :40])
     close(ksvd.truncated(attention.mT, 5).values, full.values)
@@ -372,7 +367,7 @@ def test_refusals():
         assert "convention" not in words or ("paper" in refusal.value.remedy and "code" in refusal.value.remedy)
 
 
-def test_angles_between_planted_spaces_are_exact_small_and_large():
+def test_angles_between_planted_spaces_are_exact_zero_for_symmetric_and_right_for_orthogonal_ones():
     basis = torch.linalg.qr(random(12, 12)).Q
     angles = torch.tensor([0.0, 1e-9, 1e-3, 0.5, 1.2, torch.pi / 2], dtype=torch.float64)
     left = basis[:, :6]
@@ -383,9 +378,6 @@ def test_angles_between_planted_spaces_are_exact_small_and_large():
     assert (naive - angles).abs().max() > 1e-10
     some = torch.tensor([1.0, 0, 1, 1, 0, 0], dtype=torch.float64)  # zero columns on both sides are no directions
     close(ksvd.principal_angles(left * some, right * some)[:3], angles[[0, 2, 3]], 1e-14)
-
-
-def test_asymmetry_is_zero_for_symmetric_and_right_for_orthogonal_spaces():
     x, sizes = ksvd.cosine_features(random(2, 30, 5)), torch.tensor([2, 4])
     signs = torch.tensor([1.0, -1, 1, -1, 1], dtype=torch.float64)
     for symmetric in (dual := ksvd.dual(x, x, 5), ksvd.dual(x * signs, x, 5)):

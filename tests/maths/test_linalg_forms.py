@@ -228,7 +228,7 @@ def test_under_rotation_measures_are_those_of_the_joint_kernel(rotated):
     assert linalg.layer_symmetry(heads) == pytest.approx(expected, abs=1e-12)
 
 
-def test_ranks_of_spectra_known_by_hand():
+def test_ranks_of_spectra_known_by_hand_and_singular_values_of_products():
     assert linalg.effective_rank(SIGMA).item() == pytest.approx(3.36359, abs=5e-6)
     assert linalg.stable_rank(SIGMA).item() == 1.375
     assert linalg.rank_at(SIGMA, 0.9).item() == 2  # 16 + 4 of 22 is 0.909
@@ -237,6 +237,10 @@ def test_ranks_of_spectra_known_by_hand():
     assert [linalg.rank_at(even, share).item() for share in (0.9, 0.91)] == [9, 10], "a share reached exactly"
     ranks = (linalg.effective_rank(zero), linalg.stable_rank(zero), linalg.rank_at(zero, 0.9), linalg.decay_rate(zero))
     assert all(rank.isnan() for rank in ranks)
+    for n, m, size in ((20, 15, 4), (3, 15, 4), (2, 2, 5)):
+        left, right = random(3, n, size), random(3, m, size, seed=1)
+        expected = torch.linalg.svdvals(left @ right.mT)[:, : min(n, m, size)]
+        close(linalg.product_singular_values(left, right), expected)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12))
@@ -246,13 +250,6 @@ def test_ranks_lie_between_one_and_the_number_of_values(values):
     for rank in (linalg.effective_rank(sigma), linalg.stable_rank(sigma), linalg.rank_at(sigma, 0.9)):
         assert 1 - 1e-9 <= rank.item() <= len(values) + 1e-9
     assert linalg.effective_rank(7 * sigma).item() == pytest.approx(linalg.effective_rank(sigma).item(), rel=1e-9)
-
-
-def test_products_have_the_singular_values_of_the_formed_matrix():
-    for n, m, size in ((20, 15, 4), (3, 15, 4), (2, 2, 5)):
-        left, right = random(3, n, size), random(3, m, size, seed=1)
-        expected = torch.linalg.svdvals(left @ right.mT)[:, : min(n, m, size)]
-        close(linalg.product_singular_values(left, right), expected)
 
 
 def test_the_decay_is_the_least_squares_slope_of_the_logarithms():

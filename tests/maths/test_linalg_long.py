@@ -106,15 +106,12 @@ def test_one_sequence_without_a_batch_axis_a_zero_head_and_cross_attention_in_ti
         torch.testing.assert_close(long(linalg.max_weight, qk), linalg.max_weight(qk))
 
 
-def test_a_mask_with_gaps_has_no_shares_and_its_attention_is_measured(long):
+def test_masks_with_gaps_and_conjugate_gradients_that_do_not_arrive_have_no_value(long, monkeypatch):
     mask = ALL.tril() & ((PLACE < 4) | (PLACE[:, None] - PLACE < 50))
     qk = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
     assert find_intervals(mask) is None
     assert long(linalg.visible_shares, qk).key.isnan().all()
     torch.testing.assert_close(long(linalg.first_weight, qk), linalg.first_weight(qk))
-
-
-def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
     fit = find_intervals(MASKS["causal"])
     assert isinstance(fit, IntervalMask)
     right = random(T) - random(T).mean()
@@ -157,7 +154,7 @@ def test_the_least_rank_is_that_of_all_singular_values_or_none(power, shape):
         assert rank == least_rank(halves(matrix), share) or np.isnan(rank), "the same in every run"
 
 
-def test_ranks_of_matrices_without_gap_or_size():
+def test_without_gap_size_or_steps_enough_there_is_no_rank(monkeypatch):
     assert least_rank(halves(random(600, 1) @ random(1, 600)), 0.9) == 1
     low = random(600, 40) @ random(40, 600, seed=1)
     assert least_rank(halves(low), 0.9) == linalg.rank_at(torch.linalg.svdvals(low), 0.9)
@@ -165,6 +162,10 @@ def test_ranks_of_matrices_without_gap_or_size():
     assert np.isnan(least_rank(halves(torch.eye(600).double()), 0.9)), "all directions are alike"
     tied = torch.diag(torch.cat((torch.ones(9), torch.zeros(591)))).double()
     assert np.isnan(least_rank(halves(tied), 8 / 9)), "8 or 9, as rounding falls"
+    matrix = fallen(1.0, 600, 600)
+    assert least_rank(halves(matrix), 0.95) == 12
+    monkeypatch.setattr("attnlens.maths.linalg.long.LARGEST_BASIS", 64)
+    assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
 
 
 def test_residuals_bound_the_energies_of_every_ritz_pair():
@@ -183,13 +184,6 @@ def test_residuals_bound_the_energies_of_every_ritz_pair():
             bounds = list(tiled._bound_deflated_norm(halves(matrix), ritz, pairs, torch.Generator().manual_seed(1)))
             assert min(bounds) >= rest
             assert bounds[-1] <= 1.5 * rest, "near enough to prove something by"
-
-
-def test_without_steps_enough_there_is_no_rank(monkeypatch):
-    matrix = fallen(1.0, 600, 600)
-    assert least_rank(halves(matrix), 0.95) == 12
-    monkeypatch.setattr("attnlens.maths.linalg.long.LARGEST_BASIS", 64)
-    assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
 
 
 def test_few_columns_are_decomposed_whole(monkeypatch):
@@ -216,7 +210,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_no_matrix_of_all_pairs_is_formed(long):
+def test_tiles_are_of_long_heads_alone_meet_the_whole_and_no_matrix_of_all_pairs_is_formed(long):
     for function in (symmetry.of_tokens, spectrum.of_tokens, ksvd.of_tokens):
         largest = Counter()
         for name in ("whole", "tiles"):
@@ -226,9 +220,6 @@ def test_no_matrix_of_all_pairs_is_formed(long):
             largest[name] = made.numbers
         assert largest["tiles"] < 0.7 * T * T, "a tile, or the basis of 128 vectors"
         assert largest["whole"] >= T * T, "the control"
-
-
-def test_tiles_are_of_long_heads_alone_and_meet_the_whole(long):
     qk = heads()
     assert [part for _, part in split_tiles(qk)] == [qk]
     parts = long(lambda: list(split_tiles(qk)))
