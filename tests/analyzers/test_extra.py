@@ -29,25 +29,25 @@ def heads(mask="causal", size=1.0, n=N, **rest):
     return query_key(query, key, "tokens", scale=0.6, allowed=MASKS[mask], **rest)
 
 
-def rows_of(given, head):
+def rows_of(qk, head):
     """The keys that each query sees and its scores, for queries with a choice."""
     for i in range(N):
-        keys = torch.arange(N) if given.allowed is None else given.allowed[0, i].nonzero()[:, 0]
-        x = given.scale * given.key[given.key_of[head]][keys] @ given.query[head, i]
+        keys = torch.arange(N) if qk.allowed is None else qk.allowed[0, i].nonzero()[:, 0]
+        x = qk.scale * qk.key[qk.key_of[head]][keys] @ qk.query[head, i]
         if len(keys) >= 2:
-            yield i, keys, x if given.softcap is None else torch.tanh(x / given.softcap) * given.softcap
+            yield i, keys, x if qk.softcap is None else torch.tanh(x / qk.softcap) * qk.softcap
 
 
 def variation(first, second):
     return float((first / first.sum() - second / second.sum()).abs().sum() / 2)
 
 
-def naive_order(given, head, error, largest, centred):
-    sink = torch.empty(0, dtype=torch.float64) if given.sinks is None else given.sinks[head : head + 1]
+def naive_order(qk, head, error, largest, centred):
+    sink = torch.empty(0, dtype=torch.float64) if qk.sinks is None else qk.sinks[head : head + 1]
     for order in range(0, largest + 1, 2):
         apart = []
-        for i, keys, x in rows_of(given, head):
-            bias = torch.zeros_like(x) if given.bias is None else given.bias[head, i][keys]
+        for i, keys, x in rows_of(qk, head):
+            bias = torch.zeros_like(x) if qk.bias is None else qk.bias[head, i][keys]
             own = torch.cat([x + bias, sink]).exp()
             shift = (x + bias).mean() if centred else torch.zeros(()).double()
             used, factor = (x + bias - shift, 1.0) if centred else (x, bias.exp())
@@ -65,10 +65,10 @@ EXTRAS = [{}, {"softcap": 2.0}, {"bias": BIAS}, {"sinks": SINKS}, {"sinks": SINK
 @pytest.mark.parametrize("centred", [False, True])
 def test_the_order_is_that_of_loops(centred):
     for mask, more in itertools.product(MASKS, EXTRAS):
-        given = heads(mask, size=2.0, **more)
+        qk = heads(mask, size=2.0, **more)
         for error in (0.02, 0.1):
-            order = linalg.taylor_order(given, error, 30, centred=centred)
-            expected = [naive_order(given, head, error, 30, centred) for head in range(3)]
+            order = linalg.taylor_order(qk, error, 30, centred=centred)
+            expected = [naive_order(qk, head, error, 30, centred) for head in range(3)]
             assert order.tolist() == pytest.approx(expected, nan_ok=True, abs=0), (mask, more, error)
 
 
@@ -79,12 +79,12 @@ def test_the_order_rises_with_the_logits_and_terms_of_the_query_move_it_and_not_
     assert bool((orders[-1] > 10).all())
     for size in (100.0, 1e200):  # nor does an overflow stand in for one
         assert linalg.taylor_order(heads(size=size), 0.1, 64).isnan().all()
-    given = heads(size=0.5)
-    moved = replace(given, key=given.key - 8 * random(3, 1, 4, seed=7))
-    torch.testing.assert_close(moved.attention, given.attention, rtol=1e-9, atol=1e-12)
-    centred = [linalg.taylor_order(one, 0.1, 64, centred=True).tolist() for one in (given, moved)]
+    qk = heads(size=0.5)
+    moved = replace(qk, key=qk.key - 8 * random(3, 1, 4, seed=7))
+    torch.testing.assert_close(moved.attention, qk.attention, rtol=1e-9, atol=1e-12)
+    centred = [linalg.taylor_order(one, 0.1, 64, centred=True).tolist() for one in (qk, moved)]
     assert centred[0] == centred[1]
-    assert bool((linalg.taylor_order(moved, 0.1, 64) > linalg.taylor_order(given, 0.1, 64)).any()), "the control"
+    assert bool((linalg.taylor_order(moved, 0.1, 64) > linalg.taylor_order(qk, 0.1, 64)).any()), "the control"
 
 
 def test_float64_is_enough_for_every_order():
@@ -97,8 +97,8 @@ def test_float64_is_enough_for_every_order():
         return torch.tensor([float(k / sum(series)) for k in series]).double()
 
     expected = next(order for order in range(0, 200, 2) if variation(exact(order), own) <= 0.1)
-    given = query_key(torch.ones(1, 1, 1).double(), torch.tensor(logits).double().view(1, -1, 1), "tokens", scale=1.0)
-    assert linalg.taylor_order(given, 0.1, 200).tolist() == [expected]
+    qk = query_key(torch.ones(1, 1, 1).double(), torch.tensor(logits).double().view(1, -1, 1), "tokens", scale=1.0)
+    assert linalg.taylor_order(qk, 0.1, 200).tolist() == [expected]
     assert expected > 64
 
 
@@ -113,36 +113,36 @@ def test_the_rank_is_the_number_of_distinct_rows_and_hidden_pairs_cost_none():
         assert torch.linalg.matrix_rank(classes(count).attention[0]) == count
         assert linalg.feature_rank(classes(count), 0.1).tolist() == [count]
     for count in (3, 6):
-        given = classes(count, allowed=torch.ones(24, 24, dtype=torch.bool).tril()[None])
-        assert 2 <= linalg.feature_rank(given, 0.1).item() <= count + 1, "the value is an upper bound"
-        values = torch.linalg.svdvals(given.attention[0])
+        qk = classes(count, allowed=torch.ones(24, 24, dtype=torch.bool).tril()[None])
+        assert 2 <= linalg.feature_rank(qk, 0.1).item() <= count + 1, "the value is an upper bound"
+        values = torch.linalg.svdvals(qk.attention[0])
         assert int((values > 0.05).sum()) == 24, "the control: P, zero where hidden, is of full rank"
     ones, key = torch.ones(1, N, 1).double(), 2 * random(1, N, 1, seed=3)
     steep = 5 * torch.arange(N, dtype=torch.float64).view(1, N, 1)  # attention to the last key
     for keys, allowed, error in (*((key, mask, 0.01) for mask in MASKS.values()), (steep, CAUSAL, 0.05)):
-        given = query_key(ones, keys, "tokens", scale=1.0, allowed=allowed)
-        assert linalg.feature_rank(given, error).tolist() == [1], "attention by the key alone"
+        qk = query_key(ones, keys, "tokens", scale=1.0, allowed=allowed)
+        assert linalg.feature_rank(qk, error).tolist() == [1], "attention by the key alone"
 
 
-def naive_apart(kernel, given, head):
+def naive_apart(kernel, qk, head):
     """The mean total variation of K_ij/Σ_j K_ij from attention, row by row; 1 if the sum is not above 0."""
     apart = []
-    for i, keys, x in rows_of(given, head):
+    for i, keys, x in rows_of(qk, head):
         row = kernel[i, keys]
         apart.append(min(1.0, variation(row, x.exp())) if row.sum() > 0 else 1.0)
     return sum(apart) / len(apart)
 
 
-def naive_rank(given, head, error, steps=60):
+def naive_rank(qk, head, error, steps=60):
     """Hard imputation from several starts with whole singular value decompositions, and every rank in turn."""
-    shown, own = torch.ones(N, N).bool() if given.allowed is None else given.allowed[0], given.attention[head]
+    shown, own = torch.ones(N, N).bool() if qk.allowed is None else qk.allowed[0], qk.attention[head]
     fills = [torch.zeros(N, N).double(), own.mean(0).expand(N, N), torch.full((N, N), 1 / N).double()]
     for m, fill in itertools.product(range(1, N + 1), fills):
         filled = torch.where(shown, own, fill)
         for _ in range(steps):
             left, values, right = torch.linalg.svd(filled)
             low = left[:, :m] * values[:m] @ right[:m]
-            if naive_apart(low, given, head) <= error:
+            if naive_apart(low, qk, head) <= error:
                 return m
             filled = torch.where(shown, own, low)
     return N
@@ -150,25 +150,25 @@ def naive_rank(given, head, error, steps=60):
 
 @pytest.mark.parametrize("mask", [pytest.param("all", marks=pytest.mark.full), "causal", "window"])
 def test_the_rank_is_near_that_of_a_longer_search(mask):
-    given = heads(mask, size=2.0)
-    ranks = linalg.feature_rank(given, 0.1).tolist()
-    longer = [naive_rank(given, head, 0.1) for head in range(3)]
+    qk = heads(mask, size=2.0)
+    ranks = linalg.feature_rank(qk, 0.1).tolist()
+    longer = [naive_rank(qk, head, 0.1) for head in range(3)]
     assert all(0 <= ours - theirs <= 2 for ours, theirs in zip(ranks, longer, strict=True)), (ranks, longer)
     assert max(ranks) > 2
     visible = torch.ones(N, N).double() if MASKS[mask] is None else MASKS[mask][0].double()
-    for head, own in enumerate(given.attention):
+    for head, own in enumerate(qk.attention):
         kernel = (own + 0.2 * random(N, N, seed=head)).double()
         error = spectra._kernel_error(kernel, own, visible)
-        assert error == pytest.approx(naive_apart(kernel, given, head), abs=1e-12), "the error behind the rank"
+        assert error == pytest.approx(naive_apart(kernel, qk, head), abs=1e-12), "the error behind the rank"
         assert error > 0.01
 
 
 def test_masks_per_head_batches_and_shared_keys_change_nothing():
-    given = heads("causal", size=2.0)
-    twice = {name: getattr(given, name).expand(2, -1, -1, -1) for name in ("query", "key")}
+    qk = heads("causal", size=2.0)
+    twice = {name: getattr(qk, name).expand(2, -1, -1, -1) for name in ("query", "key")}
     shared = query_key(2 * random(2, N, 4), random(1, N, 4, seed=1), "tokens", scale=0.6, allowed=CAUSAL)
     own = replace(shared, key=shared.key.expand(2, -1, -1), key_of=(0, 1))
-    for first, second in ((given, replace(given, allowed=CAUSAL.expand(2, 3, N, N), **twice)), (shared, own)):
+    for first, second in ((qk, replace(qk, allowed=CAUSAL.expand(2, 3, N, N), **twice)), (shared, own)):
         other = extra.count_features(second)
         for name, reading in extra.count_features(first).items():
             expected = reading.expand(other[name].shape)
@@ -182,19 +182,19 @@ def test_sinks_take_their_share_and_queries_without_a_choice_have_no_value():
     only = replace(heads(), allowed=torch.eye(N, dtype=torch.bool)[None])
     assert all(reading.isnan().all() for reading in extra.count_features(only).values())
     for n, m in ((5, 12), (12, 5)):
-        given = query_key(random(2, n, 4), random(2, m, 4, seed=1), "tokens", part="cross", scale=1.0)
-        assert bool((linalg.feature_rank(given, 0.1) <= 5).all())
+        qk = query_key(random(2, n, 4), random(2, m, 4, seed=1), "tokens", part="cross", scale=1.0)
+        assert bool((linalg.feature_rank(qk, 0.1) <= 5).all())
 
 
 def test_the_null_has_the_head_s_mean_and_covariance_and_selective_heads_need_more_features():
-    given = query_key(random(2, 2000, 3) @ random(3, 3, seed=1) + 2, random(2, 2000, 3, seed=2) - 1, "tokens")
-    drawn = linalg.gaussian_like(given)
-    for own, other in ((given.query, drawn.query), (given.key, drawn.key)):
+    qk = query_key(random(2, 2000, 3) @ random(3, 3, seed=1) + 2, random(2, 2000, 3, seed=2) - 1, "tokens")
+    drawn = linalg.gaussian_like(qk)
+    for own, other in ((qk.query, drawn.query), (qk.key, drawn.key)):
         assert (own.mean(-2) - other.mean(-2)).abs().max() < 0.15
         for head in range(2):
             assert (own[head].mT.cov() - other[head].mT.cov()).abs().max() < 0.3
             assert abs(torch.corrcoef(torch.stack((own[head, :, 0], other[head, :, 0])))[0, 1]) < 0.1
-    assert torch.equal(drawn.query, linalg.gaussian_like(given).query)
+    assert torch.equal(drawn.query, linalg.gaussian_like(qk).query)
     place = 2 * math.pi * torch.arange(48).double() / 48
     turn = torch.stack([f(k * place) for k in range(1, 9) for f in (torch.cos, torch.sin)], -1)[None]
     causal = torch.ones(48, 48, dtype=torch.bool).tril()[None]
@@ -217,8 +217,6 @@ def test_inspect_measures_every_head_with_errors_or_a_reason():
         for name in ("features.taylor_order", "features.centred_order"):
             order = head.measures[name]
             assert order.reason == extra.BEYOND if order.value is None else 0 <= order.value <= 64
-    plain = attnlens.inspect("demo", source="tokens", windows=1, length=16)
-    assert not any(name.startswith("features.") for name in plain.measure_names()), "only on request"
 
 
 SMALL = (8, 16, 32, 64), 60

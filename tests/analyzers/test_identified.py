@@ -44,12 +44,12 @@ def with_other_scores(mask):
     return replace(plain, bias=bias + hidden)
 
 
-def of_content(given):
+def of_content(qk):
     """The same scores, with what the model adds written as coordinates: ⟨bias_i, e_j⟩."""
-    lead, n = given.query.shape[:-2], given.query.shape[-2]
-    query = torch.cat([given.query, given.bias.expand(*lead, n, n) / given.scale], -1)
-    unit = torch.eye(n, dtype=torch.float64).expand(*given.key.shape[:-2], n, n)
-    return replace(given, query=query, key=torch.cat([given.key, unit], -1), bias=None)
+    lead, n = qk.query.shape[:-2], qk.query.shape[-2]
+    query = torch.cat([qk.query, qk.bias.expand(*lead, n, n) / qk.scale], -1)
+    unit = torch.eye(n, dtype=torch.float64).expand(*qk.key.shape[:-2], n, n)
+    return replace(qk, query=query, key=torch.cat([qk.key, unit], -1), bias=None)
 
 
 def with_other_keys(mask):
@@ -114,10 +114,10 @@ def test_measures_that_are_not_identified_say_so_and_lead_nowhere():
 @pytest.mark.parametrize("mask", ["causal", pytest.param("all", marks=pytest.mark.full)])
 def test_the_selection_of_queries_and_keys_does_not_depend_on_a_shift_of_keys(mask):
     answers = []
-    for given in (heads(mask), with_other_keys(mask)):
-        selector = Selector(registry.GatheringPlace(given.site))
+    for qk in (heads(mask), with_other_keys(mask)):
+        selector = Selector(registry.GatheringPlace(qk.site))
         for number in range(2):
-            selector.update(given.sequences([number], slice(None), slice(None)).select([0, 1]), number)
+            selector.update(qk.sequences([number], slice(None), slice(None)).select([0, 1]), number)
         answers.append(selector.solve())
     for head in range(2):
         first, second = (answer[head].measures for answer in answers)
@@ -192,7 +192,8 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
             assert values[f"tokens.{name}"] is None
             assert "not identified" in head.measures[f"tokens.{name}"].reason
     plain = attnlens.inspect(demo, source="tokens", windows=1, length=16)
-    assert not any(name.startswith("extended.") for name in plain.measure_names()), "only on request"
+    on_request = [name for name in plain.measure_names() if name.startswith(("extended.", "features."))]
+    assert on_request == []
     assert not set(plain.measure_names()) & set(attnlens.inspect(demo, source="weights", layers=[0]).measure_names())
     shapes = Shapes(report)
     assert reading_help(shapes).endswith(registry.NOT_IDENTIFIED)

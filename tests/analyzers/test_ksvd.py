@@ -31,8 +31,8 @@ def heads(*batch, n=30, sharpness=2.0, **rest):
     return query_key(query, key, "tokens", value=random(*batch, 2, n, 5, seed=2), **rest)
 
 
-def cosine(given):
-    return torch.cosine_similarity(given.query[..., :, None, :], given.paired_key[..., None, :, :], dim=-1)
+def cosine(qk):
+    return torch.cosine_similarity(qk.query[..., :, None, :], qk.paired_key[..., None, :, :], dim=-1)
 
 
 def leading(matrix):
@@ -42,20 +42,20 @@ def leading(matrix):
     return 1 + (shares < 0.9).sum(-1), u, vh.mT
 
 
-def share_inside(given, matrix):
+def share_inside(qk, matrix):
     """The share of the centred values in the leading right singular space of the matrix."""
     s, _, right = leading(matrix)
-    value = given.paired_value.double() - given.paired_value.double().mean(-2, keepdim=True)
+    value = qk.paired_value.double() - qk.paired_value.double().mean(-2, keepdim=True)
     inside = (right.mT @ value).square().sum(-1) * (torch.arange(right.shape[-1]) < s[..., None])
     return inside.sum(-1) / value.square().sum((-2, -1))
 
 
 @pytest.mark.parametrize("allowed", [None, CAUSAL], ids=["all", "causal"])
 def test_the_curves_are_those_of_the_formed_matrices(allowed):
-    given = heads(allowed=allowed, sharpness=0.5)
-    logits = dense(given)
+    qk = heads(allowed=allowed, sharpness=0.5)
+    logits = dense(qk)
     attention = (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).softmax(-1)
-    readings, kernel = of_tokens(given), cosine(given)
+    readings, kernel = of_tokens(qk), cosine(qk)
     centring = torch.eye(30, dtype=torch.float64) - 1 / 30
     matrices = {"attention": (attention, 30), "cosine": (kernel, 6)}
     matrices |= {f"centred_{name}": (matrix @ centring, steps) for name, (matrix, steps) in matrices.items()}
@@ -64,35 +64,35 @@ def test_the_curves_are_those_of_the_formed_matrices(allowed):
             sigma = torch.linalg.svdvals(matrix)[..., :steps] ** power
             close(readings[f"ksvd.{name}_{kind}"], sigma.cumsum(-1) / sigma.sum(-1, keepdim=True))
     close(readings["ksvd.first_share"], readings["ksvd.attention_spectrum"][:, 0])
-    close(readings["ksvd.attention_spectrum"], spectrum.of_tokens(given)["tokens.singular_values"])
+    close(readings["ksvd.attention_spectrum"], spectrum.of_tokens(qk)["tokens.singular_values"])
     assert (readings["ksvd.attention_spectrum"] - readings["ksvd.centred_attention_spectrum"]).abs().max() > 0.01
 
 
 def test_the_two_analyzers_share_singular_values_of_the_same_heads_alone(monkeypatch):
-    given, other, calls = heads(), heads(n=20), []
+    qk, other, calls = heads(), heads(n=20), []
     count = lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix)  # noqa: E731
     monkeypatch.setattr("attnlens.maths.linalg.attention.singular_values", count)
-    first, second = spectrum.of_tokens(given), of_tokens(given)
+    first, second = spectrum.of_tokens(qk), of_tokens(qk)
     assert len(calls) == 2
     assert torch.equal(first["tokens.singular_values"], second["ksvd.attention_spectrum"])
     assert of_tokens(other)["ksvd.attention_spectrum"].shape == (4, 20)
     assert len(calls) == 4
-    assert of_tokens(replace(given, allowed=CAUSAL))["ksvd.first_share"].sum() != second["ksvd.first_share"].sum()
+    assert of_tokens(replace(qk, allowed=CAUSAL))["ksvd.first_share"].sum() != second["ksvd.first_share"].sum()
 
 
 def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
-    given = heads()
-    readings, kernel = of_tokens(given), cosine(given)
+    qk = heads()
+    readings, kernel = of_tokens(qk), cosine(qk)
     centred = kernel - kernel.mean(-1, keepdim=True)
     s, left, right = leading(kernel)
     assert readings["ksvd.rank90"].tolist() == s.tolist()
-    assert torch.equal(rank_alone(given)["ksvd.rank90"], readings["ksvd.rank90"])
+    assert torch.equal(rank_alone(qk)["ksvd.rank90"], readings["ksvd.rank90"])
     assert readings["ksvd.centred_rank90"].tolist() == leading(centred)[0].tolist()
     for head, count in enumerate(s.tolist()):
         angles = torch.linalg.svdvals(left[head, :, :count].mT @ right[head, :, :count]).clamp(max=1).acos()
         close(readings["ksvd.asymmetry"][head], angles.mean())
-    close(readings["ksvd.value_alignment"], share_inside(given, centred))
-    slip = share_inside(replace(given, value=given.value.flip(0)), centred)
+    close(readings["ksvd.value_alignment"], share_inside(qk, centred))
+    slip = share_inside(replace(qk, value=qk.value.flip(0)), centred)
     assert ((slip - readings["ksvd.value_alignment"]).abs() > 1e-3).all(), "the other key head's values do not fit"
     assert (readings["ksvd.asymmetry"] > 0.1).all()
     x = random(2, 30, 6)
@@ -102,10 +102,10 @@ def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
     assert (of_tokens(replace(same, value=random(2, 30, 6, seed=5)))["ksvd.value_alignment"] < 0.5).all()
     # values in the directions of the kernel are aligned also if its first mode is constant
     key = 0.05 * random(3, 30, 6, seed=1) * torch.logspace(0, -2, 6, dtype=torch.float64) + 1.0
-    given = query_key(random(3, 30, 6) + 1.0, key, "tokens")
-    kernel = cosine(given)
+    qk = query_key(random(3, 30, 6) + 1.0, key, "tokens")
+    kernel = cosine(qk)
     space = leading(kernel - kernel.mean(-1, keepdim=True))[2][..., :1]
-    aligned = replace(given, value=space @ random(3, 1, 5, seed=3) + random(3, 1, 5, seed=4))
+    aligned = replace(qk, value=space @ random(3, 1, 5, seed=3) + random(3, 1, 5, seed=4))
     readings = of_tokens(aligned)
     assert (readings["ksvd.rank90"] == 1).all()
     close(readings["ksvd.value_alignment"], torch.ones(3))
@@ -116,8 +116,8 @@ def test_random_values_have_their_chance_level_on_every_real_head(demo):
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=128, sequences=1, batch_size=1)).batches[0]
     rows = []
     for reached in hooks.survey(demo.model, batch.inputs):
-        given = reached.call.query_key(reached.site)
-        drawn = replace(given, value=random(*given.value.shape[:-1], 2000, seed=reached.site.layer))
+        qk = reached.call.query_key(reached.site)
+        drawn = replace(qk, value=random(*qk.value.shape[:-1], 2000, seed=reached.site.layer))
         readings, kernel = of_tokens(drawn), cosine(drawn).double()
         chance = readings["ksvd.value_alignment"] / (readings["ksvd.centred_rank90"] / 127)
         uncentred = share_inside(drawn, kernel) / (leading(kernel)[0] / 128)
@@ -130,9 +130,9 @@ def test_random_values_have_their_chance_level_on_every_real_head(demo):
 
 
 def test_degenerate_heads_lack_only_what_is_undefined():
-    given = heads()
-    given.key[0] = given.key[0, :1] * torch.arange(1, 31, dtype=torch.float64)[:, None]
-    one_direction = of_tokens(given)
+    qk = heads()
+    qk.key[0] = qk.key[0, :1] * torch.arange(1, 31, dtype=torch.float64)[:, None]
+    one_direction = of_tokens(qk)
     for name in ("value_alignment", "centred_rank90", "centred_cosine_spectrum"):
         assert one_direction[f"ksvd.{name}"].isnan().view(4, -1).all(-1).tolist() == [True, True, False, False]
     assert (one_direction["ksvd.rank90"][:2] == 1).all()
