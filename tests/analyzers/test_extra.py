@@ -286,7 +286,7 @@ def test_a_seed_reproduces_and_trials_and_widths_are_independent(fits):
 
 
 def test_two_networks_fail_as_one_does_an_untrained_one_fails_and_the_experiment_is_a_row_of_verify(monkeypatch):
-    monkeypatch.setattr(binary, "QUICK", ((6, 24), 200))
+    monkeypatch.setattr(binary, "QUICK", ((6, 24), 60))
     learn = binary._learn
     monkeypatch.setattr(binary, "_learn", lambda fits, steps, networks: learn(fits, steps, 1))
     shared = binary.binary_kernel(True)[0]

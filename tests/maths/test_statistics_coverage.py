@@ -108,6 +108,7 @@ def correlation_over_layers_is_covered(seed, units, layers, heads, alike):
     return interval.low <= 0 <= interval.high
 
 
+COLUMNS = ("covered", "settings", "few", "at_least", "exactly", "control")
 INTERVALS = [
     *((mean_is_covered, (tails,), 160, "spread", "random", ("first", 0.85)) for tails in TAILS),
     (median_of_heads_is_covered, ("gaussian",), 40, "spread", None, ("first", 0.85)),
@@ -125,7 +126,7 @@ INTERVALS = [
 
 
 @each_size
-@pytest.mark.parametrize(("covered", "settings", "few", "at_least", "exactly", "control"), INTERVALS)
+@pytest.mark.parametrize(COLUMNS, INTERVALS, ids=[row[0].__name__ for row in INTERVALS])
 def test_intervals_cover_as_often_as_they_say(covered, settings, few, at_least, exactly, control, many):
     """95 % or more where windows are spread, 95 % where they are drawn; the control: too few where they depend."""
     samples = 300 if many else few
