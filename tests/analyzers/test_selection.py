@@ -365,6 +365,9 @@ def test_shown_picks_are_the_posed_queries():
         assert not set(pick.support) & set(pick.selected)
     total = sum(len(pick.support) for pick in shown.picks)
     assert answer.measures["selection.projected_support"].value == pytest.approx(total / (8 * len(shown.picks)))
+    of_sets = gather([tokens_key(random(1, 6, 30) / 10, random(1, 6, 30, seed=1))], shown=True, top_p=0.6)[0].shown
+    assert max(len(pick.selected) for pick in of_sets.picks) > 1
+    assert not any(set(pick.support) & set(pick.selected) for pick in of_sets.picks), "equalities carry no margin"
     margins, projected = (on_inputs.curves[f"selection.{name}"] for name in ("margins", "projected_margins"))
     assert sorted(pick.margin for pick in on_inputs.shown.picks) == pytest.approx(margins)
     assert margins != pytest.approx(projected)
