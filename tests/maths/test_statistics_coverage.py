@@ -32,8 +32,9 @@ def share(covers, samples, *arguments):
     return sum(covers(seed, *arguments) for seed in range(samples)) / samples
 
 
-def normal(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def normals(seed, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def drawn(generator, *shape, tails):
@@ -84,7 +85,7 @@ def difference_is_covered(seed, placement, tails, of):
 
 def mean_of_texts_is_covered(seed, over, count):
     """Texts like these, of six windows each."""
-    kinds, own = normal(seed, 7 * count).split([count, 6 * count])
+    kinds, own = normals(seed, count, 6 * count)
     design = Design.of([number // 6 for number in range(6 * count)], over)
     values = kinds.repeat_interleave(6) + own
     interval = paired_difference(torch.zeros_like(values), values, design, draws=300, seed=seed)
@@ -93,7 +94,7 @@ def mean_of_texts_is_covered(seed, over, count):
 
 def correlation_is_covered(seed, _):
     """Of a normal pair ρ_S = (6/π)·asin(ρ/2) (Pearson 1907)."""
-    x, y = normal(seed, 2, 48)
+    x, y = normals(seed, 48, 48)
     value, low, high = rank_correlation(x, 0.5 * x + math.sqrt(0.75) * y, None, draws=200, seed=seed)
     assert low <= value <= high
     return low <= 6 / math.pi * math.asin(0.5 / 2) <= high
@@ -101,8 +102,8 @@ def correlation_is_covered(seed, _):
 
 def correlation_over_layers_is_covered(seed, units, layers, heads, alike):
     """Heads of a layer are alike by any amount; layers are drawn, or heads one by one."""
-    common, own = normal(seed, 2 * layers * (heads + 1)).split([2 * layers, 2 * layers * heads])
-    x, y = math.sqrt(alike) * common.view(2, -1).repeat_interleave(heads, 1) + math.sqrt(1 - alike) * own.view(2, -1)
+    common, own = normals(seed, (2, layers), (2, layers * heads))
+    x, y = math.sqrt(alike) * common.repeat_interleave(heads, 1) + math.sqrt(1 - alike) * own
     groups = [number // heads for number in range(layers * heads)] if units == "layers" else None
     interval = rank_correlation(x, y, groups, 200, seed=seed)
     return interval.low <= 0 <= interval.high
@@ -145,7 +146,7 @@ def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wide
     samples = 300 if many else 160
 
     def interval_of(seed):
-        values = normal(seed, sum(sizes))
+        (values,) = normals(seed, sum(sizes))
         interval = paired_difference(torch.zeros_like(values), values, design, draws=300, seed=seed)
         error = float(standard_error(values[:, None], design)[0])
         student = student_interval(interval.value, error, design.freedom)
@@ -164,7 +165,7 @@ def test_the_error_of_a_median_is_that_of_each_texts_windows():
     spread = torch.cat([torch.full((size,), sd, dtype=torch.float64) for size, sd in zip(sizes, sds, strict=True)])
     errors = []
     for seed in range(300):
-        values = spread[:, None] * normal(seed, 32, 1)
+        values = spread[:, None] * normals(seed, (32, 1))[0]
         errors += statistics.median_error(values, design, [[0]], draws=100, seed=seed)
     truth = math.sqrt(sum(size * sd**2 for size, sd in zip(sizes, sds, strict=True))) / 32
     assert math.sqrt(sum(error**2 for error in errors) / 300) == pytest.approx(truth, rel=0.05)
@@ -194,7 +195,7 @@ def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs(ma
 
     assert share(names_a_head, samples, "spread") <= float(stats.binom.ppf(0.9995, samples, 0.05)) / samples
     assert share(names_a_head, samples, "first") > 0.2, "the control: windows in a row"
-    skewed = [named(normal(seed, 4, POPULATION, 32).square().sum(0), seed, "random") for seed in range(samples)]
+    skewed = [named(normals(seed, (4, POPULATION, 32))[0].square().sum(0), seed, "random") for seed in range(samples)]
     ours, students = (sum(each) for each in zip(*skewed, strict=True))
     assert ours < 0.75 * students
     assert students / samples > 0.1, "the control: they are skewed"
