@@ -38,6 +38,11 @@ def alone(*sections: Section) -> Document:
     return Document(None, sections)
 
 
+def absent(text: str, *parts: str) -> list[str]:
+    """The parts that the text lacks."""
+    return [part for part in parts if part not in text]
+
+
 def summary(report: Report, width: int = 100) -> str:
     return printed(export.summary(report), width)
 
