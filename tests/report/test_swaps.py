@@ -122,7 +122,7 @@ def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole, controlled):
     assert (len(units), {cells["significant"] for cells in units}) == (32, {"true", "false"})
 
 
-def test_the_verdict_gives_the_direction_of_the_loss():
+def test_the_verdict_gives_the_direction_of_the_loss_and_divergence_is_no_number():
     for delta, words in (
         (3.28, "The loss rises from 2.43 to 5.71"),
         (-1.0, "The loss falls from 2.430 to 1.430"),
@@ -131,9 +131,6 @@ def test_the_verdict_gives_the_direction_of_the_loss():
         (0.03, "rises"),
     ):
         assert words in verdict(swapped(deltas=(delta,))), delta
-
-
-def test_diverged_is_a_finding_and_no_number():
     text = shown(deltas=(None,))
     reasons = f"loss, perplexity, KL, top-1, hidden cosine, CKA: {swap_reports.DIVERGED}"
     assert not absent(text, "The model diverges", "swapped diverged", reasons)
@@ -244,13 +241,23 @@ def test_reports_survive_json_and_strangers_strings_are_text(whole):
 # Plans and promises
 
 
-def test_only_what_falls_is_a_saving():
+def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_any():
     for after, line in (
         (13_698_304.0, "Added: 13,271,040 → 13,698,304 parameters for queries and keys (+3 %)"),
         (13_271_040.0, "Unchanged: 13,271,040 → 13,271,040 parameters for queries and keys (+0 %)"),
         (6_635_520.0, "Saving: 13,271,040 → 6,635,520 parameters for queries and keys (−50 %)"),
     ):
         assert line in plan_lines(planned(parameters=Pair(before=13_271_040.0, after=after)).plan)
+    bare = flowing(planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, not chosen"}))
+    assert absent(bare, "Promised", "Estimated", "rank: one per key head") == ["Promised", "Estimated"]
+    assert not absent(
+        flowing(planned()),  # the control
+        "Estimated: on the calibration text used to choose the ranks",
+        "Promised: on calibration text used neither to fit nor to choose",
+        "all windows of these texts",
+        "A rise is a ratio of two losses, Δ their difference in nats",
+    )
+    assert "their difference" not in flowing(planned(measured=None))
 
 
 FAILS = "beyond the budget: the promise fails on this text"
@@ -292,19 +299,6 @@ def test_each_text_and_one_more_text_have_their_own_rise():
         assert line in plan_lines(report.plan)
         assert "New text: upper end of the prediction interval" in flowing(report)
     assert "New text" not in flowing(planned()), "the control: one text alone"
-
-
-def test_estimate_and_promise_are_explained_if_there_are_any():
-    bare = flowing(planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, not chosen"}))
-    assert absent(bare, "Promised", "Estimated", "rank: one per key head") == ["Promised", "Estimated"]
-    assert not absent(
-        flowing(planned()),  # the control
-        "Estimated: on the calibration text used to choose the ranks",
-        "Promised: on calibration text used neither to fit nor to choose",
-        "all windows of these texts",
-        "A rise is a ratio of two losses, Δ their difference in nats",
-    )
-    assert "their difference" not in flowing(planned(measured=None))
 
 
 def test_a_healing_is_described_in_the_unit_that_was_requested():
@@ -352,11 +346,11 @@ def test_no_two_texts_of_a_page_overlap(size, kind):
                 assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)
 
 
-@pytest.mark.parametrize("parts", [None, MIXED])
-def test_pages_of_any_kind_can_be_drawn(parts):
-    for swap in (swapped(6, deltas=(None,), parts=parts), swapped(6, headless=True, parts=parts, sweep="layers")):
-        with house_style():
-            pictures.swap_overview(swap_report(swap)).draw_without_rendering()
+def test_pages_of_any_kind_can_be_drawn():
+    for parts in (None, MIXED):
+        for swap in (swapped(6, deltas=(None,), parts=parts), swapped(6, headless=True, parts=parts, sweep="layers")):
+            with house_style():
+                pictures.swap_overview(swap_report(swap)).draw_without_rendering()
 
 
 def test_the_map_of_ranks_explains_its_colours_and_costs():
@@ -389,16 +383,29 @@ def test_the_head_of_a_page_cuts_the_formula_and_nothing_else(kernel, reached):
     assert head.get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_controls_are_drawn_in_grey_at_their_losses(controlled):
+def test_stages_and_controls_stand_at_their_losses(controlled):
     lines = axes_of(pictures.draw_kernels, [controlled.swap]).lines
     grey = sorted(line.get_xdata()[0] for line in lines if line.get_color() == pictures.GREY)
     assert grey == pytest.approx([0.05, 3.9, 5.5])
     labels = [label.get_text() for label in axes_of(pictures.draw_stages, controlled.swap).get_yticklabels()]
     assert [label.split("\n")[0] for label in labels] == ["original", "swapped", "sink-window:4,64", "hard", "uniform"]
     assert "+49.2 % (43.3 to 55.3 %)" in labels[1]
+    for lossless in (swapped(headless=True), swapped(noise=True)):
+        whiskers = [line for line in axes_of(pictures.draw_stages, lossless).lines if len(line.get_xdata()) == 2]
+        low, high = sorted(whiskers[-1].get_xdata())
+        assert low < (effect(lossless, lossless)[0] or 0.0) < high
+        (bar,) = [line for line in axes_of(pictures.draw_kernels, [lossless]).lines if line.get_linewidth() == 1.4]
+        assert sorted(bar.get_xdata()) == pytest.approx([low, high])
+    lines = axes_of(pictures.draw_stages, swapped(deltas=(3.28, 1.12))).lines
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines if line.get_marker() == "o"]
+    assert dots == [(2.43, 0), (pytest.approx(5.71), 1), (pytest.approx(3.55), 2)]
+    assert "diverged" in [text.get_text() for text in axes_of(pictures.draw_stages, swapped(deltas=(3.28, None))).texts]
+    for deltas, scale in (((2.0, 3.0), "linear"), ((0.01, 30.0), "symlog")):
+        swaps = [swapped(kernel=name, deltas=(delta,)) for name, delta in zip(("rbf", "cosine"), deltas, strict=True)]
+        assert axes_of(pictures.draw_kernels, swaps).get_xscale() == scale, "by the factor between effects"
 
 
-def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps():
+def test_both_curves_of_a_healing_fill_their_axes_over_one_scale_with_few_named_steps():
     swap = swapped(deltas=(1.12, 0.09), healed=True)
     above, below = draw(pictures.draw_healing, swap, swap.healing).axes
     assert (above.get_ylabel(), below.get_ylabel()) == ("perplexity", "KL, nats")
@@ -410,6 +417,12 @@ def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps(
     curve = [step.model_copy(update={"loss": None}) for step in healing().curve]
     (axes,) = draw(pictures.draw_healing, swapped(headless=True, healed=True), healing(curve=curve)).axes
     assert axes.get_ylabel() == "1 − cosine"
+    for last in (1, 2, 3, 40, 140, 200, 5000, 12345):
+        curve = [step.model_copy(update={"step": min(step.step, last)}) for step in healing().curve]
+        steps = axes_of(pictures.draw_healing, swapped(healed=True), healing(last, curve=curve)).get_xticks()
+        assert (steps[0], steps[-1]) == (0, min(last, 1000))
+        assert np.diff(np.sqrt(steps)).min() >= 0.17 * np.sqrt(steps[-1])
+        assert len(steps) >= min(4, last + 1)
 
 
 def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them():
@@ -432,32 +445,7 @@ def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them():
     assert not absent(flowing(swap_report(swap)), "1,024,000 tokens requested", transfer, f"{np.exp(3.55):.1f} at 0")
 
 
-def test_named_steps_are_few_and_stand_apart():
-    for last in (1, 2, 3, 40, 140, 200, 5000, 12345):
-        curve = [step.model_copy(update={"step": min(step.step, last)}) for step in healing().curve]
-        steps = axes_of(pictures.draw_healing, swapped(healed=True), healing(last, curve=curve)).get_xticks()
-        assert (steps[0], steps[-1]) == (0, min(last, 1000))
-        assert np.diff(np.sqrt(steps)).min() >= 0.17 * np.sqrt(steps[-1])
-        assert len(steps) >= min(4, last + 1)
-
-
-def test_stages_stand_at_their_losses():
-    for lossless in (swapped(headless=True), swapped(noise=True)):
-        whiskers = [line for line in axes_of(pictures.draw_stages, lossless).lines if len(line.get_xdata()) == 2]
-        low, high = sorted(whiskers[-1].get_xdata())
-        assert low < (effect(lossless, lossless)[0] or 0.0) < high
-        (bar,) = [line for line in axes_of(pictures.draw_kernels, [lossless]).lines if line.get_linewidth() == 1.4]
-        assert sorted(bar.get_xdata()) == pytest.approx([low, high])
-    lines = axes_of(pictures.draw_stages, swapped(deltas=(3.28, 1.12))).lines
-    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines if line.get_marker() == "o"]
-    assert dots == [(2.43, 0), (pytest.approx(5.71), 1), (pytest.approx(3.55), 2)]
-    assert "diverged" in [text.get_text() for text in axes_of(pictures.draw_stages, swapped(deltas=(3.28, None))).texts]
-    for deltas, scale in (((2.0, 3.0), "linear"), ((0.01, 30.0), "symlog")):
-        swaps = [swapped(kernel=name, deltas=(delta,)) for name, delta in zip(("rbf", "cosine"), deltas, strict=True)]
-        assert axes_of(pictures.draw_kernels, swaps).get_xscale() == scale, "by the factor between effects"
-
-
-def test_the_map_of_heads_is_centred_and_marks_what_is_not_significant():
+def test_the_map_of_heads_is_centred_marks_what_is_not_significant_and_bears_a_giant():
     sweep = [lost(2, 3), *(e for e in swapped(3, 4, sweep="heads").sweep if (e.layer, e.head) != (2, 3))]
     axes = axes_of(pictures.draw_sweep, swapped(3, 4, sweep=sweep))
     image = axes.images[0]
@@ -466,9 +454,6 @@ def test_the_map_of_heads_is_centred_and_marks_what_is_not_significant():
     assert np.ma.getmaskarray(image.get_array())[2, 3]
     dots = {(int(y), int(x)) for x, y in axes.collections[0].get_offsets()}
     assert dots == {(e.layer, e.head) for e in sweep if e.delta is not None and not e.significant}
-
-
-def test_one_giant_head_does_not_bleach_the_others_and_has_its_number():
     values = np.full((4, 8), 0.1)
     assert pictures.limit(values) == (0.1, "neither")
     values[1, 1] = 50.0
