@@ -120,9 +120,6 @@ def test_doctor_proves_the_demo_and_takes_the_common_options():
     assert (settings["windows"], settings["pack"], settings["dtype"]) == (3, False, "float64")
 
 
-# Damaged models
-
-
 @pytest.fixture
 def model(tmp_path):
     """A copy of the demo model that a test may damage."""
@@ -219,9 +216,6 @@ def test_a_config_that_makes_no_sense_is_refused(folder):
         assert "\x1b" not in result.stderr, change
 
 
-# Exit codes and interruptions
-
-
 class PanicException(BaseException):  # as pyo3 calls it
     """What a Rust library raises: no Exception."""
 
@@ -241,7 +235,7 @@ JOBS = {"inspect": "run_inspect", "swap-kernel": "swap_work", "converge": "conve
 JOBS |= {"doctor": "doctor", "reproduce": "reproduce"}
 
 
-def test_whatever_ends_a_command_has_its_exit_code(monkeypatch):
+def test_whatever_ends_a_command_has_its_exit_code_also_an_interruption_in_disguise(monkeypatch, capsys):
     def fail(*_, **__):
         raise error
 
@@ -256,9 +250,6 @@ def test_whatever_ends_a_command_has_its_exit_code(monkeypatch):
         assert part in result.stderr
         assert "Traceback" not in result.stderr
     assert not any(map(is_memory, (ValueError("out of memory"), RuntimeError("x"), OSError(2, "No such file"))))
-
-
-def test_an_interruption_that_a_library_turned_into_its_own_error_is_still_one(monkeypatch, capsys):
     monkeypatch.setattr(show, "_struck", [])
     assert show.report_failure(ValueError("a control: a bug, and no interruption")) == 70
     with pytest.raises(KeyboardInterrupt):
@@ -333,9 +324,6 @@ def test_imports_are_left_at_once_unless_interruptions_are_ignored():
         assert inside in python("-c", f"{MAIN}signal.signal(2, {handler}); c.main()").stdout
 
 
-# Environments
-
-
 @pytest.mark.parametrize("start", [invoke, pytest.param(attnlens, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("error")
 def test_a_hostile_environment_changes_nothing(tmp_path, start):
@@ -360,9 +348,6 @@ def test_messages_quote_and_clean_what_a_stranger_wrote():
     assert "\x1b" not in repr(REPORT.model_copy(update={"command": "\x1b[2J"}))
     named = REPORT.model.model_copy(update={"id": "$(touch PWNED)"})
     assert "'$(touch PWNED)'" in failure(REPORT.model_copy(update={"model": named})).remedy
-
-
-# Calls of the library
 
 
 class Odd:
@@ -418,15 +403,12 @@ def test_revisions_of_folders_names_of_no_file_and_counts_beyond_64_bits_are_ref
             Report.model_validate_json(json.dumps(data))
 
 
-def test_threads_with_one_model_or_one_each_queue(demo):
+def test_calls_from_threads_in_inference_mode_or_without_weights(demo):
     options = {"windows": 2, "length": 16, "layers": [0], "analyzers": ["symmetry", "spectrum"]}
     with ThreadPoolExecutor(3) as pool:
         runs = [pool.submit(library.inspect, model, **options) for model in (demo, demo, "demo", "demo")]
         heads = {json.dumps(json.loads(run.result().to_json())["heads"]) for run in runs}
     assert len(heads) == 1
-
-
-def test_a_call_in_inference_mode_or_on_a_model_without_weights(demo):
     few = {"windows": 2, "length": 8, "layers": [0]}
     with torch.inference_mode():
         assert library.inspect(demo, **few).coverage.complete

@@ -128,9 +128,6 @@ def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
     assert logging.getLogger("matplotlib").level == logging.ERROR, "it would log the place of its cache"
 
 
-# Streams
-
-
 def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     piped = in_shell(f"attnlens {LINE} -q --csv /dev/stdout | cat")
     assert piped.stdout.startswith("site,layer,head"), piped.stderr
@@ -220,8 +217,6 @@ def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == lines
 
 
-# Stores, and saved reports
-
 STORES = '''
 import sys
 import fsspec
@@ -265,15 +260,12 @@ def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report):
     assert report.model.title in result.stdout
 
 
-def test_a_saved_report_is_shown_and_drawn_into_a_folder(tmp_path):
+def test_saved_reports_are_shown_drawn_into_a_folder_and_written_as_a_page(tmp_path):
     FEW.write_json(tmp_path / "r.json")
     result = invoke("report", "r.json", "--table", "--figure", "all", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "COMPLETE: 4 of 4 heads" in result.stdout
     assert {"overview.png", "weights.symmetry.png"} <= names(tmp_path / "all")
-
-
-def test_a_report_of_doctor_has_a_page_of_its_sites(tmp_path):
     fields = {"site": "h.0.attn", "part": "decoder", "heads": 8, "route": "interface", "weights_error": 2e-7}
     check = SiteCheck(**fields, tokens_error=1e-7, passed=True, verdict="agrees")
     update = {"command": "doctor", "kind": "doctor", "heads": [], "doctor": [check]}

@@ -60,8 +60,6 @@ def process(*words, **environment):
     return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
 
 
-# names
-
 AFRESH = """
 import sys
 import attnlens
@@ -112,8 +110,6 @@ def test_examples_of_packages_run_and_their_exports_are_used():
         exported = getattr(module, "__all__", imported)
         assert [name for name in exported if name not in used and not re.search(rf"\b{name}\b", shown)] == [], package
 
-
-# --- plug-ins ---------------------------------------------------------------------------------------------------------
 
 FACTS = {"formula": "z", "source": "me", "positive": True, "symmetric": True, "features": "none", "form": "score"}
 
@@ -213,9 +209,6 @@ def test_entry_points_are_read_once_and_cannot_take_the_name_of_a_built_in(tmp_p
     assert parsed("rbf").info.name == "rbf"
 
 
-# capture
-
-
 def returned_matrices(model, batch):
     """The attention matrices that the model itself returns, in the order of execution."""
     model.set_attn_implementation("eager")
@@ -270,9 +263,6 @@ def test_batches_are_captured_as_analyzers_read_them_and_anything_else_is_refuse
     monkeypatch.setattr(hooks.Survey, "missed", {"one.self": "it sums", "two.self": "it hashes", "idle": None})
     with pytest.warns(UserWarning, match="Not captured: one.self, because it sums; and 1 more"):
         assert len(attnlens.capture(model, batch)) == 2
-
-
-# replaced
 
 
 @pytest.mark.parametrize("name", ["albert", "llama", "t5", "vit"])
@@ -394,9 +384,6 @@ def test_sites_that_are_never_or_unexpectedly_reached_are_refused():
         run(model, batch)
 
 
-# models in memory and reports
-
-
 def test_a_model_in_memory_has_the_report_of_the_loaded_one(demo):
     options = {"windows": 2, "length": 16, "text": str(PACKAGE / "models" / "samples" / "documentation.txt")}
     memory = attnlens.inspect(demo.model, tokenizer=demo.tokenizer, **options)
@@ -458,9 +445,6 @@ def test_each_job_of_converge_takes_its_own_options_only():
     for foreign, job in jobs.items():
         with pytest.raises(UsageError, match=f"no option '{foreign}'"):
             job(**{foreign: 3})
-
-
-# settings of torch
 
 
 AUTOCAST, DEVICE = torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta")

@@ -70,9 +70,6 @@ def trajectory_axes(series, name):
     return draw(lambda axes: pictures.draw_trajectories(axes, experiment=series, name=name)).axes[0]
 
 
-# Tables, pages and rows
-
-
 def test_every_figure_stands_beside_the_published_with_its_verdict():
     report = experiment_report(converging(), golden(), failing(), command="reproduce")
     text = views.summary(report)
@@ -225,9 +222,6 @@ def test_a_report_comes_back_from_json_and_draws_the_same_pictures(tmp_path, rep
         assert one[path]() == other[tmp_path / "b" / path.name](), path.name
     with pytest.raises(UsageError, match="no curves"):
         views.save_pictures(experiment_report(golden(**NOTHING)), Path("nowhere"))
-
-
-# Pictures
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,6 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
     assert not absent(Tags(page).text, f"2 heads, because {CROSS}", reason)
 
 
-# In Chromium
-
-
 @pytest.fixture(scope="module")
 def browser():
     driver = chromium.started()

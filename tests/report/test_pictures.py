@@ -61,9 +61,6 @@ def array(axes):
     return np.asarray(axes.images[0].get_array())
 
 
-# Maps of heads
-
-
 def test_the_map_has_each_heads_value_at_its_layer_and_head():
     values = np.arange(32.0).reshape(4, 8)
     np.testing.assert_array_equal(array(panel(planted(values)).axes[0]), values)
@@ -157,9 +154,6 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
         assert f"Here 0.00 to 3.00; possible: {possible}." in lines
 
 
-# Curves
-
-
 def with_curves(*curves, parts=None, name="c"):
     """One head per layer, each with one curve."""
     rest = iter(curves)
@@ -216,9 +210,6 @@ def test_axes_count_an_index_from_1_a_distance_from_0_and_show_a_steep_fall_by_f
         assert axes.get_xlabel().startswith(label)
     for curve, expected in (([1.0, 0.1, 0.001], "log"), ([0.001, 0.1, 1.0], "linear")):
         assert panel(with_curves(curve, curve), "c").axes[0].get_yscale() == expected
-
-
-# Shares and the order of measures
 
 
 def test_shares_are_recognised_by_their_sum_and_measures_ordered_by_what_they_say():
@@ -278,9 +269,6 @@ def test_a_null_that_never_varies_is_met_or_not_without_a_division_by_zero():
         assert each.chance == chance, (values, sds)
 
 
-# The overview
-
-
 @pytest.mark.parametrize("source", ["both", "weights", "tokens"])
 def test_the_overview_has_six_pictures_and_none_of_a_constant(source):
     shapes = Shapes(synthetic_report(6, 6, source=source))
@@ -338,9 +326,6 @@ def test_ticks_are_written_out_and_differ_and_no_axis_has_an_offset():
             places = [place for axes in figure.axes for place in (axes, *axes.child_axes)]
             offsets = {axis.get_offset_text().get_text() for place in places for axis in (place.xaxis, place.yaxis)}
             assert offsets == {""}, values
-
-
-# Files
 
 
 def test_files_have_the_documented_names_and_hostile_names_stay_in_the_folder(tmp_path, recwarn):

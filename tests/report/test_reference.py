@@ -50,15 +50,7 @@ def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
         assert float(parts.negative) == pytest.approx(share)
 
 
-def test_what_to_do_can_be_typed():
-    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
-    assert len(advised) > 5
-    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
-    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
-    assert names <= set(INFOS)
-
-
-def test_a_page_has_the_facts_of_the_registry():
+def test_a_page_has_the_facts_of_the_registry_and_what_to_do_can_be_typed():
     for name, item, fact in (
         ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K)"),
         ("selection.margin", "null", "the value expected by chance (the head randomly rotated)"),
@@ -80,6 +72,11 @@ def test_a_page_has_the_facts_of_the_registry():
         ("window", "keys kept", "|i − j| < w"),
     ):
         assert dict(explanation(name).items)[item].startswith(fact), name
+    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
+    assert len(advised) > 5
+    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
+    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
+    assert names <= set(INFOS)
 
 
 def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
@@ -102,7 +99,14 @@ def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
     assert facts["error"].startswith("posed once")
 
 
-def test_a_name_without_its_source_is_enough_if_it_is_unique():
+def test_the_program_explains_a_measure_whose_name_is_unique():
+    shown = invoke("explain", "tokens.share_skew")
+    assert shown.returncode == 0, shown.stderr
+    assert not absent(shown.stdout, "‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1")
+    written = invoke("explain", "tokens.share_skew", "--markdown").stdout
+    assert written.startswith("### tokens.share_skew\n")
+    assert "- formula&#58; " in written
+    assert invoke("explain").returncode == 2
     assert explanation("definite") == explanation("tokens.definite")
     with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
         explanation("rank90")
@@ -111,13 +115,3 @@ def test_a_name_without_its_source_is_enough_if_it_is_unique():
         with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
             explanation(name)
         assert len(refusal.value.problem) < 120
-
-
-def test_the_program_explains_a_measure():
-    shown = invoke("explain", "tokens.share_skew")
-    assert shown.returncode == 0, shown.stderr
-    assert not absent(shown.stdout, "‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1")
-    written = invoke("explain", "tokens.share_skew", "--markdown").stdout
-    assert written.startswith("### tokens.share_skew\n")
-    assert "- formula&#58; " in written
-    assert invoke("explain").returncode == 2

@@ -238,9 +238,6 @@ def test_reports_survive_json_and_strangers_strings_are_text(whole):
     assert "Every head" not in page
 
 
-# Plans and promises
-
-
 def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_any():
     for after, line in (
         (13_698_304.0, "Added: 13,271,040 → 13,698,304 parameters for queries and keys (+3 %)"),
@@ -321,9 +318,6 @@ def test_a_healing_is_described_in_the_unit_that_was_requested():
          "Whole model: 1 step, 1 token, learning rate 1e-4 (of 1e-4, 3e-4)"),
     ):  # fmt: skip
         assert not absent(" ".join(healing_lines(healing().model_copy(update=update | more), "nats")), *parts)
-
-
-# Pictures
 
 
 @pytest.mark.parametrize("kind", ["heads", "layers", "several", "controls", "plan", "healed"])

@@ -224,7 +224,7 @@ def test_a_section_is_registered_by_its_decorator_alone(monkeypatch):
     assert "3 layers" not in views.summary(series_report(3, 4))  # the control: another kind
 
 
-def test_lists_of_measures_and_analyzers_give_range_and_meaning():
+def test_lists_of_measures_and_analyzers_give_range_and_meaning_and_details_what_a_run_needs():
     infos = (
         MeasureInfo("weights.symmetry", "how symmetric", "tr(CC)/tr(GG)", low=-1, high=1),
         MeasureInfo("weights.singular_values", "singular values", "σ(M)", low=0, curve=True),
@@ -236,6 +236,10 @@ def test_lists_of_measures_and_analyzers_give_range_and_meaning():
     entry = Analyzer("symmetry", "weights", "Is it symmetric?", infos, lambda _: {})
     listing = views.printed(views.alone(lists.analyzer_list([entry])), 120)
     assert not absent(listing, "Is it symmetric?", "symmetry, singular_values, decay")
+    report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
+    text = views.details(report, 120)
+    facts = ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB")
+    assert not absent(text, *facts)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -255,10 +259,3 @@ def test_the_list_of_kernels_shows_their_spelling_and_properties(width):
     listing = views.printed(views.alone(*lists.kernel_list([info], (), ())))
     assert not {"\x1b", "\u202e"} & set(listing)
     assert "[red]b[/red]" in " ".join(listing.split())
-
-
-def test_details_list_what_is_needed_to_repeat_the_run():
-    report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
-    text = views.details(report, 120)
-    facts = ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB")
-    assert not absent(text, *facts)
