@@ -27,6 +27,7 @@ from attnlens.runs.inspect.pipeline import report_stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
+MIXED = ("weights.symmetry", "weights.kind", "tokens.entropy", "tokens.share_key")
 EMPTY = synthetic_report(2, 2, source="weights").model_copy(update={"heads": []})
 FEW = synthetic_report(2, 2, source="weights", curves=False, measures=("weights.symmetry", "weights.definiteness"))
 
@@ -247,7 +248,7 @@ def test_a_store_that_cannot_be_written_is_refused_in_two_lines(tmp_path):
 FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
 
 
-@pytest.mark.parametrize("report", [synthetic_report(2, 2), swap_report()], ids=["inspect", "swap"])
+@pytest.mark.parametrize("report", [synthetic_report(2, 2, measures=MIXED), swap_report()], ids=["inspect", "swap"])
 def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report):
     report.write_json(tmp_path / "r.json")
     result = without_torch("report", "r.json", *FILES, cwd=tmp_path)

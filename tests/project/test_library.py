@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import stub
 import torch
+from loaded import BARE
 from program import DEMO, environment_with, refused
 from reports import planted, timeless
 
@@ -470,7 +471,7 @@ def all_at_once():
 def test_no_number_depends_on_the_callers_settings_of_torch(demo, surroundings):
     def numbers():
         short = {"layers": [1], "heads": [0, 1], "windows": 2, "length": 12, "batch_size": 2}
-        primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
+        primal = attnlens.swap_kernel(demo, "primal:4", **short, **BARE).swap
         healed = attnlens.heal(demo, "rbf", train=1, **short).swap
         return primal.loss, primal.perplexity, healed.loss, timeless(healed.healing.model_dump())
 
