@@ -6,6 +6,7 @@ import heads
 import pytest
 import torch
 from program import invoke
+from views import absent
 
 from attnlens.analyzers import registry
 from attnlens.analyzers.registry import DISTANCES, GatheringPlace, MeasureInfo
@@ -16,7 +17,6 @@ from attnlens.report.sections.reference import explanation, kernel_pages, measur
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
 ITEMS = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")
-OPTIONAL = ("ksvd", "selec", "ext", "adapter", "features")
 
 
 def test_every_measure_and_every_kernel_has_its_page():
@@ -27,13 +27,11 @@ def test_every_measure_and_every_kernel_has_its_page():
         assert (page.title, page.lines) == (name, (INFOS[name].meaning,))
         assert [word for word in ITEMS if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
-        assert ("--analyzer" in facts["runs"]) == name.startswith(OPTIONAL)
+        assert ("--analyzer" in facts["runs"]) == name.startswith(("ksvd", "selec", "ext", "adapter", "features"))
     pages = kernel_pages()
     assert set(pages) == {*kernels(), *TIES, *FILTERS, *HYBRIDS}
     for name, page in pages.items():
-        assert page.title == name
-        assert page.lines[0]
-        assert "source" in dict(page.items)
+        assert (page.title, bool(page.lines[0]), "source" in dict(page.items)) == (name, True, True)
     assert set(measure_pages()).isdisjoint(pages)
     ends = {name.partition(".")[2] for name in INFOS}
     assert ends & set(pages) == {"rank"}, "the kernel, which stands before features.rank"
@@ -52,17 +50,8 @@ def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
         assert float(parts.negative) == pytest.approx(share)
 
 
-def test_what_to_do_can_be_typed():
-    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
-    assert len(advised) > 5
-    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
-    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
-    assert names <= set(INFOS)
-
-
-@pytest.mark.parametrize(
-    ("name", "item", "fact"),
-    [
+def test_a_page_has_the_facts_of_the_registry_and_what_to_do_can_be_typed():
+    for name, item, fact in (
         ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K)"),
         ("selection.margin", "null", "the value expected by chance (the head randomly rotated)"),
         ("tokens.entropy", "null", "none"),
@@ -81,10 +70,13 @@ def test_what_to_do_can_be_typed():
         ("adapter.change", "runs", "if the model has an adapter, or with --analyzer adaptation"),
         ("rbf", "parameters", "gamma: the inverse width γ (> 0)"),
         ("window", "keys kept", "|i − j| < w"),
-    ],
-)
-def test_a_page_has_the_facts_of_the_registry(name, item, fact):
-    assert dict(explanation(name).items)[item].startswith(fact)
+    ):
+        assert dict(explanation(name).items)[item].startswith(fact), name
+    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
+    assert len(advised) > 5
+    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
+    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
+    assert names <= set(INFOS)
 
 
 def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
@@ -103,27 +95,23 @@ def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
 
     registry.gathering("mine", "tokens", [MeasureInfo("mine.posed", "a meaning", "x")])(begin)
     facts = dict(explanation("mine.posed").items)
-    assert facts["analyzer"] == "mine: Is it so?"
-    assert facts["definitions"] == "x is the unknown of the formula."
+    assert (facts["analyzer"], facts["definitions"]) == ("mine: Is it so?", "x is the unknown of the formula.")
     assert facts["error"].startswith("posed once")
 
 
-def test_a_name_without_its_source_is_enough_if_it_is_unique():
-    assert explanation("definite") == explanation("tokens.definite")
-    with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
-        explanation("rank90")
-    assert all(name in refusal.value.remedy for name in ("weights.rank90", "tokens.rank90", "ksvd.rank90"))
-    for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
-        with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
-            explanation(name)
-        assert len(refusal.value.problem) < 120
-
-
-def test_the_program_explains_a_measure():
+def test_the_program_explains_a_measure_whose_name_is_unique():
     shown = invoke("explain", "tokens.share_skew")
     assert shown.returncode == 0, shown.stderr
-    assert all(word in shown.stdout for word in ("‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1"))
+    assert not absent(shown.stdout, "‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1")
     written = invoke("explain", "tokens.share_skew", "--markdown").stdout
     assert written.startswith("### tokens.share_skew\n")
     assert "- formula&#58; " in written
     assert invoke("explain").returncode == 2
+    assert explanation("definite") == explanation("tokens.definite")
+    with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
+        explanation("rank90")
+    assert not absent(refusal.value.remedy, "weights.rank90", "tokens.rank90", "ksvd.rank90")
+    for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
+        with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
+            explanation(name)
+        assert len(refusal.value.problem) < 120

@@ -24,8 +24,9 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.models import loading, texts
 from attnlens.records import Comparison
+from attnlens.report.findings import find
 from attnlens.report.report import Report
-from attnlens.report.sections.comparisons import change_sentences
+from attnlens.report.shapes import Shapes
 
 SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}
 FOUR: dict[str, Any] = {"windows": 4, "length": 32, "analyzers": "symmetry"}
@@ -91,6 +92,11 @@ def compared(*sides: Any, **options: Any) -> Comparison:
     return attnlens.compare(*sides, **FOUR | options).comparison
 
 
+def answers(report: Report) -> dict[str, str]:
+    """The answer to each question of the report's findings."""
+    return {finding.question: finding.answer for finding in find(Shapes(report))}
+
+
 def named(result: Comparison, measure: str) -> set[tuple[int, int]]:
     return {(row.layer, row.head) for row in result.rows if row.measure == measure and row.named}
 
@@ -147,8 +153,9 @@ def test_damage_is_named_where_it_is_and_nowhere_else(name, at):
 
 
 def test_heads_behind_damage_inherit_their_change_and_the_least_change_is_of_the_size_of_the_named_ones():
-    result = report_of(CASES[0][0], *CASES[0][1].items()).comparison
-    assert "only because their inputs changed" in " ".join(change_sentences(result))
+    report = report_of(CASES[0][0], *CASES[0][1].items())
+    result = report.comparison
+    assert "more attend differently only because their inputs changed" in answers(report)["Changed?"]
     tokens = [row for row in result.rows if row.measure == "tokens.entropy" and row.se]
     assert all(abs(row.delta) > 0.5 * row.least for row in tokens if row.named)
     assert all(row.least > 3 * row.se for row in tokens)
@@ -457,15 +464,15 @@ def test_a_lifted_sliding_window_is_the_heads_own_change():
     own = model("tiny mistral")
     assert own.model.config.sliding_window == 5
     other = changed(own, sliding_window=None)
-    result, expected = compared(own, other), own_kl(own, other)
+    report, expected = attnlens.compare(own, other, **FOUR), own_kl(own, other)
+    result = report.comparison
     assert float(expected.min()) > 0.1
     for (layer, head), row in rows(result, "compare.own_kl").items():
         assert layer > 0 or row.delta == pytest.approx(float(expected[head]), rel=1e-3)
         assert row.beyond_rounding
-    sentences = " ".join(change_sentences(result))
-    assert "only because their inputs changed" not in sentences
-    own_change = "attend differently to the same hidden states although their form M is unchanged"
-    assert f"{len(result.heads)} heads {own_change}" in sentences
+    assert answers(report)["Changed?"] == f"{len(result.heads)} of {len(result.heads)} heads changed."
+    cause = f"{len(result.heads)} heads attend differently to the same inputs although M is unchanged"
+    assert answers(report)["Cause?"].startswith(cause)
 
 
 def test_a_scale_is_part_of_the_form():

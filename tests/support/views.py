@@ -39,8 +39,19 @@ def alone(*sections: Section) -> Document:
     return Document(None, sections)
 
 
+def absent(text: str, *parts: str) -> list[str]:
+    """The parts that the text lacks."""
+    return [part for part in parts if part not in text]
+
+
+def screen(report: Report, width: int = 100) -> str:
+    """What a command prints by default."""
+    return printed(export.summary(report), width)
+
+
 def summary(report: Report, width: int = 100, *, verbose: bool = False) -> str:
-    return printed(export.summary(report, verbose=verbose), width)
+    """What a command prints with --table."""
+    return printed(export.summary(report, all_heads=True, verbose=verbose), width)
 
 
 def all_heads(report: Report, width: int = 100) -> str:
