@@ -115,3 +115,36 @@ def test_the_program_explains_a_measure_whose_name_is_unique():
         with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
             explanation(name)
         assert len(refusal.value.problem) < 120
+
+
+def test_explanations_say_first_in_plain_words_what_values_mean_and_give_example_heads(inspected):
+    """Each measure of a plain inspect says what a low and a high value mean, before any formula."""
+    for analyzer in registry.list_analyzers():
+        for info in analyzer.measures:
+            if analyzer.by_default and info.headline:
+                facts = [word for word, _ in explanation(info.name).items]
+                assert facts[:4] == ["low", "high", "in demo", "what to do"] or "in demo" not in facts, info.name
+                assert facts.index("high") < facts.index("what to do") < facts.index("formula")
+    for name, (low, high) in demo_heads().items():
+        if name.startswith("weights.") and name != "weights.layer_symmetry":
+            values = {(head.layer, head.head): head.measures[name].value for head in inspected.heads}
+            assert values[low.layer, low.head] == pytest.approx(min(values.values()), rel=1e-3)
+            assert values[high.layer, high.head] == pytest.approx(max(values.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("word", "title"),
+    [("sink", "tokens.share_first"), ("share_key", "tokens.share_key"), ("Peaked", "tokens.entropy"), ("rbf", "rbf")],
+)
+def test_words_that_users_search_for_lead_to_their_measure(word, title):
+    shown = invoke("explain", word)
+    assert shown.returncode == 0 or "several measures" in shown.stderr
+    assert title in shown.stdout + shown.stderr
+    assert "Did you mean symmetry" in invoke("explain", "symetry").stderr
+
+
+def test_the_list_of_measures_begins_with_those_of_a_plain_inspect():
+    names = [cell.split("\n")[0] for cell in measure_list(registry.measure_infos().values()).table.names[0].cells]
+    default = [info.name for each in registry.list_analyzers() if each.by_default for info in each.measures]
+    assert set(names[: len(default)]) == set(default)
+    assert registry.find_measure(names[0]).headline

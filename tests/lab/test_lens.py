@@ -33,3 +33,19 @@ def test_a_model_in_memory_is_used_as_it_is(demo):
     assert attnlens.Lens(demo.model, tokenizer=demo.tokenizer).loaded.model is demo.model
     refused(UsageError, lambda: attnlens.Lens(demo.model).capture("a text"), "has no tokenizer")
     refused(UsageError, lambda: attnlens.Lens("demo", devise="cpu"), "no option 'devise'")
+
+
+def test_heads_plot_and_notebook_show_the_report_of_a_plain_inspect(demo, monkeypatch):
+    lens = attnlens.Lens(demo)
+    assert lens._repr_html_() is None
+    assert repr(lens) == "<Lens demo: GPT2LMHeadModel, 826 k parameters>"
+    report = lens.inspect(**SMALL)
+    assert lens.report is report
+    assert list(lens.heads["layer"]) == [1] * 8
+    assert len(lens.plot().axes) > 2
+    shown = lens._repr_html_()
+    assert report.findings[0].answer in shown
+    assert "<script" not in shown
+    assert "data:image/" in shown
+    ranked = lens.ranks("loss:50%", windows=2, length=16, layers=[1], generate=0)
+    assert ranked.plan.budget == 0.5
