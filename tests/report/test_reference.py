@@ -13,7 +13,7 @@ from attnlens.analyzers.registry import DISTANCES, GatheringPlace, MeasureInfo
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
 from attnlens.maths import linalg
-from attnlens.report.sections.reference import explanation, kernel_pages, measure_pages
+from attnlens.report.sections.reference import demo_heads, explanation, kernel_pages, measure_list, measure_pages
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
 ITEMS = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")
