@@ -35,7 +35,7 @@ VALUES = ("efficiency", "svm_cosine", "efficiency_q05")
 @pytest.fixture
 def _few_draws(monkeypatch):
     """For tests whose subject is not the null: its draws take most of the time."""
-    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", 2)
+    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", {"rotations": 2})
 
 
 def scene(tokens, queries=None, allowed=None):
@@ -356,7 +356,7 @@ def test_shown_picks_are_the_posed_queries():
     shown = answer.shown
     assert (shown.space, on_inputs.shown.space) == ("projected", "input")
     assert len(shown.picks) == answer.measures["selection.queries"].value
-    assert len(shown.null_margins) == NULL_DRAWS
+    assert len(shown.null_margins) == NULL_DRAWS["rotations"]
     assert sorted(pick.margin for pick in shown.picks) == pytest.approx(answer.curves["selection.projected_margins"])
     assert [pick.weight for pick in shown.picks] == sorted((pick.weight for pick in shown.picks), reverse=True)
     for pick in shown.picks:
@@ -481,7 +481,7 @@ def test_the_demo_differs_from_its_null_and_a_head_of_nan_or_an_interruption_spo
     for head in report.heads:
         assert head.measures["selection.svm_cosine"].z > 2
         assert head.measures["selection.efficiency"].value > head.measures["selection.efficiency"].null.mean
-    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", 2)
+    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", {"rotations": 2})
     with torch.no_grad():
         demo.model.transformer.h[3].attn.c_attn.weight[:, 16:32] = math.nan
     report = attnlens.inspect(demo, analyzers="selection", length=16, windows=2, layers=[3], heads=[0, 1])

@@ -329,7 +329,7 @@ def damaged(kind, demo, seed=0):
 
 
 def test_planted_damage_turns_red_at_its_head_and_harmless_changes_do_not(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnlens.runs.inspect.inspection.NULL_DRAWS", 4)  # no check reads the nulls
+    monkeypatch.setattr("attnlens.runs.inspect.inspection.NULL_DRAWS", {"factors": 4})  # no check reads the nulls
     (tmp_path / "b.json").write_text(baseline_of(damaged("", demo)).to_json())
 
     def named(kind, seed=0):

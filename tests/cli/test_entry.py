@@ -111,7 +111,8 @@ def test_list_names_measures_schema_and_model_types():
 def test_doctor_proves_the_demo_and_takes_the_common_options():
     result = invoke("doctor", "demo", "--layers", "3", "--windows", "2", "--length", "16", "--no-progress")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "transformer.h.3.attn" in result.stdout
+    assert "Yes: 1 of 1 site agree with the model's own attention." in " ".join(result.stdout.split())
+    assert "transformer.h.3.attn" not in result.stdout, "only sites that do not agree"
     words = ("--layers", "1,3", "--heads", "0-2", "--windows", "3", "--length", "16", "--no-pack", "--json", "-", "-q")
     report = json.loads(invoke("doctor", "demo", *words).stdout)
     checks = [(check["site"], check["heads"]) for check in report["doctor"]]
@@ -255,7 +256,7 @@ def test_whatever_ends_a_command_has_its_exit_code_also_an_interruption_in_disgu
     with pytest.raises(KeyboardInterrupt):
         show.interrupt(signal.SIGINT, None)
     assert show.report_failure(ValueError("SchemaError: KeyboardInterrupt")) == show.INTERRUPTED
-    assert capsys.readouterr().err.endswith("Interrupted.\n")
+    assert capsys.readouterr().err.endswith(f"Interrupted. {show.RESUME}\n")
 
 
 STARTING = """

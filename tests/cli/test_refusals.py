@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import checkpoint, other_shape
-from program import DEMO, environment_with, invoke, refused
+from program import DEMO, answers_nothing, environment_with, invoke, refused
 from reports import synthetic_report
 from swap_reports import planned
 
@@ -43,10 +43,10 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("report nan.json", ("not a report",)),
     ("report report.json --json report.json", ("the report",)),
     # arguments
-    ("inspekt", ("No such command 'inspekt'", "Run: attnlens --help")),
-    ("inspect --hedas 2", ("No such option: --hedas", "--heads", "Run: attnlens inspect --help")),
-    ("inspect demo --length", ("--length", "Run: attnlens inspect --help")),
-    ("inspect demo more", ("more", "Run: attnlens inspect --help")),
+    ("inspekt", ("No such command 'inspekt'", "Run: attnlens -h")),
+    ("inspect --hedas 2", ("No such option: --hedas", "--heads", "Run: attnlens inspect -h")),
+    ("inspect demo --length", ("--length", "Run: attnlens inspect -h")),
+    ("inspect demo more", ("more", "Run: attnlens inspect -h")),
     ("inspect --length 1", ("'--length'",)),
     ("inspect --layers 3-0", ("reversed range", "0-3")),
     ("inspect --heads x", ("not a list of numbers",)),
@@ -70,7 +70,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("list measure", ("Did you mean 'measures'",)),
     ("inspect --dtype float31", ("no dtype 'float31'",)),
     ("doctor --device abacus", ("no device 'abacus'",)),
-    *((f"inspect --seed {seed}", ("--seed", "Run: attnlens inspect --help")) for seed in ("-1", 2**63, "x", "1.5")),
+    *((f"inspect --seed {seed}", ("--seed", "Run: attnlens inspect -h")) for seed in ("-1", 2**63, "x", "1.5")),
     ("reproduce --seed x", ("--seed",)),
     ("ranks --budget 1%", ("Cannot parse the budget '1%'",)),
     ("ranks demo --latents rank=8", ("--latents: cannot parse 'rank=8'",)),
@@ -253,7 +253,7 @@ def faults_of(words, parts, code, stdout, stderr):
     """What is wrong with an answer that should be a refusal."""
     lines = stderr.removeprefix(f"{NO_MODEL}\n").splitlines()
     missing = [part for part in parts if part not in stderr]
-    two = (code, stdout, len(lines)) == (2, "", 2) and lines[0].startswith("Error: ")
+    two = (code, len(lines)) == (2, 2) and lines[0].startswith("Error: ") and answers_nothing(stdout, stderr)
     clean = "\x1b" not in stderr and len(stderr) < 2000
     return [] if two and clean and not missing else [(" ".join(split(words))[:80], missing, code, stdout, stderr)]
 
@@ -281,9 +281,9 @@ def test_refusals_come_in_two_lines_and_load_nothing_heavy(here):
     assert faults == [], "\n".join(map(repr, faults))
     removed = [answer for (_, parts), answer in zip(refusals, answers, strict=False) if parts[0].startswith(REMEDIES)]
     assert len(removed) > 15
-    assert [answer for answer in removed if answer[2].endswith("--help\n")] == [], "what to do instead is known"
+    assert [answer for answer in removed if answer[2].endswith(" -h\n")] == [], "what to do instead is known"
     (code, stdout, stderr, _), *answers = answers[len(refusals) : -len(DRAWN)]
-    assert (code, stderr, "Usage: attnlens" in stdout) == (2, "", True)
+    assert (code, stderr, "swap-kernel" in stdout) == (2, "", True)
     for (words, part), (code, stdout, _, heavy) in zip(ACCEPTED, answers, strict=True):
         assert (code, part in stdout, [name for name in heavy if name != "rich"]) == (0, True, []), words
     assert times(here) == before

@@ -22,7 +22,7 @@ from attnlens.report.report import read_report
 from attnlens.report.sections.explorer import selections
 
 BOOK = texts.sample("demo")[0].text
-FEW = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
+FEW = ("--table", "--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,18 @@ def test_windows_are_described_and_written_one_by_one(pieces, tmp_path):
 
 
 def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces, tmp_path):
-    words = ("--windows", "8", "--length", "32", "--json", "r.json", "--windows-csv", "w.csv", "--no-progress")
+    words = (
+        "--table",
+        "--windows",
+        "8",
+        "--length",
+        "32",
+        "--json",
+        "r.json",
+        "--windows-csv",
+        "w.csv",
+        "--no-progress",
+    )
     assert "Text by text" in flowing("swap-kernel", "demo", *words, paths=pieces[:2], cwd=tmp_path)
     swap = json.loads((tmp_path / "r.json").read_text())["swap"]
     rows = list(csv.DictReader((tmp_path / "w.csv").open()))

@@ -294,7 +294,7 @@ def test_calls_and_runs_without_a_meaning_are_refused(demo):
 
 
 def test_the_program_runs_and_explains_it():
-    run = invoke("swap-kernel", "demo", "--kernel", "nearest:positive", *SMALL, "--generate", "4")
+    run = invoke("swap-kernel", "demo", "--kernel", "nearest:positive", *SMALL, "--generate", "4", "--table")
     assert run.returncode == 0, run.stderr
     page = " ".join((run.stdout + invoke("explain", "nearest").stdout).split())
     for words in (

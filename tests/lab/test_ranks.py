@@ -59,6 +59,7 @@ def progress_and_report(demo):
     note = lambda stage, *counts: progress.append(counts) if stage == "budget" else None  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SEQUENCES", 96)
+        patch.setattr(search, "DEFAULT_WINDOWS", 1)
         return progress, attnlens.find_ranks(demo, budget="loss:3%", progress=note, **SMALL)
 
 
@@ -71,6 +72,7 @@ def report(progress_and_report):
 def few(monkeypatch):
     """Fit and choose on little text."""
     monkeypatch.setattr(search, "SEQUENCES", 48)
+    monkeypatch.setattr(search, "DEFAULT_WINDOWS", 1)
 
 
 def batches_of(model, sequences=8, tokens=32, **more):
@@ -710,5 +712,7 @@ def test_calibration_texts_that_cannot_be_used_are_refused(demo, tmp_path):
     text.write_text(f"{BOOK[0].text}\nAnd more.\n")
     with pytest.raises(TextError, match="of the evaluated tokens"):
         attnlens.find_ranks(demo, budget="loss:1%", calibration=[str(text)], **SMALL)
-    assert search.count_windows(BOOK) == search.SEQUENCES
-    assert search.count_windows(list(BOOK) * 50) == 12 * 50
+    assert search.count_windows(BOOK, 32) == search.count_windows(BOOK, 64) == search.SEQUENCES
+    assert search.count_windows(BOOK, 8) == search.SEQUENCES / 4, "--windows makes a search shorter"
+    assert search.count_windows(BOOK, 1) == 12
+    assert search.count_windows(list(BOOK) * 50, 8) == 12 * 50

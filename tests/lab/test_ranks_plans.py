@@ -27,6 +27,7 @@ def few():
     """Fit and choose on little text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SEQUENCES", 36)
+        patch.setattr(search, "DEFAULT_WINDOWS", 1)
         yield
 
 
@@ -233,11 +234,11 @@ def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys)
         return capsys.readouterr()
 
     small = ("--plan", first, "--windows", "8", "--length", "16", "--generate", "0", "--no-progress")
-    out, err = shown(0, "demo", "--budget", "loss:5%", "--latents", "group=all", "--layers", "0", *small)
+    out, err = shown(0, "demo", "--budget", "loss:5%", "--latents", "group=all", "--layers", "0", "--table", *small)
     assert "Mean rank" in out
     assert {"numbers", "kept"} <= set(out.split())
     assert first in err
-    assert "the ranks were given" in shown(0, "demo", "--ranks", first, *small, "--plan", second).out
+    assert "the ranks were given" in shown(0, "demo", "--ranks", first, "--table", *small, "--plan", second).out
     content = (tmp_path / "plan.json").read_bytes()
     assert attnlens.read_plan(second).ranks == attnlens.read_plan(first).ranks
     refusals = {

@@ -57,7 +57,7 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
     headings = ("Most extreme heads (ranks, not tests)", "What is measured", "How it was made")
     shown = (f"<td>{entropy.value:.3f}±{entropy.se:.2g}", "0.0013 ± 0.0018", "COMPLETE: 12 of 12 heads")
     assert not absent(page, *shown, *(f"<h2>{heading}</h2>" for heading in headings))
-    assert absent(page, "3 layers", "�") == ["3 layers", "�"]
+    assert absent(page, "3 layers × 4 heads", "�") == ["�"]
     page = views.page(synthetic_report(3, 2, parts=["encoder", "decoder", "cross"], missing=[(0, 1)]))
     assert not absent(page, f'title="{CROSS}">–<', '>1</th><th>0</th><th class="words">decoder</th>')
     reason = "the weights are not finite: bert.encoder.layer.0.attention.self head 1 (weights)"

@@ -374,7 +374,7 @@ def test_the_program_writes_every_kind_of_file_and_refuses_with_exit_code_2(repo
     sides = reports / "a.json", reports / "b.json"
     done = invoke("compare", *sides, *(part for kind, path in files.items() for part in (f"--{kind}", path)))
     assert done.returncode == 0, done.stderr
-    assert "Heads that changed, worst first" in done.stdout
+    assert "Which heads?" in done.stdout
     assert all(path.stat().st_size for path in files.values())
     written = attnlens.read_report(files["json"]).comparison
     assert written.named == sum(row.named for row in written.rows)

@@ -166,6 +166,7 @@ def test_without_a_named_text_other_windows_are_read(demo, tmp_path):
 def test_a_budget_needs_enough_text_without_repetition(tmp_path, monkeypatch):
     """A long text does not hide that there is no estimate for a short one."""
     monkeypatch.setattr(search, "SEQUENCES", 32)
+    monkeypatch.setattr(search, "DEFAULT_WINDOWS", 1)
     contents = {"far": FAR, "short": FAR[:800].upper(), "brief": FAR[:1300], "again": FAR[:3000] * 3, "own": OWN[:9000]}
     paths = {name: write(tmp_path, text, f"{name}.txt") for name, text in contents.items()}
     few = r"short\.txt has 10 windows that are not used for evaluation; a budget needs 12 per text"

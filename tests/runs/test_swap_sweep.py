@@ -378,7 +378,7 @@ def test_heads_that_diverge_or_lack_a_measure_are_left_out_and_counted(monkeypat
 def test_the_program_prints_writes_and_reads_predictors(tmp_path):
     words = "swap-kernel", "demo", "--kernel", "rbf", "--sweep", "heads", "--windows", "4", "--length", "16"
     paths = [tmp_path / name for name in ("r.json", "r.csv")]
-    done = invoke(*words, "--generate", "0", "--json", paths[0], "--csv", paths[1])
+    done = invoke(*words, "--table", "--generate", "0", "--json", paths[0], "--csv", paths[1])
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "What predicts harm" in text

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -89,10 +90,19 @@ def in_shell(line, cwd=None, *, afresh=False, **environment):
     return captured(["bash", "-c", line], cwd, env)
 
 
+def answers_nothing(stdout, stderr):
+    """True if a failed command's stdout is empty or, after `--json -`, is its error as JSON."""
+    if not stdout:
+        return True
+    error = json.loads(stdout)["error"]
+    problem, remedy = stderr[stderr.rindex("Error: ") + 7 :].splitlines()
+    return set(error) == {"code", "problem", "remedy"} and (error["problem"], error["remedy"]) == (problem, remedy)
+
+
 def refused(result, *words):
-    """Exit 2, two lines on stderr after «Error:», nothing on stdout, no traceback."""
+    """Exit 2, two lines on stderr after «Error:», nothing but an error on stdout, no traceback."""
     assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
+    assert answers_nothing(result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
     lines = result.stderr[result.stderr.index("Error: ") :].strip().splitlines()
     assert len(lines) == 2, result.stderr

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,7 +24,7 @@ from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.report import Report
 from attnlens.report.sections.layers import head_table
-from attnlens.report.sections.section import Document, Section
+from attnlens.report.sections.section import Document, Section, build_sections
 from attnlens.report.shapes import Shapes
 
 
@@ -50,8 +51,10 @@ def screen(report: Report, width: int = 100) -> str:
 
 
 def summary(report: Report, width: int = 100, *, verbose: bool = False) -> str:
-    """What a command prints with --table."""
-    return printed(export.summary(report, all_heads=True, verbose=verbose), width)
+    """What a command prints with --table, except the table of every head."""
+    shown = export.summary(report, verbose=verbose)
+    tables = build_sections(Shapes(report), "terminal")
+    return printed(replace(shown, sections=[*shown.sections, *tables]), width)
 
 
 def all_heads(report: Report, width: int = 100) -> str:
