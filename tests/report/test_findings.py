@@ -88,7 +88,7 @@ def test_random_weights_give_a_false_claim_in_at_most_5_percent_of_runs(runs: in
         without_correction += any(abs(m.z or 0) > 2 for head in report.heads for m in head.measures.values())
     assert stats.binomtest(false, runs, 0.05, alternative="greater").pvalue > 0.01
     assert without_correction > 0.9 * runs  # the control: |z| > 2 of some head
-    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # what is there is by_question
+    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # what is there is counted
 
 
 @pytest.mark.parametrize("runs", [200])

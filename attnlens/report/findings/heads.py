@@ -326,5 +326,6 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
 
 
 def model_argument(report: Report) -> str:
-    """Return the model as a command's argument."""
-    return quote(report.model.id)
+    """Return the model as a command's argument, followed by its adapter."""
+    adapter = report.model.adapter
+    return quote(report.model.id) + ("" if adapter is None else f" --adapter {quote(adapter.id)}")
