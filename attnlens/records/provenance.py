@@ -122,6 +122,10 @@ class Settings(Record):
     options: dict[str, bool | int | float | str] = {}  # Other options that were set, except files, outputs and work
     notes: list[str] = []  # Notes on the input that a reader must know, one sentence each
 
+    def freedom(self, count: int) -> int:
+        """Return the degrees of freedom of a standard error over `count` sequences, or over the texts."""
+        return (len(self.texts) if self.intervals == "texts" else count) - 1
+
     @property
     def fed(self) -> str:
         """Description of the input: number and length of the sequences, and the texts that they come from."""

@@ -631,3 +631,30 @@ def test_the_model_is_unchanged_after_every_run(demo):
     assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
     assert apart(own, outputs(demo.model, inputs)) == 0
     assert not any(parameter.requires_grad for parameter in demo.model.parameters())
+
+
+USER = {"source": "a user", "features": "infinite", "positive": True, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "function", "problem"),
+    [
+        ("score", lambda score: score / 2, None),
+        ("score", lambda score: score + torch.randn(score.shape, generator=torch.Generator().manual_seed(0)), None),
+        ("score", lambda score: score + torch.randn_like(score), "kernel mine is not deterministic"),
+        ("features", lambda x, scale, side: torch.rand_like(x), "kernel mine is not deterministic"),
+        ("score", lambda score: score * score.mean(-1, keepdim=True), "With your kernel mine, .* later tokens change"),
+        ("score", lambda score: score.mean(-1), r"mine returns shape \(2, 8, 24\), not \(2, 8, 24, 24\)"),
+        ("pair", lambda query, key, scale: query, r"mine returns shape \(2, 8, 24, 16\), not \(2, 8, 24, 24\)"),
+        ("features", lambda x, scale, side: x[..., :1, :], r"mine returns shape .* not \(2, 8, 24, 16\)"),
+    ],
+)
+def test_a_users_kernel_is_deterministic_blind_to_the_future_and_in_shape(demo, monkeypatch, form, function, problem):
+    monkeypatch.setitem(KERNELS, "mine", KERNELS["rbf"])  # removed after the test
+    kernel("mine", replace=True, formula="any", form=form, **USER)(function)
+    if problem is None:
+        assert math.isfinite(swap_kernel(demo, "mine", **READ).swap.loss.after)
+        return
+    with pytest.raises((IdentityError, UsageError), match=problem) as refusal:
+        swap_kernel(demo, "mine", **READ)
+    assert "report this" not in refusal.value.remedy

@@ -33,7 +33,7 @@ from attnlens.report.pictures.maps import heading
 from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
-from attnlens.wording import clean, format_count, shorten_line, source_of
+from attnlens.wording import LEAST_P, clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
+LEAST_Q = LEAST_P  # smaller q are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the lowest
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
@@ -109,7 +109,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
-    axes.set_ylabel("−log₁₀ q")
+    axes.set_ylabel("−log₁₀ q (4: q < 1e-4)")
     axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
     style.legend_above(axes, 80, handlelength=0.8)
 

@@ -34,7 +34,7 @@ from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, t
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites
+from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites, refuse_random
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
 from attnlens.runs.work import Stopped
 
@@ -353,7 +353,9 @@ class KernelRun:
         session, timings, plan = self.session, self.session.timings, None
         with time_stage(timings, "fit"):
             self._fit()
-        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
+        user = "" if self.kernel.info.built_in else self.kernel.info.name
+        refuse_random(session.setup(self.last.swaps), session.probe)
+        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user)
         with time_stage(timings, "compare"):
             self._compare()
         if session.train is not None and session.calibrated is not None:
