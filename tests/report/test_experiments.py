@@ -82,9 +82,41 @@ def test_every_figure_stands_beside_the_published_with_its_verdict():
     rows = list(csv.DictReader(io.StringIO(views.csv(report))))
     assert len(rows) == 10
     first = {"experiment": "local convergence", "figure": "W to Frobenius", "ours": "0.991", "error": "0.0021"}
-    assert rows[0] == first | {"published": "0.992", "bound": "within", "tolerance": "0.01", "verdict": "pass"}
+    assert rows[0] == first | {
+        "published": "0.992",
+        "origin": "published",
+        "bound": "within",
+        "tolerance": "0.01",
+        "verdict": "pass",
+    }
     assert [cells["verdict"] for cells in rows[7:]] == ["fail", "fail", "fail"]
     assert rows[9]["ours"] == ""
+
+
+def test_references_have_an_origin_and_a_wide_tolerance_tests_nothing():
+    final = {"longer": 0.99979, "share": 0.2, "norm": 2.0, "loose": 0.9, "zero": 1e-11, "wrong": 5.0}
+    made = golden(
+        final=final,
+        published={"longer": 0.9998, "share": 0.12, "norm": 2.0, "loose": 1.0, "zero": 0.0, "wrong": 1.0},
+        tolerance={"longer": 1e-4, "share": 0.15, "loose": 0.5, "zero": 1e-10, "wrong": 3.0},
+        bounds={"longer": "at least", "loose": "at least"},
+        origins={"longer": "reimplementation", "share": "reimplementation", "wrong": "reimplementation"},
+        reasons={},
+    )
+    meets = {"longer": True, "share": None, "norm": True, "loose": None, "zero": True, "wrong": False}
+    assert {name: made.meets(name) for name in final} == meets, "wrong is outside even a wide tolerance"
+    report = experiment_report(made)
+    text = views.markdown(report)
+    assert "| 0.99979 | 0.99980 | reimplementation | ≥ 0.99970 | pass |" in text
+    assert "| reimplementation | -0.03 to 0.27 | not tested |" in text
+    text = flowing(report)
+    assert "1 of 4 figures differ: wrong (reimplementation); 2 not tested" in text
+    assert "3 figures agree (2 published, 1 of a reimplementation); some differ: golden instances; 2 not tested" in text
+    fine = made.model_copy(update={"published": {"share": 0.12}}).judge()
+    assert fine.passed is None, "nothing tested, so nothing passed"
+    assert (
+        made.model_copy(update={"tolerance": made.tolerance | {"share": 0.01}}).meets("share") is False
+    )  # the control
 
 
 def test_only_published_figures_are_judged():
@@ -236,7 +268,7 @@ def test_an_exact_figure_is_at_0_or_at_the_edge_and_nothing_else_is_shaded():
 def test_every_published_figure_has_its_row_or_is_counted_as_left_out():
     def many(count: int) -> Report:
         figures = {f"figure {number}": 1.0 for number in range(count)}
-        tolerance = dict.fromkeys(figures, 1.0)
+        tolerance = dict.fromkeys(figures, 0.3)
         return experiment_report(
             golden(final=figures | {"figure 7": 1.5}, published=figures, tolerance=tolerance, bounds={})
         )

@@ -394,12 +394,12 @@ def _compared_panels(report: Report) -> list[Panel]:
     worst = sorted(range(len(figures)), key=offsets.__getitem__)
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
-        "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: allowed range, open on one "
-        "side for bounds; a line allows only the published value. At the edge: three tolerances or more."
+        "Each tested figure: (ours − reference) / tolerance. Shaded: allowed range, open on one "
+        "side for bounds; a line allows only the reference value. At the edge: three tolerances or more."
     )
     left_out = f"; {len(rows)} of {len(figures)} with the largest deviations" * (len(rows) < len(figures))
     draw, note = partial(draw_compared, rows=rows), f"shaded: allowed range{left_out}"
-    return [Panel(COMPARED, "ours against published values", note, caption, draw, len(rows), width=6.0)]
+    return [Panel(COMPARED, "ours against reference values", note, caption, draw, len(rows), width=6.0)]
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
@@ -435,4 +435,4 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
     axes.tick_params(axis="y", labelsize=6.5, labelcolor=style.INK)
     axes.set_xlim(-edge, edge)
     axes.set_xticks(range(-3, 4))
-    axes.set_xlabel("(ours − published) / tolerance")
+    axes.set_xlabel("(ours − reference) / tolerance")
