@@ -145,7 +145,15 @@ def _grid(report: Report) -> str:
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""
-    return f", {format_count(len(counts), 'layer')} × {format_count(counts.popitem()[1], 'head')}"
+    return f", {format_count(len(counts), 'layer')} × {format_count(counts.popitem()[1], 'head')}{state_whole(report)}"
+
+
+def state_whole(report: Report) -> str:
+    """State the size of the model of which only a part was requested, ` of 4 layers with 32 heads`; else empty."""
+    coverage = report.coverage
+    if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
+        return ""
+    return f" of {format_count(coverage.model_sites, 'layer')} with {format_count(coverage.model_heads, 'head')}"
 
 
 def conventions(report: Report) -> str:

@@ -140,9 +140,10 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     heads = min(sum(len(site.heads) for site in each.sites) for each in swaps)
     paths = join_items(dict.fromkeys(site.path for each in swaps for site in each.sites))
     lines = [f"{clean(swap.kernel)}: {formula(swap)}"] if single else []
+    coverage = report.coverage
     lines.append(
-        f"{sites} of {format_count(report.coverage.sites, 'site')}, {heads} of "
-        f"{format_count(report.coverage.heads, 'head')} · path: {paths}"
+        f"{sites} of {format_count(coverage.model_sites or coverage.sites, 'site')}, {heads} of "
+        f"{format_count(coverage.model_heads or coverage.heads, 'head')} · path: {paths}"
     )
     if (text := report.settings.calibration) is not None:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name

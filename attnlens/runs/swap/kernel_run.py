@@ -63,6 +63,7 @@ class SwapSession:
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # shapes of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
+    model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
     timings: dict[str, float] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class SwapSession:
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
             checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
             self.sites = tuple(each.site for each in survey.sites)
+            self.model_heads = sum(each.call.query.shape[1] for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
             self.chosen = choose_sites(survey, list(self.kernels.values()), *selection)
             self.shapes = head_shapes(survey.sites, self.chosen)
