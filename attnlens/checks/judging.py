@@ -58,8 +58,8 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
 
     The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
-    freedom of one run, with Benjamini–Hochberg over all heads and measures. The two runs are treated as independent, which is conservative if both read the same windows (`compare`
-    pairs the windows).
+    freedom of one run, with Benjamini–Hochberg over all heads and measures. The two runs are treated as independent,
+    which is conservative if both read the same windows (`compare` pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]

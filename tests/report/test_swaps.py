@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from html import unescape
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from attnlens.report.pictures.style import house_style
 from attnlens.report.pictures.swaps import swap_overview, swap_panels
 from attnlens.report.report import Report
 from attnlens.report.sections import swaps as effects
-from attnlens.report.sections.plans import healing_lines, plan_lines
+from attnlens.report.sections.plans import healing_lines, plan_lines, share
 from attnlens.report.sections.swaps import effect
 from attnlens.requests.swap import Amount
 
@@ -177,6 +178,35 @@ def test_one_window_promises_no_interval():
         assert "paired bootstrap" in flowing(swap_report(swap))
     assert "21.0 % of the attention weight is negative" in flowing(swap_report(swapped(off_simplex=0.21)))
     assert "negative" not in flowing(swap_report())
+
+
+def test_intervals_of_few_windows_are_said_to_be_students():
+    settings = swap_report().settings
+    few = [Text(name=name, sha256=name, windows=[3, 5], available=9) for name in "ab"]
+    for changes, method in (
+        ({"windows": 2, "texts": few[:1]}, "Student's t, 2 windows"),
+        ({"windows": 4, "texts": few}, "Student's t, 4 windows"),
+        ({"windows": 4, "texts": few, "intervals": "texts"}, "Student's t, 2 texts"),
+        ({}, "bootstrap"),
+    ):
+        shown = settings.model_copy(update=changes)
+        assert shown.interval_method == method
+        assert (f"({method})" in flowing(swap_report(**dict(shown)))) is (method != "bootstrap")
+
+
+def test_a_rise_is_a_percentage_a_factor_or_the_end_of_the_model():
+    def rise(delta: float, **fields: object) -> tuple[str, str]:
+        found = swapped(deltas=(delta,), **fields)
+        return effects.format_rise(found.loss, found.perplexity, destroyed=found.destroyed)
+
+    assert rise(0.4) == ("+49.2 %", "43.3 to 55.3 %")
+    assert rise(16.33)[0].startswith("× 1.2e+07")
+    assert rise(16.33, destroyed=True) == ("destroyed", "")
+    report = swap_report(swapped(deltas=(16.33,), destroyed=True))
+    assert "Destroyed: loss 2.4" in flowing(report)
+    assert "The model is destroyed: an even guess over the vocabulary has a lower" in unescape(views.markdown(report))
+    assert "estroyed" not in flowing(swap_report(swapped(deltas=(3.28,)))), "the control"
+    assert (share(0.0062), share(-0.5, 0), share(12362864.97)) == ("+0.62 %", "−50 %", "× 1.2e+07")
 
 
 def test_a_model_that_reads_noise_is_described_without_a_loss():

@@ -658,3 +658,21 @@ def test_a_users_kernel_is_deterministic_blind_to_the_future_and_in_shape(demo, 
     with pytest.raises((IdentityError, UsageError), match=problem) as refusal:
         swap_kernel(demo, "mine", **READ)
     assert "report this" not in refusal.value.remedy
+
+
+def test_a_loss_worse_than_an_even_guess_is_destroyed_and_two_windows_have_a_t_interval(demo):
+    fed = feed(demo, batches(demo, sequences=2), "causal", 0)
+    negated = answered(demo, lambda call: replace(call, value=-30 * call.value))
+    plain = answered(demo, lambda call: call)
+    found = comparing.compare(
+        demo.model, fed, {"bad": negated, "same": plain}, "causal", lambda _: None, Design.plain(2)
+    )
+    bad, same = (found[name].outcome(0, ["a"]) for name in ("bad", "same"))
+    assert bad.loss.after > math.log(demo.model.config.vocab_size) > bad.loss.before
+    assert (bad.destroyed, same.destroyed) == (True, False)
+    pair = [torch.cat(part) for part in (found["bad"].before, found["bad"].after)]
+    counts = torch.cat(found["bad"].counts)
+    assert len(set(counts.tolist())) == 1
+    differences = pair[1] - pair[0]
+    half = 12.7062 * float(differences.std()) / 2**0.5
+    assert bad.loss.ci95[1] - bad.loss.delta == pytest.approx(half, rel=1e-4), "t with one degree of freedom"

@@ -126,7 +126,10 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share and its value in a reimplementation. Tolerance: 3 √(p(1 − p)(1/n + 1/n')), with published p clamped to [1/n, 1 − 1/n]."""
+    """Return the row of a share and of a reimplementation's share p.
+
+    The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
+    """
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)

@@ -34,7 +34,7 @@ from attnlens.report.pictures.charts import (
     write_cells,
 )
 from attnlens.report.sections.plans import BUDGETED, share
-from attnlens.report.sections.swaps import EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
+from attnlens.report.sections.swaps import DESTROYED, EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -127,8 +127,9 @@ def _drawn_controls(swap: Swap) -> list[Control]:
 def _kernel_panels(report: Report) -> Iterator[Panel]:
     swaps = report.swaps
     what = RISES[swaps[0].judged_by]
-    paired, units = "paired " * (swaps[0].judged_by == "loss"), report.settings.intervals or "inputs"
-    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}bootstrap 95 % "
+    method, units = report.settings.interval_method, report.settings.intervals or "inputs"
+    paired = "paired " * (swaps[0].judged_by == "loss")
+    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}{method} 95 % "
     ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
     caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
@@ -177,8 +178,9 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """Format the rise in perplexity on a new line: `name`, `+5.6 %`, `gap`, `(4.9 to 6.4 %)`; '' if it is unknown."""
     if outcome.perplexity is None or outcome.loss is None:
-        return ""
-    rise, ends = format_rise(outcome.loss)
+        return f"\n{DESTROYED}" * outcome.destroyed
+    rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
+    name *= not outcome.destroyed
     return f"\n{name}{rise}{f'{gap}({ends})' if ends else ''}"
 
 

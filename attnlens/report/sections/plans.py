@@ -8,7 +8,7 @@ from statistics import median
 
 from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import DIVERGED, UNITS, effect_name, figures, interval
+from attnlens.report.sections.swaps import DIVERGED, LARGE, UNITS, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
@@ -142,7 +142,9 @@ def _format_savings(plan: Plan) -> Iterator[str]:
 
 
 def share(number: float, digits: int = 2) -> str:
-    """Format a share in per cent with its sign: `+0.62 %`."""
+    """Format a share in per cent with its sign, `+0.62 %`, or as a factor (`× 12`) from + 1,000 % on."""
+    if number >= LARGE - 1:
+        return f"× {format_number(1 + number, decimals_for([1 + number], 2))}"
     sign = "−" if number < 0 else "+"
     return f"{sign}{abs(number) * 100:.{digits}f} %"
 
