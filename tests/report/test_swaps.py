@@ -555,3 +555,28 @@ def test_a_folder_gets_the_pictures_of_its_report(whole: Report, tmp_path):
     assert len(names) == 3 + 8
     first, second = (views.save_pictures(whole, tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
     assert first == second
+
+
+def test_one_large_kernel_layer_or_control_hides_nothing():
+    for wide, scale in ((2.0, "linear"), (250.0, "symlog")):
+        lines = [
+            ("rbf", np.array([0.4, 0.7])),
+            ("linear", np.array([wide, wide / 2])),
+            ("window", np.array([0.1, np.nan])),
+        ]
+        axes = draw(pictures.draw_layer_lines, lines, "error").axes[0]
+        assert axes.get_yscale() == scale
+    for last, scale in ((2.0, "linear"), (250.0, "asinh")):
+        swap = swapped(sweep="layers")
+        deltas = [0.1, 0.2, 0.3, last]
+        swept = [
+            unit.model_copy(update={"delta": delta, "ci95": None})
+            for unit, delta in zip(swap.sweep, deltas, strict=True)
+        ]
+        assert draw(pictures.draw_sweep, swap.model_copy(update={"sweep": swept})).axes[0].get_xscale() == scale
+    for hard, inside in ((0.5, True), (60.5, False)):
+        swap = swapped(deltas=(0.4,), controls=controls((0.05, hard, 0.3)))
+        axes = draw(pictures.draw_stages, swap).axes[0]
+        assert bool(axes.get_xlim()[1] > swap.controls[1].loss.after) is inside
+        assert axes.get_xlim()[1] < 5
+        assert any(text.get_text() == f"{2.43 + hard:.3f}" for text in axes.texts), "the true number"

@@ -1,7 +1,8 @@
 """Findings of changed models: the cost of a swap, the ranks within a budget, and the differences of two models.
 
-A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight); it counts as
-a change if the interval excludes 0. A head of a comparison counts if its change is named at the report's false-discovery rate.
+A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight); it counts
+as a change if the interval excludes 0. A head of a comparison counts if its change is named at the report's
+false-discovery rate.
 """
 
 from __future__ import annotations
