@@ -114,9 +114,11 @@ def test_references_have_an_origin_and_a_wide_tolerance_tests_nothing():
     assert "3 figures agree (2 published, 1 of a reimplementation); some differ: golden instances; 2 not tested" in text
     fine = made.model_copy(update={"published": {"share": 0.12}}).judge()
     assert fine.passed is None, "nothing tested, so nothing passed"
-    assert (
-        made.model_copy(update={"tolerance": made.tolerance | {"share": 0.01}}).meets("share") is False
-    )  # the control
+    strict = made.model_copy(update={"tolerance": made.tolerance | {"share": 0.01}})
+    assert strict.meets("share") is False, "the control"
+    above = made.model_copy(update={"bounds": {"norm": "at most"}, "final": final | {"norm": 2.1}})
+    assert above.meets("norm") is False
+    assert above.model_copy(update={"bounds": {"norm": "at least"}}).meets("norm") is True
 
 
 def test_only_published_figures_are_judged():
