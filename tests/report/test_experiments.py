@@ -140,7 +140,7 @@ def test_only_published_figures_are_judged():
     ):
         report = experiment_report(*experiments)
         assert sentence in " ".join(views.summary(report).split())
-        assert sentence in views.markdown(report)
+        assert sentence in unescape(views.markdown(report))
         assert any(sentence in text.get_text() for text in overview_of(report).texts)
     text = views.summary(experiment_report(of_head()))
     unpublished = "nothing published to compare with"
