@@ -55,6 +55,8 @@ def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: st
     """Raise `error` with `remedy` unless `path` is a readable regular file, or a file that is already open."""
     try:
         status = path.stat()
+    except FileNotFoundError:
+        raise error(f"{name} can't be read: No such file or directory.", "Check the path.") from None
     except (OSError, ValueError) as problem:
         raise error(f"{name} can't be read: {getattr(problem, 'strerror', problem)}.", remedy) from None
     if not os.access(path, os.R_OK):

@@ -30,7 +30,7 @@ else:  # analyzers import both names, and importing the registry must not load t
 Function = TypeVar("Function", bound=Callable[..., object])
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention give other values."
 NULLS = {  # meaning of a null's value, by kind of null
-    "factors": "the value expected by chance (random W_Q, W_K)",
+    "factors": "the value expected by chance (random W_Q, W_K of the same shape)",
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
 NULL_DRAWS = {"factors": 64, "rotations": 8}

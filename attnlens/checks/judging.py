@@ -39,8 +39,12 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
     for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
         if ours != theirs:
             values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
-            problem = f"The baseline belongs to a different run. {field}: {values}."
-            raise UsageError(problem, "Use the baseline's settings, or accept the report with --update-baseline.")
+            remedy = "Use the baseline's settings, or accept the report with --update-baseline."
+            if field.startswith("settings.text"):
+                names = [None if each.settings.text is None else each.settings.text.name for each in (baseline, report)]
+                values = f"{names[0]} in the baseline, but {names[1]} in the report" if names[0] != names[1] else values
+                remedy = "Measure both on the same text with --text FILE, or accept the report with --update-baseline."
+            raise UsageError(f"The baseline belongs to a different run. {field}: {values}.", remedy)
 
 
 def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:

@@ -188,7 +188,7 @@ def head(value: object) -> tuple[int, int]:
     match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value) if isinstance(value, str) else None
     integers = [int(part) for part in match.groups()] if match else _integers("head", value)
     if len(integers) != 2:
-        problem = f"head={format_argument(value)} is not a valid head."
+        problem = f"{format_argument(value)} does not name a head."
         raise UsageError(problem, "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7).")
     return integers[0], integers[1]
 

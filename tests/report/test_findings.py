@@ -109,7 +109,7 @@ def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chanc
     finding, *_ = findings(random_report(0, symmetric=8))
     assert (finding.question, finding.severity) == ("Symmetric?", "notable")
     assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
-    assert re.match(r"Their median 1 of 1; chance -?0\.\d+ ± 0\.\d+\.", finding.evidence)
+    assert re.match(r"Their median 1 \(at most 1\); chance -?0\.\d+ \(sd 0\.\d+\)\.", finding.evidence)
     finding, *_ = findings(random_report(1))
     assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
 
@@ -125,7 +125,7 @@ def test_scores_are_attributed_to_the_part_with_over_half_of_the_variance() -> N
     report = report_of({name: [Measure(value=share, se=0.01, n=16)] * 16 for name, share in shares.items()})
     (finding,) = findings(report)
     assert finding.question == "By content or position?"
-    assert finding.answer == "Of 16 heads, 16 by key alone (over half of the score variance)."
+    assert finding.answer == "The key alone explains over half of the score variance in 16 of 16 heads."
 
 
 def test_intervals_over_texts_use_the_degrees_of_freedom_of_texts() -> None:

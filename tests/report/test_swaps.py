@@ -112,9 +112,9 @@ def test_perplexity_has_the_interval_of_its_rise_and_agreement_is_censored_if_ha
     assert f"perplexity +{rise} %" in flowing(controlled)
     assert row(controlled, "swapped", 120)[6:13] == ["16.9", f"+{rise}", "%", low, "to", high, "%"]
     assert "+9.4 %" in cost(swapped(deltas=(0.09,)))
-    sentence = "2 of 64 generated tokens match the original (median). 4 prompts; 1 never differ."
+    sentence = "3 of 4 greedy continuations differ. Median agreement: 2 of 64 tokens."
     assert sentence in flowing(controlled)
-    assert "all of 64 generated tokens match the original" in shown(agreement=agreed([64, 64, 64, 3]))
+    assert "Median agreement: 64 of 64 tokens" in shown(agreement=agreed([64, 64, 64, 3]))
 
 
 def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole, controlled):

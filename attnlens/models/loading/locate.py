@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from threading import Thread
@@ -77,6 +78,8 @@ class Hub:
             suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
             problem = f"{self.id}{suffix} is neither a local folder nor in the local cache, and {reason}."
             remedy = f"Run `hf download {self.id}{option}` with a network connection, or give the path of a folder."
+            if get_close_matches(self.id, ["demo"]):
+                remedy = f"Did you mean demo? {remedy}"
             raise ModelError(problem, remedy) from None
 
 

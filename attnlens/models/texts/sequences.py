@@ -86,6 +86,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     return Content(text[:most], name if len(text) < most else f"{name} (the first {most:,} characters)")
 
 
+VOCABULARY = "tokenizer.json"  # File of a tokenizer's vocabulary
 SAMPLES = Path(__file__).parent.parent / "samples"
 SAMPLE_NAMES = {
     DEMO / "text.txt": "King James passages",
@@ -168,13 +169,20 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: the book for `demo`; book, documentation and source code otherwise."""
-    try:
-        is_demo = model == "demo" or Path(model).resolve().is_relative_to(DEMO)
-    except (OSError, ValueError):  # the working directory was deleted, or the name can't be a path
-        is_demo = False
-    names = list(SAMPLE_NAMES.items())[: 1 if is_demo else None]
+    """Return the built-in texts for a model: the book for `demo` and its descendants, otherwise all three."""
+    names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
+
+
+def _reads_like_demo(folder: Path) -> bool:
+    """Return True if a folder belongs to `demo`, or has its vocabulary, as after a fine-tuning or conversion."""
+    try:
+        if folder.resolve().is_relative_to(DEMO):
+            return True
+        vocabularies = [json.loads((each / VOCABULARY).read_bytes())["model"]["vocab"] for each in (folder, DEMO)]
+    except (OSError, ValueError, LookupError, TypeError):  # no folder, or no tokenizer of this kind
+        return False
+    return bool(vocabularies[0] == vocabularies[1])
 
 
 def thin_text(content: Content, *, spread: bool) -> Content:

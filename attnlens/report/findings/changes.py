@@ -183,15 +183,16 @@ def _continuations(swap: Swap) -> Finding | None:
     """State for how many tokens greedy continuations agree with the original's."""
     if (agreement := swap.agreement) is None:
         return None
-    reach = "all" if agreement.median >= agreement.tokens else f"{agreement.median:.0f}"
-    answer = f"{reach} of {agreement.tokens} generated tokens match the original (median)."
-    evidence = f"{format_count(agreement.prompts, 'prompt')}; {agreement.never} never differ."
+    differing = agreement.prompts - agreement.never
+    verb = "differs" if differing == 1 else "differ"
+    answer = f"{differing or 'None'} of {format_count(agreement.prompts, 'greedy continuation')} {verb}."
+    evidence = f"Median agreement: {min(agreement.median, agreement.tokens):.0f} of {agreement.tokens} tokens."
     return Finding(
         question="Same text?",
         answer=answer,
         evidence=evidence,
         measures=["swap.agreement"],
-        severity="none" if reach == "all" else "notable",
+        severity="notable" if differing else "none",
     )
 
 
@@ -265,7 +266,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         return
     heads = format_count(len(comparison.heads), "head")
     blocks = [block for block in comparison.blocks if block.named]
-    evidence = f"{comparison.named:,} of {comparison.tests:,} tests at a false-discovery rate of {comparison.fdr:g}."
+    rate = f"false-discovery rate {comparison.fdr:g}"
+    evidence = f"{comparison.named:,} of {comparison.tests:,} changes are significant ({rate})."
     if blocks:
         evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
     changes = Changes.of(comparison)
@@ -336,14 +338,17 @@ def _list(heads: set[Place]) -> str:
 
 def _changed_heads(comparison: Comparison, heads: set[Place]) -> Finding:
     """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
-    for name, unit in ((OWN_ROWS, "own KL, nats"), (FORMS, "‖ΔM‖/‖M‖"), (ROWS, "KL as run, nats")):
+    for name, unit in ((OWN_ROWS, "own KL {} nats"), (FORMS, "‖ΔM‖/‖M‖ {}"), (ROWS, "KL as run {} nats")):
         rows = [row for row in comparison.rows if row.measure == name and (row.layer, row.head) in heads and row.delta]
         rows.sort(key=lambda row: -(row.delta or 0.0))
         if rows:
-            shown = [f"{row.layer}.{row.head} ({short(row.delta or 0.0)})" for row in rows[:MOST_HEADS]]
+            shown = [
+                f"layer {row.layer} head {row.head} ({unit.format(short(row.delta or 0.0))})"
+                for row in rows[:MOST_HEADS]
+            ]
             more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
             answer = f"{', '.join(shown)}{more}."
-            return Finding(question="Which heads?", answer=answer, evidence=f"Layer.head, by {unit}.", measures=[name])
+            return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[name])
     return Finding(question="Which heads?", answer=f"{_list(heads)}.", evidence="Layer.head.")
 
 

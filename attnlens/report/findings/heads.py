@@ -35,8 +35,8 @@ CHANCE = (
 )
 """Measures that are tested against their null."""
 SHARES = {  # Parts that a head's scores divide into → how the head chooses keys if it is the largest part
-    "tokens.share_key": "key alone",
-    "tokens.share_distance": "distance",
+    "tokens.share_key": "the key alone",
+    "tokens.share_distance": "the distance",
     "tokens.share_interaction": "query × key",
 }
 LEVEL = 0.02
@@ -46,6 +46,7 @@ ADAPTED = "adapter.change"  # Relative change of M by an adapter
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
+ROUNDING = 1e-9  # Relative size of an error that is rounding of a value that does not vary
 MOST_LAYERS = 2  # Number of layers up to which all are named; of more, only the first
 
 
@@ -131,15 +132,14 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         return None
     above, below = tests.heads(name, 1), tests.heads(name, -1)
     parts = [f"{_of(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
-    parts += [f"{len(below)} more antisymmetric{_places(tests.shapes, below)}"] if below else []
+    if below:
+        parts.append(f"{_plural(below, 'is', 'are')} more antisymmetric{_places(tests.shapes, below)}")
     marked = above or below
     typical = _value([head.measures[name].value for head in marked]) if marked else _middle(reading)
-    evidence = f"{'Their median' if marked else 'Median'} {typical} of 1; chance {_null(reading)}."
-    definite = [tests.heads("weights.definiteness", sign) for sign in (1, -1)]
+    evidence = f"{'Their median' if marked else 'Median'} {typical} (at most 1); chance {_null(reading)}."
+    definite = [len(tests.heads("weights.definiteness", sign)) for sign in (1, -1)]
     if any(definite):
-        evidence += (
-            f" Beyond chance, {len(definite[0])} are more positive and {len(definite[1])} more negative definite."
-        )
+        evidence += f" Definiteness: {format_count(definite[0], 'head')} above chance, {definite[1]} below."
     return Finding(
         question="Symmetric?",
         answer=f"{'; '.join(parts)}.",
@@ -173,18 +173,19 @@ def _by_content(tests: HeadTests) -> Finding | None:
     if not readings:
         return None
     ruled = sorted(((len(tests.heads(name, 1)), name) for name in readings), reverse=True)
-    counts = [f"{count} by {SHARES[name]}" for count, name in ruled if count]
-    of = _count(readings[ruled[0][1]])
-    answer = f"Of {of}, {', '.join(counts)}" if counts else f"None of {of} by one part"
+    counts = [(SHARES[name], count) for count, name in ruled if count]
+    of, half = _count(readings[ruled[0][1]]), "over half of the score variance"
+    answer = f"No part alone explains {half} in any of {of}"
+    if counts:
+        (part, count), *others = counts
+        answer = f"{part[0].upper()}{part[1:]} explains {half} in {count} of {of}"
+        answer += "".join(f", {part} in {count}" for part, count in others)
     parts = "; ".join(
         f"{SHARES[name]} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
     )
     return Finding(
-        question="By content or position?",
-        answer=f"{answer} (over half of the score variance).",
-        evidence=f"Medians: {parts}.",
-        measures=list(readings),
+        question="By content or position?", answer=f"{answer}.", evidence=f"Medians: {parts}.", measures=list(readings)
     )
 
 
@@ -244,7 +245,9 @@ def _medians(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _of(heads: Sequence[Head], reading: MeasureMap) -> str:
-    """State how many of the heads with a value these are: `8 of 32 heads are`, `None of 32 heads is`."""
+    """State how many of the heads with a value these are: `8 of 32 heads are`, `None of 32 heads is`, `The head is`."""
+    if reading.present.size == 1:
+        return f"The head is{'' if heads else ' not'}"
     return f"{len(heads) or 'None'} of {_count(reading)} {'are' if len(heads) > 1 else 'is'}"
 
 
@@ -273,7 +276,9 @@ def _percent(reading: MeasureMap, shapes: Shapes | None = None) -> str:
 
 
 def _with_error(value: float, error: float) -> str:
-    """Format value ± error, with two significant digits of the error."""
+    """Format value ± error, with two significant digits of the error; an error of rounding size is left out."""
+    if error < ROUNDING * abs(value):
+        return short(value)
     decimals = decimals_for([error], 2)
     return f"{format_number(value, decimals)} ± {format_number(error, decimals)}"
 
@@ -283,9 +288,10 @@ def _value(values: Sequence[float | None]) -> str:
 
 
 def _null(reading: MeasureMap) -> str:
-    """Format mean ± sd of one head's null."""
+    """Format mean and standard deviation of one head's null; ± stands for standard errors only."""
     mean, sd = reading.null or (0.0, 0.0)
-    return _with_error(mean, sd or abs(mean))
+    decimals = decimals_for([sd or abs(mean)], 2)
+    return f"{format_number(mean, decimals)} (sd {format_number(sd, decimals)})"
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:

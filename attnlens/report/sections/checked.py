@@ -53,7 +53,7 @@ def document(report: Report) -> Document:
         facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
         asides=(),
         notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
-        standing=standing if report.checks else "No rule was checked.",
+        standing=standing if report.checks else "No rule was checked",
         sound=not failed,
     )
     return Document(head, tuple(rule_sections(Shapes(report), "terminal")))

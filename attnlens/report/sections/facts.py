@@ -124,9 +124,10 @@ def build_heading(report: Report, whole: bool) -> Heading:
         f"decoded from {model.quantised}" if model.quantised else "",
         f"with a {model.adapter.kind} adapter" if model.adapter else "",
         f"revision {model.revision[:12]}" if model.revision else "",
+        f"kernel {join_items((swap.kernel for swap in report.swaps), 3)}" if report.swaps else "",
         settings.fed,
         f"{settings.dtype} on {settings.device}" * (whole or not usual),
-        "" if error is None else f"read exactly: {error:.0e} from the model's own attention",
+        "" if error is None else f"verified: recomputed attention changes the outputs by {error:.0e}",
     ]
     verdict, sound = standing(report)
     return Heading(

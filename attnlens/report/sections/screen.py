@@ -33,7 +33,7 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     low, high = (float(end(reading.present)) for end in (np.min, np.max))
     decimals = decimals_for([low, high], 2)
     rows, values = _fold(shapes, reading)
-    ends = f"light {format_number(low, decimals)}, dark {format_number(high, decimals)}"
+    ends = f"blank {format_number(low, decimals)}, full block {format_number(high, decimals)}"
     folded = len(rows) < len(shapes.layers) or len(values[0]) < len(shapes.heads)
     title = f"{title_of(reading.name).capitalize()} by layer and head: {ends}{'; medians of neighbours' * folded}"
     yield Section(title, heat_map=HeatMap(rows, values))
