@@ -52,8 +52,8 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("inspect --heads x", ("not a list of numbers",)),
     *((f"inspect --heads {numbers}", ("9999",)) for numbers in ("0-99999999999", "1,2-10000", "9" * 5000)),
     (["inspect", "--layers", "\x1b[31m" + "x" * 3_000_000], ("…",)),
-    ("inspect --head 3", ("is not a valid head", "LAYER.HEAD")),
-    ("converge --head 3.x", ("is not a valid head",)),
+    ("inspect --head 3", ("does not name a head", "LAYER.HEAD")),
+    ("converge --head 3.x", ("does not name a head",)),
     *((words, ("--head cannot be combined with --layers or --heads",)) for words in
       ("inspect --head 3.7 --layers 3", "converge --checkpoints --head 3.7 --heads 7")),
     ("inspect --show selection", ("--head 3.7",)),

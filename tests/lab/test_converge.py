@@ -182,7 +182,7 @@ NO_HEADS = (3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "
 CHECKPOINTS = partial(attnlens.converge_checkpoints, progress=no_work)
 SYNTHETIC = partial(attnlens.converge_synthetic, progress=no_work)
 REFUSED = [  # refusal, call
-    *(("is not a valid head", partial(attnlens.converge_head, "demo", head=head)) for head in NO_HEADS),
+    *(("does not name a head", partial(attnlens.converge_head, "demo", head=head)) for head in NO_HEADS),
     ("--head cannot be combined with --layers or --heads", partial(CHECKPOINTS, of_demo(), head=(0, 1), layers=[0])),
     ("a single hub model", partial(CHECKPOINTS, revisions=["step1", "step2"])),
     ("no option 'trials'", partial(CHECKPOINTS, "demo", trials=3)),

@@ -412,3 +412,11 @@ def test_some_passes_lie_evenly_among_all():
         assert ([batch.size for batch in some], some.sequences) == (sizes, sum(sizes))
         places = [next(at for at, batch in enumerate(batches) if batch is one) for one in some]
         assert places == [index * len(batches) // len(sizes) for index in range(len(sizes))]
+
+
+def test_a_descendant_of_the_demo_reads_its_text_and_other_models_all_three(demo, tmp_path):
+    demo.tokenizer.save_pretrained(tmp_path / "copy")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    counts = [len(texts.sample(str(name))) for name in ("demo", tmp_path / "copy", tmp_path / "other", tmp_path)]
+    assert counts == [1, 1, 3, 3]
