@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shlex import quote
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Swap
+from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Report, Swap
 from attnlens.records.comparison import DISTANCE
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
@@ -23,6 +23,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Place = tuple[int, int]
 """Layer and head."""
+NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
 MOST_HEADS = 4  # Number of changed heads that are named
 
 
@@ -57,7 +58,8 @@ def _cost(swap: Swap, method: str) -> Finding:
         before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
         unit = UNITS[swap.task]
         changed = _is_change(loss)
-        answer = f"None measurable: loss {before} → {after} {unit}."
+        unclear = loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
+        answer = f"{'Unclear, read more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
         if swap.destroyed:
             answer = f"Destroyed: loss {before} → {after} {unit}, worse than an even guess over the vocabulary."
         elif changed:
@@ -219,7 +221,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             question="Cache?",
             answer=answer,
-            evidence="Keys and values of all swapped heads.",
+            evidence="Keys and values of the swapped heads; values keep their size.",
             severity="notable" if cache.after < cache.before else "problem",
             measures=["swap.plan"],
         )
@@ -241,15 +243,22 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     report, swap = shapes.report, shapes.report.swaps[0]
     model, kernel = model_argument(report), quote(swap.kernel)
     if report.plan is not None:
-        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%"
-        yield f"attnlens ranks {model} {budget} --save smaller"
-        yield f"attnlens ranks {model} {budget} --windows 64"
+        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{_scope(report)}"
+        yield f"attnlens ranks {model} {budget} --plan plan.json"
+        yield f"attnlens ranks {model} --ranks plan.json{_scope(report)} --save smaller"
         return
+    kernel += _scope(report)
     if not swap.sweep:
         yield f"attnlens swap-kernel {model} --kernel {kernel} --sweep layers"
     if swap.healing is None:
         yield f"attnlens heal {model} --kernel {kernel} --train 500k"
     yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
+
+
+def _scope(report: Report) -> str:
+    """Return the options that restrict a command to the layers and heads of this report."""
+    parts = {"layers": report.settings.layers, "heads": report.settings.heads}
+    return "".join(f" --{name} {','.join(map(str, part))}" for name, part in parts.items() if part is not None)
 
 
 def comparison_findings(shapes: Shapes) -> Iterator[Finding]:

@@ -42,11 +42,14 @@ SHARES = {  # Parts that a head's scores divide into → how the head chooses ke
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
 Student's t: at 0.05, 9 % of runs on random weights would report a head."""
+SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
+"""Cosine of a head to its SVM in each space, with the space in words."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
 ROUNDING = 1e-9  # Relative size of an error that is rounding of a value that does not vary
+MOST_HEADS = 3  # Number of heads up to which all are named
 MOST_LAYERS = 2  # Number of layers up to which all are named; of more, only the first
 
 
@@ -209,22 +212,25 @@ def _low_rank(tests: HeadTests) -> Finding | None:
 
 
 def _like_svm(tests: HeadTests) -> Finding | None:
-    """Compare each head's cosine to its max-margin SVM with that of random rotations of the head."""
-    name = next(
-        (name for name in ("selection.svm_cosine", "selection.projected_svm_cosine") if name in tests.signs), ""
-    )
-    if not name or (reading := tests.shapes.readings[name]).null is None:
+    """Compare each head's cosine to its max-margin SVM with that of random rotations of the head, in each space."""
+    names = [name for name in SPACES if name in tests.signs and tests.shapes.readings[name].null is not None]
+    if not names:
         return None
-    above = tests.heads(name, 1)
-    evidence = f"Median cosine {_middle(reading)}; chance {_null(reading)}."
+    parts, evidence = [], []
+    for name in names:
+        reading, above = tests.shapes.readings[name], tests.heads(name, 1)
+        parts.append(f"{_of(above, reading)} closer to the SVM than chance {SPACES[name]}")
+        evidence.append(f"{_middle(reading)} {SPACES[name]}; chance {_null(reading)}")
+    median = "Cosine" if len(tests.shapes.report.heads) == 1 else "Median cosine"
+    text = f"{median} (1: the SVM) {'; '.join(evidence)}."
     if (decided := tests.shapes.readings.get("selection.decided")) is not None:
-        evidence += f" {_percent(decided)} of the queries give one key at least half of their weight."
+        text += f" {_percent(decided)} of the queries give one key at least half of their weight."
     return Finding(
         question="Selects like an SVM?",
-        answer=f"{_of(above, reading)} closer to the max-margin SVM than chance{_places(tests.shapes, above)}.",
-        evidence=evidence,
-        severity="notable" if above else "none",
-        measures=[name],
+        answer=f"{'; '.join(part if place == 0 else part[0].lower() + part[1:] for place, part in enumerate(parts))}.",
+        evidence=text,
+        severity="notable" if any(tests.heads(name, 1) for name in names) else "none",
+        measures=names,
     )
 
 
@@ -295,10 +301,18 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Name the layers with the largest share of these heads: ` (layer 3: 6 of 8)`, ` (most in layer 3: 6 of 8)`."""
+    """Name these heads, or the others, if they are few; else the layers with the largest share of them, in brackets."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
-    if not counts or len(totals) < 2:
+    if not counts or len(shapes.report.heads) == 1:
+        return ""
+    chosen = {(head.layer, head.head) for head in heads}
+    others = [f"{head.layer}.{head.head}" for head in shapes.report.heads if (head.layer, head.head) not in chosen]
+    if len(heads) <= MOST_HEADS:
+        return f" ({', '.join(f'{head.layer}.{head.head}' for head in heads)})"
+    if 0 < len(others) <= MOST_HEADS:
+        return f" (all but {', '.join(others)})"
+    if len(totals) < 2:
         return ""
     parts: dict[int, Part] = {head.layer: head.part for head in heads}
     several = len(set(shapes.parts)) > 1
@@ -321,6 +335,9 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
         yield f"attnlens swap-kernel {model} --kernel symmetric"
     if tests.heads("tokens.share_first", 1):
         yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
+    if any(name.startswith("selection.") for name in tests.shapes.readings):
+        head = report.heads[0]
+        yield f"attnlens converge {model} --head {head.layer}.{head.head}"
     if report.summary.extremes:
         extreme = report.summary.extremes[0]
         yield f"attnlens inspect {model} --head {extreme.layer}.{extreme.head} --show attention --html head.html"

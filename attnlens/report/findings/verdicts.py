@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from shlex import quote
 
-from attnlens.records import Finding, StudyTable
+from attnlens.records import Experiment, Finding, StudyTable
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.facts import count_agreeing, state_untested
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, format_count, join_items, short
+from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
+CORRELATION = "correlation of the head"  # Figure of an experiment on one head: the cosine to its SVM
+REACHED = 0.99  # Cosine above which descent has reached the SVM
 MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
 
@@ -62,13 +64,16 @@ def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
             continue
         missed = [figure for figure in experiment.published or {} if experiment.meets(figure) is False]
         agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
+        if CORRELATION in experiment.final:
+            yield _head_finding(experiment)
+            continue
         if not experiment.published:
             figures = [
                 f"{clean(experiment.labels.get(name, name))} {short(value)}"
                 for name, value in experiment.final.items()
                 if value is not None
             ]
-            answer, severity = f"Nothing published to compare with: {join_items(figures, 4, '; ')}.", "none"
+            answer, severity = f"{join_items(figures, 4, '; ')}; nothing published to compare with.", "none"
         elif missed:
             names = [
                 f"{experiment.labels.get(name, name)} ({experiment.origins.get(name, 'published')})" for name in missed
@@ -86,8 +91,31 @@ def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
         )
 
 
+def _head_finding(experiment: Experiment) -> Finding:
+    """State whether gradient descent on a head's selection problem reaches the SVM, and how far the head is from it."""
+    ends = {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
+    reached = [f"{value:.4f} from {name}" for name, value in ends.items() if value is not None]
+    verdict = "Yes" if reached and all(value is None or value > REACHED for value in ends.values()) else "No"
+    own = experiment.final[CORRELATION]
+    share = experiment.final.get("selection kept, from the head")
+    tokens = "" if share is None else f" Training from the head keeps {100 * share:.0f} % of its selected tokens."
+    return Finding(
+        question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
+        answer=f"{verdict}: cosine to the SVM {', '.join(reached)}.",
+        evidence=f"The head itself: {NO_VALUE if own is None else short(own)} (1: its SVM).{tokens}",
+        severity="none" if verdict == "Yes" else "notable",
+        measures=["selection.svm_cosine"],
+    )
+
+
 def after_experiments(shapes: Shapes) -> Iterator[str]:
     """Yield commands that show one experiment in detail."""
+    heads = [each.name.split() for each in shapes.report.experiments if CORRELATION in each.final]
+    if heads:
+        command = f"attnlens converge {model_argument(shapes.report)} --head {heads[0][-1]}"
+        yield f"{command} --table"
+        yield f"{command} --figure head.png"
+        return
     missed = [each.name for each in shapes.report.experiments if each.passed is False]
     plain = [each.name for each in shapes.report.experiments if not each.trajectories]
     for name in (missed or plain)[:1]:

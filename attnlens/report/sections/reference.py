@@ -34,7 +34,9 @@ SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("sink", "sinks", "first token"), "tokens.share_first"),
     **dict.fromkeys(("peaked", "peakedness", "collapse"), "tokens.entropy"),
     **dict.fromkeys(("position", "positional"), "tokens.share_distance"),
-    "content": "tokens.share_interaction",
+    **dict.fromkeys(("content", "query × key", "pair"), "tokens.share_interaction"),
+    **dict.fromkeys(("key alone", "the key alone"), "tokens.share_key"),
+    **dict.fromkeys(("distance", "the distance"), "tokens.share_distance"),
     "psd": "weights.definiteness",
     **dict.fromkeys(("svm", "att-svm"), "selection.svm_cosine"),
     "copying": "weights.positivity",
@@ -202,6 +204,7 @@ def explanation(name: str) -> Section:
     """
     pages = measure_pages() | kernel_pages()
     word = name.strip().lower()
+    word = word if word in SYNONYMS else word.replace(" ", "_")
     ends = [full for full in pages if full.endswith(f".{word}")]
     plain = [full for full in ends if full in _plain_measures()]
     for candidates in ([word] if word in pages else [], ends, plain, [SYNONYMS.get(word, "")]):
