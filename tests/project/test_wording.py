@@ -1,6 +1,6 @@
 """Tests that numbers have no false digits, and strings nothing that steers a terminal."""
 
-from attnlens.wording import big, clean, decimals_for, decimals_with_error, format_error, format_number
+from attnlens.wording import big, clean, decimals_for, decimals_with_error, format_error, format_number, model_name
 
 
 def test_numbers_are_written_without_false_digits():
@@ -17,3 +17,8 @@ def test_numbers_are_written_without_false_digits():
     numbers = [big(number) for number in (912, 1_300_000, 22_713_216, 7_240_000_000)]
     assert numbers == ["912", "1.3 M", "22.7 M", "7.24 B"]
     assert clean("a\tb\x1b[31m\u200b") == "a b�[31m�"
+
+
+def test_a_local_model_is_named_by_its_folder_and_a_hub_id_in_full():
+    names = [model_name(identity) for identity in ("org/name", "/data/runs/final", "runs/a/final/", "demo")]
+    assert names == ["org/name", "final", "final", "demo"]
