@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import naive_rbf
 import torch
 import transformers
 from subjects import describe_machine
@@ -31,7 +32,6 @@ from subjects import describe_machine
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import model_types
-import naive_rbf
 import own_softmax
 import planting
 import processors

@@ -21,12 +21,10 @@ import fake_hub  # noqa: E402
 import hostile  # noqa: E402
 from loaded import BARE  # noqa: E402
 
+import attnlens  # noqa: E402
 from attnlens.models import loading  # noqa: E402
 from attnlens.models.texts import sequences  # noqa: E402
-from attnlens.models.texts.sequences import SAMPLE_NAMES, Content  # noqa: E402
 from attnlens.report.report import Report  # noqa: E402
-from attnlens.runs.inspect.pipeline import inspect  # noqa: E402
-from attnlens.runs.swap.pipeline import swap_kernel  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
 torch.set_num_threads(1)
@@ -34,8 +32,7 @@ threadpool_limits(1, user_api="blas")  # numpy's and scipy's, which wait by coun
 gc.freeze()  # what was imported stays: a full collection need not go through it again
 gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
 
-
-BUILT_IN = set(SAMPLE_NAMES.values())
+BUILT_IN = set(sequences.SAMPLE_NAMES.values())
 LARGEST = 5_000
 """Tokens of a vocabulary that is written out sooner than a text is tokenized."""
 
@@ -59,7 +56,7 @@ def _tokenized_once() -> Iterator[None]:
     """The built-in texts, which most tests feed, are tokenized once by all small tokenizers that say the same."""
     honest, known = sequences._ids, {}
 
-    def ids(tokenizer: Any, content: Content, text: str, *, special: bool) -> list[int]:
+    def ids(tokenizer: Any, content: sequences.Content, text: str, *, special: bool) -> list[int]:
         rust = getattr(tokenizer, "backend_tokenizer", None)
         if content.name not in BUILT_IN or special or rust is None or len(tokenizer) > LARGEST:
             return honest(tokenizer, content, text, special=special)
@@ -82,19 +79,19 @@ def demo() -> loading.Loaded:
 @pytest.fixture(scope="session")
 def swapped(demo: loading.Loaded) -> Report:
     """The report of demo under the RBF kernel, with controls and greedy continuations."""
-    return swap_kernel(demo, "rbf", windows=8, length=32)
+    return attnlens.swap_kernel(demo, "rbf", windows=8, length=32)
 
 
 @pytest.fixture(scope="session")
 def swept(demo: loading.Loaded) -> Report:
     """The report of a sweep over the heads of demo under the RBF kernel, with predictors."""
-    return swap_kernel(demo, "rbf", sweep="heads", windows=8, length=24, **BARE)
+    return attnlens.swap_kernel(demo, "rbf", sweep="heads", windows=8, length=24, **BARE)
 
 
 @pytest.fixture(scope="session")
 def inspected(demo: loading.Loaded) -> Report:
     """Weights and four windows of 32 tokens of the demo model, inspected; for tests that only read the report."""
-    return inspect(demo, windows=4, length=32)
+    return attnlens.inspect(demo, windows=4, length=32)
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -92,15 +92,14 @@ def main() -> None:
         if options.package in (None, fault.package) and (options.only is None or fault.number in options.only)
     ]
     with ThreadPoolExecutor(options.processes) as pool:
-        verdicts = dict(zip(faults, pool.map(functools.partial(verdict, executed), faults), strict=True))
-    rows = defaultdict(list)
-    for fault, test in verdicts.items():
-        rows[fault.package].append(bool(test))
-    for package, caught in sorted(rows.items()):
-        print(f"{package:10} {len(caught):3} planted, {sum(caught):3} caught")
-    caught = sum(map(bool, verdicts.values()))
-    print(f"{'all':10} {len(verdicts):3} planted, {caught:3} caught")
-    sys.exit(caught < WANTED * len(verdicts))
+        tests = list(pool.map(functools.partial(verdict, executed), faults))
+    outcomes: dict[str, list[bool]] = defaultdict(list)
+    for fault, test in zip(faults, tests, strict=True):
+        for row in (fault.package, "all"):
+            outcomes[row].append(bool(test))
+    for row in [*sorted(outcomes.keys() - {"all"}), "all"]:
+        print(f"{row:10} {len(outcomes[row]):3} planted, {sum(outcomes[row]):3} caught")
+    sys.exit(sum(outcomes["all"]) < WANTED * len(faults))
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,11 @@ class Executed:
         if not tests:  # such as a line that runs in a process of its own, which coverage does not see
             tests = {test for test in self.seconds if test.startswith(f"tests/{fault.package}/")}
         fastest = sorted(tests & self.seconds.keys(), key=lambda test: self.seconds[test])
+        seen: dict[str, int] = defaultdict(int)
         rank: dict[str, int] = {}
-        counts: dict[str, int] = defaultdict(int)
         for test in fastest:  # of each file and function the fastest first, so that all claims are tried early
             name = test.partition("[")[0]
-            rank[test] = counts[name]
-            counts[name] += 1
+            rank[test], seen[name] = seen[name], seen[name] + 1
         chosen = sorted(fastest, key=lambda test: (rank[test] > 2, self.seconds[test]))
         return chosen[:MOST]
 
@@ -183,32 +181,22 @@ def statement_lines(fault: Fault, source: str) -> range:
 
 
 def verdict(executed: Executed, fault: Fault) -> str:
-    """Return the test that catches a fault; empty if none does."""
-    with copied() as place:
-        file = place / "attnlens" / fault.file
-        source = file.read_text()
-        if source.count(fault.right) != 1:
-            raise SystemExit(
-                f"{fault.number}: {fault.right!r} occurs {source.count(fault.right)} times in {fault.file}"
-            )
-        tests = executed.tests(fault, source)
-        file.write_text(source.replace(fault.right, fault.wrong))
-        begin = time.monotonic()
-        failed = first_failure(place, tests) if tests else ""
-    outcome = f"caught by {failed}" if failed else f"MISSED by {len(tests)} tests"
-    print(
-        f"{fault.number:3} {fault.file}: {fault.right} → {fault.wrong}: {outcome} ({time.monotonic() - begin:.0f} s)",
-        flush=True,
-    )
-    return failed
-
-
-@contextmanager
-def copied() -> Iterator[Path]:
-    """Make a copy of the project, and remove it afterwards."""
+    """Plant a fault in a copy of the project, and return the test that catches it; empty if none does."""
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         ignored = shutil.ignore_patterns(".git", "__pycache__", ".hypothesis")
-        yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
+        place = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
+        file = place / "attnlens" / fault.file
+        source = file.read_text()
+        if (count := source.count(fault.right)) != 1:
+            raise SystemExit(f"{fault.number}: {fault.right!r} occurs {count} times in {fault.file}")
+        tests = executed.tests(fault, source)
+        file.write_text(source.replace(fault.right, fault.wrong))
+        failed = first_failure(place, tests) if tests else ""
+    outcome = f"caught by {failed}" if failed else f"MISSED by {len(tests)} tests"
+    change = f"{fault.number:3} {fault.file}: {fault.right} → {fault.wrong}"
+    print(f"{change}: {outcome} ({time.monotonic() - begin:.0f} s)", flush=True)
+    return failed
 
 
 def first_failure(place: Path, tests: list[str]) -> str:
@@ -250,13 +238,11 @@ def become(place: Path, tests: list[str], result: Path) -> None:
             order = {test: number for number, test in enumerate(tests)}
             items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
 
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        def note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
             if report.failed:
                 self.failed = self.failed or report.nodeid
 
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            if report.failed:
-                self.failed = self.failed or report.nodeid
+        pytest_runtest_logreport = pytest_collectreport = note
 
     order = Order()
     files = sorted({test.partition("::")[0] for test in tests})

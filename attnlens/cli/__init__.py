@@ -2,7 +2,7 @@
 
 Contents: `entry` (one command line and its exit code), `commands/` (one function per command), `parameters` (options,
 generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
-delivery), `show` (messages, interruptions, failures), `exit_codes`.
+delivery), `show` (messages, interruptions, failures), `short_help` (help on one screen), `exit_codes`.
 Inputs: the arguments, ATTNLENS_ variables and attnlens.toml. Outputs: tables on stdout, messages on stderr, files, exit
 code. Importers: only `attnlens.__main__` and the installed script; no other package.
 

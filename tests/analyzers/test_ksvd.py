@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import views
-from heads import dense, query_key, random
+from heads import close, dense, query_key, random
 from matplotlib.colors import Normalize
 from reports import planted
 
@@ -25,18 +25,14 @@ CAUSAL = torch.ones(30, 30, dtype=torch.bool).tril()[None]
 SCALARS = [info.name for info in TOKENS if not info.curve]
 
 
-def close(ours, theirs, tolerance=1e-9):
-    torch.testing.assert_close(ours, theirs.to(ours), rtol=tolerance, atol=tolerance)
-
-
 def heads(*batch, n=30, sharpness=2.0, **rest):
     """Four query heads on two key heads, with values."""
     query, key = sharpness * random(*batch, 4, n, 6), random(*batch, 2, n, 6, seed=1)
     return query_key(query, key, "tokens", value=random(*batch, 2, n, 5, seed=2), **rest)
 
 
-def cosine(given):
-    return torch.cosine_similarity(given.query[..., :, None, :], given.paired_key[..., None, :, :], dim=-1)
+def cosine(qk):
+    return torch.cosine_similarity(qk.query[..., :, None, :], qk.paired_key[..., None, :, :], dim=-1)
 
 
 def leading(matrix):
@@ -46,62 +42,57 @@ def leading(matrix):
     return 1 + (shares < 0.9).sum(-1), u, vh.mT
 
 
-def share_inside(given, matrix):
+def share_inside(qk, matrix):
     """The share of the centred values in the leading right singular space of the matrix."""
     s, _, right = leading(matrix)
-    value = given.paired_value.double() - given.paired_value.double().mean(-2, keepdim=True)
+    value = qk.paired_value.double() - qk.paired_value.double().mean(-2, keepdim=True)
     inside = (right.mT @ value).square().sum(-1) * (torch.arange(right.shape[-1]) < s[..., None])
     return inside.sum(-1) / value.square().sum((-2, -1))
 
 
 @pytest.mark.parametrize("allowed", [None, CAUSAL], ids=["all", "causal"])
 def test_the_curves_are_those_of_the_formed_matrices(allowed):
-    given = heads(allowed=allowed, sharpness=0.5)
-    logits = dense(given)
+    qk = heads(allowed=allowed, sharpness=0.5)
+    logits = dense(qk)
     attention = (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).softmax(-1)
-    readings, kernel = of_tokens(given), cosine(given)
+    readings, kernel = of_tokens(qk), cosine(qk)
     centring = torch.eye(30, dtype=torch.float64) - 1 / 30
-    for name, matrix, steps in (
-        ("attention", attention, 30),
-        ("centred_attention", attention @ centring, 30),
-        ("cosine", kernel, 6),
-        ("centred_cosine", kernel @ centring, 6),
-    ):
+    matrices = {"attention": (attention, 30), "cosine": (kernel, 6)}
+    matrices |= {f"centred_{name}": (matrix @ centring, steps) for name, (matrix, steps) in matrices.items()}
+    for name, (matrix, steps) in matrices.items():
         for kind, power in (("spectrum", 1), ("energy", 2)):
             sigma = torch.linalg.svdvals(matrix)[..., :steps] ** power
             close(readings[f"ksvd.{name}_{kind}"], sigma.cumsum(-1) / sigma.sum(-1, keepdim=True))
     close(readings["ksvd.first_share"], readings["ksvd.attention_spectrum"][:, 0])
-    close(readings["ksvd.attention_spectrum"], spectrum.of_tokens(given)["tokens.singular_values"])
+    close(readings["ksvd.attention_spectrum"], spectrum.of_tokens(qk)["tokens.singular_values"])
     assert (readings["ksvd.attention_spectrum"] - readings["ksvd.centred_attention_spectrum"]).abs().max() > 0.01
 
 
 def test_the_two_analyzers_share_singular_values_of_the_same_heads_alone(monkeypatch):
-    given, other, calls = heads(), heads(n=20), []
-    monkeypatch.setattr(
-        "attnlens.maths.linalg.attention.singular_values",
-        lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix),
-    )
-    first, second = spectrum.of_tokens(given), of_tokens(given)
+    qk, other, calls = heads(), heads(n=20), []
+    count = lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix)  # noqa: E731
+    monkeypatch.setattr("attnlens.maths.linalg.attention.singular_values", count)
+    first, second = spectrum.of_tokens(qk), of_tokens(qk)
     assert len(calls) == 2
     assert torch.equal(first["tokens.singular_values"], second["ksvd.attention_spectrum"])
     assert of_tokens(other)["ksvd.attention_spectrum"].shape == (4, 20)
     assert len(calls) == 4
-    assert of_tokens(replace(given, allowed=CAUSAL))["ksvd.first_share"].sum() != second["ksvd.first_share"].sum()
+    assert of_tokens(replace(qk, allowed=CAUSAL))["ksvd.first_share"].sum() != second["ksvd.first_share"].sum()
 
 
 def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
-    given = heads()
-    readings, kernel = of_tokens(given), cosine(given)
+    qk = heads()
+    readings, kernel = of_tokens(qk), cosine(qk)
     centred = kernel - kernel.mean(-1, keepdim=True)
     s, left, right = leading(kernel)
     assert readings["ksvd.rank90"].tolist() == s.tolist()
-    assert torch.equal(rank_alone(given)["ksvd.rank90"], readings["ksvd.rank90"])
+    assert torch.equal(rank_alone(qk)["ksvd.rank90"], readings["ksvd.rank90"])
     assert readings["ksvd.centred_rank90"].tolist() == leading(centred)[0].tolist()
     for head, count in enumerate(s.tolist()):
         angles = torch.linalg.svdvals(left[head, :, :count].mT @ right[head, :, :count]).clamp(max=1).acos()
         close(readings["ksvd.asymmetry"][head], angles.mean())
-    close(readings["ksvd.value_alignment"], share_inside(given, centred))
-    slip = share_inside(replace(given, value=given.value.flip(0)), centred)
+    close(readings["ksvd.value_alignment"], share_inside(qk, centred))
+    slip = share_inside(replace(qk, value=qk.value.flip(0)), centred)
     assert ((slip - readings["ksvd.value_alignment"]).abs() > 1e-3).all(), "the other key head's values do not fit"
     assert (readings["ksvd.asymmetry"] > 0.1).all()
     x = random(2, 30, 6)
@@ -109,14 +100,12 @@ def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
     close(of_tokens(same)["ksvd.asymmetry"], torch.zeros(2))
     assert (of_tokens(same)["ksvd.value_alignment"] > 0.8).all()
     assert (of_tokens(replace(same, value=random(2, 30, 6, seed=5)))["ksvd.value_alignment"] < 0.5).all()
-
-
-def test_values_in_the_directions_of_the_kernel_are_aligned_also_if_its_first_mode_is_constant():
+    # values in the directions of the kernel are aligned also if its first mode is constant
     key = 0.05 * random(3, 30, 6, seed=1) * torch.logspace(0, -2, 6, dtype=torch.float64) + 1.0
-    given = query_key(random(3, 30, 6) + 1.0, key, "tokens")
-    kernel = cosine(given)
+    qk = query_key(random(3, 30, 6) + 1.0, key, "tokens")
+    kernel = cosine(qk)
     space = leading(kernel - kernel.mean(-1, keepdim=True))[2][..., :1]
-    aligned = replace(given, value=space @ random(3, 1, 5, seed=3) + random(3, 1, 5, seed=4))
+    aligned = replace(qk, value=space @ random(3, 1, 5, seed=3) + random(3, 1, 5, seed=4))
     readings = of_tokens(aligned)
     assert (readings["ksvd.rank90"] == 1).all()
     close(readings["ksvd.value_alignment"], torch.ones(3))
@@ -127,8 +116,8 @@ def test_random_values_have_their_chance_level_on_every_real_head(demo):
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=128, sequences=1, batch_size=1)).batches[0]
     rows = []
     for reached in hooks.survey(demo.model, batch.inputs):
-        given = reached.call.query_key(reached.site)
-        drawn = replace(given, value=random(*given.value.shape[:-1], 2000, seed=reached.site.layer))
+        qk = reached.call.query_key(reached.site)
+        drawn = replace(qk, value=random(*qk.value.shape[:-1], 2000, seed=reached.site.layer))
         readings, kernel = of_tokens(drawn), cosine(drawn).double()
         chance = readings["ksvd.value_alignment"] / (readings["ksvd.centred_rank90"] / 127)
         uncentred = share_inside(drawn, kernel) / (leading(kernel)[0] / 128)
@@ -141,9 +130,9 @@ def test_random_values_have_their_chance_level_on_every_real_head(demo):
 
 
 def test_degenerate_heads_lack_only_what_is_undefined():
-    given = heads()
-    given.key[0] = given.key[0, :1] * torch.arange(1, 31, dtype=torch.float64)[:, None]
-    one_direction = of_tokens(given)
+    qk = heads()
+    qk.key[0] = qk.key[0, :1] * torch.arange(1, 31, dtype=torch.float64)[:, None]
+    one_direction = of_tokens(qk)
     for name in ("value_alignment", "centred_rank90", "centred_cosine_spectrum"):
         assert one_direction[f"ksvd.{name}"].isnan().view(4, -1).all(-1).tolist() == [True, True, False, False]
     assert (one_direction["ksvd.rank90"][:2] == 1).all()
@@ -154,8 +143,7 @@ def test_degenerate_heads_lack_only_what_is_undefined():
         assert readings[f"ksvd.{name}"].isnan().view(4, -1).all(-1).tolist() == [True, False, False, False]
     assert readings["ksvd.first_share"].isfinite().all()
     nothing = of_tokens(heads(allowed=torch.zeros(1, 30, 30, dtype=torch.bool)))
-    assert nothing["ksvd.first_share"].isnan().all()
-    assert nothing["ksvd.attention_spectrum"].isnan().all()
+    assert all(nothing[f"ksvd.{name}"].isnan().all() for name in ("first_share", "attention_spectrum"))
     whole, without = of_tokens(heads()), of_tokens(replace(heads(), value=None))
     assert without["ksvd.value_alignment"].isnan().all()
     for name in set(SCALARS) - {"ksvd.value_alignment"}:
@@ -183,12 +171,8 @@ def test_values_are_passed_without_copying_and_selected_with_their_heads():
     assert query_key(random(2, 4, 3), random(2, 4, 3)).select([0]).paired_value is None
 
 
-@pytest.fixture(scope="module")
-def report():
-    return attnlens.inspect("demo", analyzers="ksvd", windows=3)
-
-
-def test_inspect_measures_a_model_with_errors_over_its_sequences(report):
+def test_inspect_measures_a_model_with_errors_over_its_sequences_and_the_overview_is_figure_1(tmp_path):
+    report = attnlens.inspect("demo", analyzers="ksvd", windows=3)
     assert report.coverage.without == {}
     assert report.settings.analyzers == ["ksvd"]
     for head in report.heads:
@@ -198,13 +182,9 @@ def test_inspect_measures_a_model_with_errors_over_its_sequences(report):
             assert head.measures[name].n == 3
             assert head.measures[name].se is not None
         assert head.measures["ksvd.residual"].value < 1e-11
-        assert len(head.curves["ksvd.attention_spectrum"]) == 128
-        assert len(head.curves["ksvd.cosine_spectrum"]) == 16
+        assert [len(head.curves[f"ksvd.{name}_spectrum"]) for name in ("attention", "cosine")] == [128, 16]
         assert not any("decay" in name for name in head.measures), "a rate without a null says nothing"
     assert json.loads(report.model_dump_json())["heads"][0]["measures"]["ksvd.rank90"]["value"] >= 1
-
-
-def test_the_overview_is_figure_1(report, tmp_path):
     first, second = page_rows(Shapes(report))
     assert {panel.stem for panel in first} == {"ksvd.attention_spectrum"}
     assert second[0].stem == "ksvd.first_share", "the only map that attention identifies comes first"

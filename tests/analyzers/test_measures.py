@@ -31,8 +31,8 @@ def test_measures_are_finite_and_in_range_and_do_not_depend_on_the_batch(entry):
         for info in infos:
             reading = readings[info.name]
             short = 5 if rotation else 6 if "cosine" in info.name or entry.source == "weights" else 20
-            assert reading.shape == (*batch, 4, *((short,) if info.curve else ())), info.name
-            assert reading.dtype == torch.float64
+            shape = (*batch, 4, *((short,) if info.curve else ()))
+            assert (reading.shape, reading.dtype) == (shape, torch.float64), info.name
             assert reading.isfinite().all(), info.name
             assert info.low is None or (reading >= info.low - 1e-12).all(), info.name
             assert info.high is None or (reading <= info.high + 1e-12).all(), info.name

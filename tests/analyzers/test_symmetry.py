@@ -6,23 +6,18 @@ from heads import dense, query_key, random, rotary
 
 from attnlens.analyzers.symmetry import TOKENS, WEIGHTS, of_tokens, of_weights
 
-SCALARS = [info.name for info in WEIGHTS if not info.curve]
-
 
 def close(ours, theirs, atol=1e-12):
     torch.testing.assert_close(ours, torch.as_tensor(theirs).to(ours).expand_as(ours), rtol=1e-9, atol=atol)
 
 
-def test_cross_attention_has_only_measures_of_different_tokens():
+def test_cross_attention_has_only_measures_of_different_tokens_and_hidden_pairs_leave_no_kernel_shares():
     heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
     assert list(of_weights(heads)) == ["weights.norm"] == [info.name for info in WEIGHTS if not info.self_only]
     close(of_weights(heads)["weights.norm"], torch.linalg.matrix_norm(dense(heads)))
     tokens = of_tokens(query_key(heads.query, heads.key, "tokens", part="cross"))
     names = [f"tokens.{name}" for name in ("share_key", "share_interaction", "share_first", "first_if_even")]
     assert list(tokens) == names == [info.name for info in TOKENS if not info.self_only]
-
-
-def test_heads_with_hidden_pairs_have_no_kernel_shares():
     masks = torch.stack((torch.ones(20, 20).tril(), torch.ones(20, 20))).bool()[:, None]
     readings = of_tokens(query_key(random(2, 3, 20, 4), random(2, 3, 20, 4, seed=1), "tokens", allowed=masks))
     of_all = [info.name for info in TOKENS if info.identified == "all pairs"]
@@ -39,9 +34,8 @@ def test_causal_scores_of_a_key_or_a_distance_have_their_shares():
     tokens = of_tokens(heads)
     close(tokens["tokens.share_first"], heads.attention[..., 1:, 0].mean(-1))
     close(tokens["tokens.first_if_even"], (1 / (place[1:] + 1)).mean())
-    turn = torch.stack((place.cos(), place.sin()), -1)[None]
-    by_key, by_distance = (torch.ones(1, 20, 1).double(), random(1, 20, 1)), (turn, turn)
-    for sides, name, least in ((by_key, "share_key", 1.0), (by_distance, "share_distance", 0.5)):
+    turn, by_key = torch.stack((place.cos(), place.sin()), -1)[None], (torch.ones(1, 20, 1).double(), random(1, 20, 1))
+    for sides, name, least in ((by_key, "share_key", 1.0), ((turn, turn), "share_distance", 0.5)):
         shares = of_tokens(query_key(*sides, "tokens", allowed=mask))
         assert (shares[f"tokens.{name}"] >= least - 1e-9).all()
         assert shares["tokens.share_interaction"].max() < 1e-20
@@ -85,22 +79,17 @@ def test_equal_negated_and_skew_factors_have_the_extreme_values():
             assert max(skew.max(), (negative if definite else positive).max()) < 1e-20
 
 
-def test_exchanged_queries_and_keys_flip_directionality_alone():
+def test_exchanged_queries_and_keys_flip_directionality_alone_and_the_norm_alone_has_a_scale():
     spiky, plain = random(3, 60, 4), random(3, 60, 4, seed=1)
     spiky[:, :3] *= 10
     there, back = of_weights(query_key(spiky, plain)), of_weights(query_key(plain, spiky))
     assert there["weights.directionality"].mean() > 0.3
-    for name in SCALARS:
+    scaled = of_weights(query_key(1e8 * spiky, 1e-3 * plain, scale=0.6))
+    for name in (info.name for info in WEIGHTS if not info.curve):
         close(back[name], -there[name] if name == "weights.directionality" else there[name])
-
-
-def test_the_norm_alone_has_a_scale():
-    query, key = random(2, 20, 4), random(2, 20, 4, seed=1)
-    one, other = of_weights(query_key(query, key)), of_weights(query_key(1e8 * query, 1e-3 * key, scale=0.6))
-    for name in SCALARS:
-        close(other[name], 2e5 * one[name] if name == "weights.norm" else one[name])
+        close(scaled[name], 2e5 * there[name] if name == "weights.norm" else there[name])
     gain = torch.logspace(0, 5, 20, dtype=torch.float64)[:, None]  # LayerNorm gains of unlike magnitudes
-    heads = query_key(gain * query, gain * key)
+    heads = query_key(gain * random(2, 20, 4), gain * random(2, 20, 4, seed=1))
     matrix = dense(heads)
     expected = (matrix * matrix.mT).sum((-2, -1)) / matrix.square().sum((-2, -1))
     close(of_weights(heads)["weights.symmetry"], expected)

@@ -7,10 +7,11 @@ import shutil
 
 import numpy as np
 import pytest
-from program import DEMO, SMALL, attnlens, in_shell, refused, without_torch
+import torch
+from program import DEMO, in_shell, invoke, refused, without_torch
 from reports import synthetic_report
 
-import attnlens as library
+import attnlens
 from attnlens.checks.judging import against, baseline_of
 from attnlens.checks.rule import Tolerance
 from attnlens.errors import UsageError
@@ -27,18 +28,15 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def of_demo(tmp_path_factory):
-    """A report of the demo model, made by the program."""
-    path = tmp_path_factory.mktemp("reports") / "demo.json"
-    assert attnlens("inspect", "demo", *SMALL, "--json", path, "-q").returncode == 0
-    return path
-
-
 def with_measures(report, measures):
     """The report with these measures in place of its own, one dictionary per head."""
     pairs = zip(report.heads, measures, strict=True)
     return report.model_copy(update={"heads": [head.model_copy(update={"measures": each}) for head, each in pairs]})
+
+
+def check(*words, **options):
+    """Run `attnlens check` in this process."""
+    return invoke("check", *words, **options)
 
 
 def test_the_exit_code_tells_whether_every_rule_holds_and_torch_is_not_imported(saved, tmp_path):
@@ -62,7 +60,7 @@ def test_the_exit_code_tells_whether_every_rule_holds_and_torch_is_not_imported(
 
 def test_rules_come_from_the_default_files_a_named_file_or_the_call(saved, tmp_path):
     def rules(*words):
-        run = attnlens("check", saved, "--json", "-", "-q", *words, cwd=tmp_path)
+        run = check(saved, "--json", "-", "-q", *words, cwd=tmp_path)
         return [(check["rule"], check["file"]) for check in json.loads(run.stdout)["checks"]]
 
     (tmp_path / "pyproject.toml").write_text(
@@ -77,11 +75,9 @@ def test_rules_come_from_the_default_files_a_named_file_or_the_call(saved, tmp_p
 
 
 def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
-    summary = tmp_path / "summary.md"
-    summary.write_text("before\n")
-    run = attnlens(
-        *("check", saved, "--rule", FAILS, "--json", "-"), GITHUB_ACTIONS="true", GITHUB_STEP_SUMMARY=str(summary)
-    )
+    (summary := tmp_path / "summary.md").write_text("before\n")
+    github = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)}
+    run = check(saved, "--rule", FAILS, "--json", "-", **github)
     assert run.returncode == 1
     assert json.loads(run.stdout)["checks"]
     assert run.stderr.count("::error ") == 10
@@ -140,40 +136,38 @@ def test_unusable_words_and_reports_are_refused_in_two_lines_and_nothing_is_writ
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     for words, message in REFUSED:
-        refused(attnlens("check", "report.json", *words, cwd=tmp_path), message)
+        refused(check("report.json", *words, cwd=tmp_path), message)
     for spoil, message in SPOILED:
         (tmp_path / "report.json").write_text(spoil(saved.read_text()))
-        refused(attnlens("check", "report.json", "--rule", HOLDS, "--json", "out.json", cwd=tmp_path), message)
+        refused(check("report.json", "--rule", HOLDS, "--json", "out.json", cwd=tmp_path), message)
     (tmp_path / "report.json").write_text(saved.read_text())
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 def test_a_partial_report_is_checked_where_that_is_allowed():
-    skipped = [Skipped(site="x", reason="it was interrupted")]
-    partial = synthetic_report(2, 2).model_copy(
-        update={"coverage": Coverage(sites=2, heads=5, analysed=4, skipped=skipped)}
-    )
+    coverage = Coverage(sites=2, heads=5, analysed=4, skipped=[Skipped(site="x", reason="it was interrupted")])
+    partial = synthetic_report(2, 2).model_copy(update={"coverage": coverage})
     with pytest.raises(UsageError, match="it was interrupted"):
-        library.check(partial, [HOLDS])
-    assert library.check(partial, [HOLDS], allow_partial=True).checks[0].passed
+        attnlens.check(partial, [HOLDS])
+    assert attnlens.check(partial, [HOLDS], allow_partial=True).checks[0].passed
 
 
 def test_a_baseline_is_written_on_request_only_and_contains_the_values(saved, tmp_path):
-    words = ("check", saved, "--baseline", "base.json")
-    refused(attnlens(*words, cwd=tmp_path), "base.json can't be read")
-    written = attnlens(*words, "--update-baseline", cwd=tmp_path)
+    words = (saved, "--baseline", "base.json")
+    refused(check(*words, cwd=tmp_path), "base.json can't be read")
+    written = check(*words, "--update-baseline", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
     assert "Wrote base.json" in written.stderr
-    same = attnlens(*words, "-q", cwd=tmp_path)
+    same = check(*words, "-q", cwd=tmp_path)
     assert (same.returncode, same.stdout) == (0, "")
-    report = library.read_report(saved)
+    report = attnlens.read_report(saved)
     column = read_baseline(tmp_path / "base.json").measures["tokens.entropy"]
     assert column.values == [head.measures["tokens.entropy"].value for head in report.heads]
     assert (tmp_path / "base.json").stat().st_size < saved.stat().st_size / 2
     document = json.loads(saved.read_text())
     document["heads"][5]["measures"]["weights.symmetry"]["value"] += 0.5
     (tmp_path / "moved.json").write_text(json.dumps(document))
-    red = attnlens("check", "moved.json", "--baseline", "base.json", "--json", "s.json", cwd=tmp_path)
+    red = check("moved.json", "--baseline", "base.json", "--json", "s.json", cwd=tmp_path)
     assert red.returncode == 1
     assert "layer 1 head 1 (encoder): weights.symmetry is" in red.stdout
     (failed,) = [check for check in json.loads((tmp_path / "s.json").read_text())["checks"] if not check["passed"]]
@@ -194,12 +188,12 @@ OTHER_RUNS = {
 
 
 def test_a_baseline_of_another_run_is_refused_naming_the_field(saved, tmp_path):
-    (tmp_path / "b.json").write_text(baseline_of(library.read_report(saved)).to_json())
+    (tmp_path / "b.json").write_text(baseline_of(attnlens.read_report(saved)).to_json())
     for field, change in OTHER_RUNS.items():
         change(document := json.loads(saved.read_text()))
         (tmp_path / "r.json").write_text(json.dumps(document))
         with pytest.raises(UsageError) as refusal:
-            library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json")
+            attnlens.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json")
         assert f"a different run. {field}: " in refusal.value.problem
 
 
@@ -210,23 +204,21 @@ def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
         shutil.copytree(DEMO, tmp_path / name, ignore=shutil.ignore_patterns("step*"))
         shutil.copy(DEMO / "text.txt", tmp_path / f"{name}.txt")
         files = ("--json", f"{name}.json", "--windows-csv", f"{name}.csv")
-        done = attnlens("inspect", name, "--text", f"{name}.txt", *words, *files, cwd=tmp_path)
+        done = invoke("inspect", name, "--text", f"{name}.txt", *words, *files, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    (tmp_path / "base.json").write_text(baseline_of(library.read_report(tmp_path / "a.json")).to_json())
-    done = attnlens("check", "b.json", "--baseline", "base.json", cwd=tmp_path)
+    (tmp_path / "base.json").write_text(baseline_of(attnlens.read_report(tmp_path / "a.json")).to_json())
+    done = check("b.json", "--baseline", "base.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = library.compare(tmp_path / "a.json", tmp_path / "b.json").comparison
-    assert (found.named, found.paired) == (0, True)
-    assert {row.delta for row in found.rows} <= {0.0, None}
+    comparison = attnlens.compare(tmp_path / "a.json", tmp_path / "b.json").comparison
+    assert (comparison.named, comparison.paired) == (0, True)
+    assert {row.delta for row in comparison.rows} <= {0.0, None}
 
 
 def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
-    document = json.loads(baseline_of(library.read_report(saved)).to_json())
+    document = json.loads(baseline_of(attnlens.read_report(saved)).to_json())
     document["measures"]["tokens.entropy"]["values"] = document["measures"]["tokens.entropy"]["values"][1:]
     (tmp_path / "b.json").write_text(json.dumps(document))
-    refused(
-        attnlens("check", saved, "--baseline", "b.json", cwd=tmp_path), "tokens.entropy must have one entry per head"
-    )
+    refused(check(saved, "--baseline", "b.json", cwd=tmp_path), "tokens.entropy must have one entry per head")
     report = json.loads(saved.read_text())
     for place, head in enumerate(report["heads"]):
         head["measures"]["tokens.entropy"] |= {"value": (-1) ** place * 1.7e308, "se": 1.7e308}
@@ -234,47 +226,39 @@ def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(report))
     rules = ["q30 > 0", "mean > 0", "median > 0", "min > 0", "share(> 0) > 0"]
     words = [word for rule in rules for word in ("--rule", f"tokens.entropy: {rule}")]
-    assert attnlens("check", "r.json", *words, cwd=tmp_path).returncode == 1
-    refused(attnlens("check", "r.json", "--rule", "settings.seed: value > 0", cwd=tmp_path), "is not a number")
-    (tmp_path / "b.json").write_text(baseline_of(library.read_report(tmp_path / "r.json")).to_json())
+    assert check("r.json", *words, cwd=tmp_path).returncode == 1
+    refused(check("r.json", "--rule", "settings.seed: value > 0", cwd=tmp_path), "is not a number")
+    (tmp_path / "b.json").write_text(baseline_of(attnlens.read_report(tmp_path / "r.json")).to_json())
     for head in report["heads"]:
         head["measures"]["tokens.entropy"]["value"] *= -1
     (tmp_path / "r.json").write_text(json.dumps(report))
-    assert attnlens("check", "r.json", "--baseline", "b.json", cwd=tmp_path).returncode == 1
+    assert check("r.json", "--baseline", "b.json", cwd=tmp_path).returncode == 1
 
 
-def test_a_value_that_came_or_went_is_a_change():
-    report = synthetic_report(2, 2)
+def test_a_value_that_came_or_went_is_a_change_and_tolerances_and_chance_decide_together():
+    report, gone = synthetic_report(2, 2), synthetic_report(2, 2, missing=[(1, 0)])
     baseline = baseline_of(report)
-    values = baseline.measures["weights.norm"].values
-    gone = synthetic_report(2, 2, missing=[(1, 0)])
     failed = [check for check in against(gone, baseline, Tolerance()) if not check.passed]
     assert [(one.layer, one.head, one.value) for one in failed[0].breaches] == [(1, 0, None)]
-    assert values[2] is not None
-    came = [check for check in against(report, baseline_of(gone), Tolerance()) if not check.passed]
-    assert {check.subject for check in came} >= {"weights.norm"}
-
-
-def test_tolerances_and_chance_decide_together():
+    assert baseline.measures["weights.norm"].values[2] is not None
+    came = [one.subject for one in against(report, baseline_of(gone), Tolerance()) if not one.passed]
+    assert "weights.norm" in came
     report = synthetic_report(4, 8, sequences=32)
     column = baseline_of(report).measures["tokens.entropy"]
     even = column.model_copy(update={"values": [0.5] * 32, "errors": [0.02] * 32})
     baseline = baseline_of(report).model_copy(update={"measures": {"tokens.entropy": even}})
-
-    def passes(by, **tolerance):
-        change = {"value": 0.5 + by, "se": 0.02}
-        measures = [
-            head.measures | {"tokens.entropy": head.measures["tokens.entropy"].model_copy(update=change)}
-            for head in report.heads
-        ]
-        (check,) = against(with_measures(report, measures), baseline, Tolerance(**tolerance))
-        return check.passed
-
-    assert passes(0.2) is False, "0.2 is 7 standard errors"
-    assert passes(0.055), "beyond both tolerances, and within chance"
-    assert passes(0.2, relative=0.5)
-    assert passes(0.2, absolute=0.3)
-    assert passes(0.001, relative=0, absolute=0)
+    entropies = [head.measures["tokens.entropy"] for head in report.heads]
+    for by, tolerance, passed in (
+        (0.2, {}, False),  # 7 standard errors
+        (0.055, {}, True),  # beyond both tolerances, and within chance
+        (0.2, {"relative": 0.5}, True),
+        (0.2, {"absolute": 0.3}, True),
+        (0.001, {"relative": 0, "absolute": 0}, True),
+    ):
+        moved = [one.model_copy(update={"value": 0.5 + by, "se": 0.02}) for one in entropies]
+        now = with_measures(report, [{"tokens.entropy": one} for one in moved])
+        (outcome,) = against(now, baseline, Tolerance(**tolerance))
+        assert outcome.passed is passed, (by, tolerance)
 
 
 @pytest.mark.parametrize("pairs", [40, pytest.param(200, marks=pytest.mark.full)])
@@ -288,73 +272,69 @@ def test_equal_models_on_other_windows_rarely_differ(pairs):
             with_measures(report, [{"t": entropy.model_copy(update={"value": v, "se": 0.02})} for v in values.tolist()])
             for values in random.normal(0.5, 0.02, (2, len(report.heads)))
         )
-        (check,) = against(now, baseline_of(then), tolerance)
-        failed += not check.passed
+        (outcome,) = against(now, baseline_of(then), tolerance)
+        failed += not outcome.passed
     assert failed / pairs <= 0.05 + 2 * (0.05 * 0.95 / pairs) ** 0.5
 
 
 def test_a_model_is_inspected_for_what_its_rules_need(tmp_path):
-    run = attnlens("check", "demo", "--rule", "weights.symmetry: value in -1..1", "--json", "-", "-q", cwd=tmp_path)
+    run = check("demo", "--rule", "weights.symmetry: value in -1..1", "--json", "-", "-q", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert (report["settings"]["source"], report["settings"]["analyzers"]) == ("weights", ["symmetry"])
-    refused(attnlens("check", "demo", "--rule", "weights.symetry: min > 0", cwd=tmp_path), "Did you mean")
+    refused(check("demo", "--rule", "weights.symetry: min > 0", cwd=tmp_path), "Did you mean")
 
 
-def test_recomputed_heads_agree_with_an_honest_report_and_not_with_a_forged_one(of_demo, saved, tmp_path):
-    honest = attnlens("check", of_demo, "demo", "--recompute", "2", "--no-progress", cwd=tmp_path)
+def test_recomputed_heads_agree_with_an_honest_report_and_not_with_a_forged_one(inspected, saved, tmp_path):
+    inspected.write_json(tmp_path / "demo.json")
+    words = ("demo", "--recompute", "2", "--no-progress")
+    honest = check("demo.json", *words, cwd=tmp_path)
     assert honest.returncode == 0, honest.stdout + honest.stderr
-    document = json.loads(of_demo.read_text())
+    document = json.loads((tmp_path / "demo.json").read_text())
     for head in document["heads"]:
         head["measures"]["tokens.entropy"]["value"] *= 1.01
     (tmp_path / "forged.json").write_text(json.dumps(document))
-    run = attnlens("check", "forged.json", "demo", "--recompute", "2", "--no-progress", cwd=tmp_path)
+    run = check("forged.json", *words, cwd=tmp_path)
     assert run.returncode == 1
     assert "Error: 1 of 28 rules failed: tokens.entropy: recomputed value as in the report." in run.stderr
-    run = attnlens("check", saved, "demo", "--recompute", "1", "--no-progress", cwd=tmp_path)
+    run = check(saved, "demo", "--recompute", "1", "--no-progress", cwd=tmp_path)
     assert run.returncode == 1
     assert "FAILED: 2 of 2 rules" in run.stdout, "the report of another model"
 
 
+@torch.no_grad()
 def damaged(kind, demo, seed=0):
-    """A report of the demo model after one of its heads, or one layer, was damaged."""
-    import torch
-
-    with torch.no_grad():
-        layer = demo.model.transformer.h[2].attn
-        width = demo.model.config.n_embd
-        size = width // demo.model.config.n_head
-        head = slice(width + size * 5, width + size * 6)
-        weights = layer.c_attn.weight.clone()
-        order = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
-        if kind == "shuffled":
-            layer.c_attn.weight[:, head] = layer.c_attn.weight[order, head]
-        if kind == "zeroed":
-            layer.c_attn.weight[:, head] = 0
-        if kind == "3 bits":
-            step = weights[:, : 2 * width].abs().max() / 4
-            layer.c_attn.weight[:, : 2 * width] = (weights[:, : 2 * width] / step).round() * step
-        if kind == "bf16":
-            layer.c_attn.weight.copy_(weights.bfloat16())
-        if kind == "gauge":
-            turn = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))[0]
-            turn = turn * torch.linspace(0.5, 2, size)
-            queries = slice(size * 5, size * 6)
-            layer.c_attn.weight[:, queries] = weights[:, queries] @ turn
-            layer.c_attn.weight[:, head] = weights[:, head] @ torch.linalg.inv(turn).T
-        try:
-            return library.inspect(demo, source="weights")
-        finally:
-            layer.c_attn.weight.copy_(weights)
+    """A report of two layers of the demo model after one of its heads, or one layer, was damaged."""
+    maps = demo.model.transformer.h[2].attn.c_attn.weight
+    weights, width = maps.clone(), len(maps)
+    size, draw = width // demo.model.config.n_head, torch.Generator().manual_seed(seed)
+    queries, keys = (slice(start + size * 5, start + size * 6) for start in (0, width))
+    if kind == "shuffled":
+        maps[:, keys] = weights[torch.randperm(width, generator=draw)][:, keys]
+    elif kind == "zeroed":
+        maps[:, keys] = 0
+    elif kind == "3 bits":
+        step = weights[:, : 2 * width].abs().max() / 4
+        maps[:, : 2 * width] = (weights[:, : 2 * width] / step).round() * step
+    elif kind == "bf16":
+        maps.copy_(weights.bfloat16())
+    elif kind == "gauge":
+        turn = torch.linalg.qr(torch.randn(size, size, generator=draw))[0] * torch.linspace(0.5, 2, size)
+        maps[:, queries] = weights[:, queries] @ turn
+        maps[:, keys] = weights[:, keys] @ torch.linalg.inv(turn).T
+    try:
+        return attnlens.inspect(demo, source="weights", layers=[1, 2])
+    finally:
+        maps.copy_(weights)
 
 
-def test_planted_damage_turns_red_at_its_head_and_harmless_changes_do_not(demo, tmp_path):
-    sound = damaged("", demo)
-    (tmp_path / "b.json").write_text(baseline_of(sound).to_json())
+def test_planted_damage_turns_red_at_its_head_and_harmless_changes_do_not(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnlens.runs.inspect.inspection.NULL_DRAWS", {"factors": 4})  # no check reads the nulls
+    (tmp_path / "b.json").write_text(baseline_of(damaged("", demo)).to_json())
 
     def named(kind, seed=0):
-        found = library.check(damaged(kind, demo, seed), baseline=tmp_path / "b.json").checks
-        return {(one.layer, one.head) for check in found for one in check.breaches}
+        checks = attnlens.check(damaged(kind, demo, seed), baseline=tmp_path / "b.json").checks
+        return {(one.layer, one.head) for each in checks for one in each.breaches}
 
     shuffled = [named("shuffled", seed) for seed in range(3)]
     assert all(heads <= {(2, 5)} for heads in shuffled)

@@ -42,7 +42,7 @@ def test_junit_has_a_testcase_a_rule_and_is_read_back():
     assert "layer 0 head 0 (encoder): weights.planted is 0.1" in failure.text
 
 
-def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
+def test_annotations_are_the_worst_ten_with_places_from_the_workspace_on(tmp_path, monkeypatch):
     values = np.linspace(0, 1, 40).reshape(4, 10)
     report = verdict(planted(values), parse_table({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
     lines = workflow_commands(report)
@@ -52,9 +52,6 @@ def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
     assert "layer 3 head 9" in lines[0]
     assert "layer 0 head 0" in lines[1]
     assert workflow_commands(report_of({"weights.planted": "max < 9"})) == []
-
-
-def test_places_are_written_from_the_workspace_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert uri("a b/ü#?.toml") == "a%20b/%C3%BC%23%3F.toml"
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "deep"))
@@ -64,43 +61,30 @@ def test_places_are_written_from_the_workspace_on(tmp_path, monkeypatch):
 
 def hostile() -> Report:
     """Checks whose every string is a stranger's."""
-    name = f"tokens.{HOSTILE}"
-    report = planted(np.array([[0.1, 0.9]]), name)
+    report = planted(np.array([[0.1, 0.9]]), name := f"tokens.{HOSTILE}")
     heads = [head.model_copy(update={"site": f"=cmd|{HOSTILE}"}) for head in report.heads]
     model = report.model.model_copy(update={"id": f"=cmd|' /C calc'!A0{HOSTILE}", "architecture": HOSTILE})
-    report = report.model_copy(update={"heads": heads, "model": model})
     rules = parse_table({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml")
-    return verdict(report, rules)
-
-
-def as_json(report: Report) -> str:
-    """The strings of the JSON file; what they hold is data, but as bytes on a terminal nothing steers."""
-    return re.sub("[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", "", report.to_json())
-
-
-def as_summary(report: Report) -> str:
-    """The step's summary without the blank of no width that stands behind an @ so that nobody is called."""
-    return step_summary(report).replace("&#64;&#8203;", "@")
+    return verdict(report.model_copy(update={"heads": heads, "model": model}), rules)
 
 
 FORMS = {
     "junit": junit,
-    "summary": as_summary,
+    # without the blank of no width that stands behind an @ so that nobody is called
+    "summary": lambda report: step_summary(report).replace("&#64;&#8203;", "@"),
     "annotations": lambda report: "\n".join(workflow_commands(report)),
     "csv": lambda report: spreadsheet(checked.rows(report)),
     "markdown": lambda report: markdown(checked.document(report)),
     "html": lambda report: html(checked.document(report)),
     "terminal": lambda report: views.printed(checked.document(report)),
-    "json": as_json,
+    # what strings hold is data, but as bytes on a terminal nothing steers
+    "json": lambda report: re.sub("[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", "", report.to_json()),
 }
 
 
-def test_no_control_characters_get_through():
+def test_hostile_names_stay_text_in_each_format_and_steer_nothing():
     for name, form in FORMS.items():
         assert not STEERING.search(form(hostile())), name
-
-
-def test_hostile_names_stay_text_in_each_format():
     report = hostile()
     (suite,) = JUnitXml.fromstring(junit(report).encode())
     assert all("<script>" in case.name for case in suite)
@@ -116,8 +100,10 @@ def test_hostile_names_stay_text_in_each_format():
     assert not any(cell.startswith(("=", "+", "@", "|")) for cell in cells)
 
 
-def test_the_table_shows_every_rule_and_the_csv_every_head():
+def test_the_table_shows_every_rule_the_csv_every_head_and_checks_survive_the_file(tmp_path):
     report = report_of()
+    report.write_json(tmp_path / "r.json")
+    assert attnlens.read_report(tmp_path / "r.json").to_json() == report.to_json()
     shown = views.printed(checked.document(report))
     assert "FAILED: 2 of 4 rules" in shown
     assert shown.count("FAILS") == 2
@@ -132,9 +118,3 @@ def test_the_table_shows_every_rule_and_the_csv_every_head():
     ]
     passed = attnlens.check(synthetic_report(2, 2), {"tokens.entropy": "min > 0"})
     assert "PASSED: 1 of 1 rule" in views.printed(checked.document(passed))
-
-
-def test_checks_survive_the_file(tmp_path):
-    report = report_of()
-    report.write_json(tmp_path / "r.json")
-    assert attnlens.read_report(tmp_path / "r.json").to_json() == report.to_json()

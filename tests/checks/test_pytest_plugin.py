@@ -35,53 +35,41 @@ def written(place, *rules):
     (place / "attnlens.toml").write_text("\n".join(["[check]", *rules, ""]))
 
 
-def substituted(text, inputs):
-    """The text with its expressions, of which the action has one kind, as GitHub puts values in their place."""
-    return re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: inputs[found[1]], text)
-
-
-def act(place, given):
+def act(place, **chosen):
     """Run the composite action's steps with these inputs; the result of the first that fails, or of the last."""
-    unknown = set(given) - set(ACTION["inputs"])
-    assert not unknown
-    inputs = {name: given.get(name, run.get("default")) for name, run in ACTION["inputs"].items()}
+    assert set(chosen) <= set(ACTION["inputs"])
+    inputs = {name: chosen.get(name, run.get("default")) for name, run in ACTION["inputs"].items()}
     assert None not in inputs.values(), "a required input is missing"
     for step in ACTION["runs"]["steps"]:
-        name = re.fullmatch(r"inputs\.(\w+) != ''", step.get("if", "inputs.subject != ''"))[1]
-        if not inputs[name]:
+        if step.get("if") == "inputs.install == 'true'" and inputs["install"] != "true":
             continue
         assert step["shell"] == "bash"
         assert "${{" not in step["run"], "an input in the script itself could run as one"
-        env = {name: substituted(value, inputs) for name, value in step["env"].items()}
+        expression = r"\$\{\{ inputs\.([\w-]+) \}\}"  # the only kind that the action has; GitHub puts in the values
+        env = {name: re.sub(expression, lambda one: inputs[one[1]], value) for name, value in step["env"].items()}
         result = in_shell(f"set -eo pipefail\n{step['run']}", cwd=place, GITHUB_ACTIONS="true", **env)
         if result.returncode:
             return result
     return result
 
 
-def test_the_action_goes_red_and_green_and_leaves_its_files(place):
-    given = {"subject": "report.json", "install": "", "junit": "a b.xml"}
+def test_the_action_goes_red_and_green_leaves_its_files_and_takes_its_inputs_as_words(place):
+    report = {"subject": "report.json", "install": "false"}
     written(place, GREEN)
-    green = act(place, given)
+    green = act(place, **report, junit="a b.xml")
     assert green.returncode == 0, green.stderr
     assert "::error" not in green.stdout
     written(place, GREEN, RED.replace("tokens.entropy", "tokens.max_weight"))
-    red = act(place, given)
+    red = act(place, **report, junit="a b.xml")
     assert red.returncode == 1
     assert "::error file=attnlens.toml,title=attnlens tokens.max_weight::" in red.stdout
     (suite,) = JUnitXml.fromfile(str(place / "a b.xml"))
     assert (suite.tests, suite.failures) == (2, 1)
-
-
-def test_the_actions_inputs_are_words_and_never_scripts(place):
     hostile = '$(touch owned); `touch owned` "; touch owned #'
     for name in ("subject", "rules", "rule", "baseline"):
-        result = act(place, {"subject": "report.json", "install": ""} | {name: hostile})
-        assert result.returncode == 2, name
-    assert not (place / "owned").exists()
-    many = act(
-        place, {"subject": "report.json", "install": "", "rule": "tokens.entropy: max <= 1\ntokens.entropy: min > 2\n"}
-    )
+        assert act(place, **report | {name: hostile}).returncode == 2, name
+    assert not (place / "owned").exists(), "never as scripts"
+    many = act(place, **report, rule="tokens.entropy: max <= 1\ntokens.entropy: min > 2\n")
     assert many.returncode == 1
     assert "FAILED: 1 of 2 rules" in many.stdout
 
@@ -94,12 +82,12 @@ def test_the_workflow_of_the_page_runs_up_to_the_upload(place):
         if "run" in step and "pip install" not in step["run"]:
             line = step["run"].replace("./model", "demo --windows 4 --length 16 -q")
             codes.append(in_shell(f"set -eo pipefail\n{line}", cwd=place).returncode)
-        elif step.get("uses", "").startswith("attnlens/"):
-            codes.append(act(place, step["with"]).returncode)
+        elif step.get("uses") == "./attnlens":
+            codes.append(act(place, **step["with"]).returncode)
             upload = step["with"]["junit"]
     assert codes == [0, 0]
-    assert WORKFLOW["jobs"]["check"]["steps"][-1]["with"]["path"] == upload
-    assert WORKFLOW["jobs"]["check"]["steps"][-1]["if"] == "always()", "a red check has results to upload"
+    assert step["with"]["path"] == upload
+    assert step["if"] == "always()", "a red check has results to upload"
     assert (place / upload).exists()
 
 
@@ -110,11 +98,9 @@ def test_the_pre_commit_hook_runs_its_entry_with_the_arguments_of_the_config_alo
     assert hook["pass_filenames"] is False
     assert re.search(hook["files"], "models/report.json")
     assert not re.search(hook["files"], "README.md")
-    line = " ".join([hook["entry"], *used["args"]])
-    written(place, GREEN)
-    assert in_shell(line, cwd=place).returncode == 0
-    written(place, RED)
-    assert in_shell(line, cwd=place).returncode == 1
+    for rule, code in ((GREEN, 0), (RED, 1)):
+        written(place, rule)
+        assert in_shell(" ".join([hook["entry"], *used["args"]]), cwd=place).returncode == code
 
 
 PLUGGED = """
@@ -145,19 +131,16 @@ def test_nothing(assert_attention):
 
 def test_the_plugin_gives_a_fixture_and_an_assertion_and_costs_nothing(place):
     (place / "test_it.py").write_text(PLUGGED)
-    words = [
-        sys.executable,
-        *["-m", "pytest", "-q", "-p", "attnlens.checks.pytest_plugin", "-p", "no:cacheprovider", "test_it.py"],
-    ]
+    words = ["-m", "pytest", "-q", "-p", "attnlens.checks.pytest_plugin", "-p", "no:cacheprovider", "test_it.py"]
     env = environment_with(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=str(ROOT))
-    run = subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, *words], cwd=place, env=env, capture_output=True, text=True, check=False)
     assert "1 failed, 3 passed" in run.stdout, run.stdout + run.stderr
     assert "AssertionError: 1 of 2 rules failed:" in run.stdout
     assert "tokens.entropy: found" in run.stdout
     assert "pytest_plugin.py" not in run.stdout.partition("short test summary")[0], "the test's own line is shown"
 
 
-def test_the_assertion_takes_a_model_and_measures_what_its_rules_need(demo, monkeypatch):
+def test_what_rules_need_is_measured_once_for_each_set_of_options(demo, attention_report, monkeypatch):
     options, inspect = {}, attnlens.inspect
     spy = lambda *args, **more: options.update(more) or inspect(*args, **more)  # noqa: E731
     monkeypatch.setattr(attnlens, "inspect", spy, raising=False)
@@ -165,17 +148,14 @@ def test_the_assertion_takes_a_model_and_measures_what_its_rules_need(demo, monk
     assert options == {"analyzers": ["symmetry"], "source": "weights"}
     with pytest.raises(AssertionError, match="1 of 1 rules failed"):
         assert_attention(demo, {"weights.symmetry": ["min > 0.99"]})
-
-
-def test_the_rules_of_the_page_hold_of_the_demo_model(place, demo):
-    (rules,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    (place / "attnlens.toml").write_text(rules)
-    checks = attnlens.check(attnlens.inspect(demo, windows=4, length=32), str(place / "attnlens.toml")).checks
-    assert [check.passed for check in checks] == [True] * 7
-
-
-def test_the_fixture_inspects_a_model_once_for_each_set_of_options(attention_report, monkeypatch):
     monkeypatch.setattr(attnlens, "inspect", lambda *_, **options: object(), raising=False)
     report = attention_report("demo", windows=1)
     assert report is attention_report("demo", windows=1)
     assert report is not attention_report("demo", windows=2)
+
+
+def test_the_rules_of_the_page_hold_of_the_demo_model(place, inspected):
+    (rules,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (place / "attnlens.toml").write_text(rules)
+    checks = attnlens.check(inspected, str(place / "attnlens.toml")).checks
+    assert [check.passed for check in checks] == [True] * 7

@@ -33,61 +33,49 @@ def outcome(rule: str, report=None):
 
 
 AGGREGATES = [
-    ("min > 0.05", 0.1, True),
-    ("min > 0.1", 0.1, False),
-    ("min >= 0.1", 0.1, True),
-    ("max < 0.9", 0.9, False),
-    ("max <= 0.9", 0.9, True),
-    ("mean in 0.37..0.39", 0.38, True),
-    ("median == 0.3", 0.3, True),
-    ("median != 0.3", 0.3, False),
-    ("q25 <= 0.2", 0.2, True),
-    ("q97.5 > 0.85", 0.85, False),
-    ("share(> 0.25) < 0.7", 0.6, True),
-    ("share(in 0.1..0.2) == 0.4", 0.4, True),
-    ("count == 5", 5, True),
-    ("count == 6", 5, False),
-    ("max < 0.5 @layers 0", 0.3, True),
-    ("max < 0.5 @layers 0-1 @heads 0,1", 0.4, True),
-    ("max < 0.5 @part encoder", 0.9, False),
-    ("value in 0..1", None, True),
-    ("value < 0.4", None, False),
+    *(("min > 0.05", 0.1, True), ("min > 0.1", 0.1, False), ("min >= 0.1", 0.1, True)),
+    *(("max < 0.9", 0.9, False), ("max <= 0.9", 0.9, True), ("mean in 0.37..0.39", 0.38, True)),
+    *(("median == 0.3", 0.3, True), ("median != 0.3", 0.3, False)),
+    *(("q25 <= 0.2", 0.2, True), ("q97.5 > 0.85", 0.85, False)),
+    *(("share(> 0.25) < 0.7", 0.6, True), ("share(in 0.1..0.2) == 0.4", 0.4, True)),
+    *(("count == 5", 5, True), ("count == 6", 5, False)),
+    *(("max < 0.5 @layers 0", 0.3, True), ("max < 0.5 @layers 0-1 @heads 0,1", 0.4, True)),
+    *(("max < 0.5 @part encoder", 0.9, False), ("value in 0..1", None, True), ("value < 0.4", None, False)),
 ]
 
 
-def test_an_aggregate_is_compared_as_it_is_written():
+def test_an_aggregate_is_compared_as_it_is_written_and_heads_without_a_value_are_counted():
     for wanted, value, passed in AGGREGATES:
         check = outcome(f"weights.planted: {wanted}")
         assert check.value == (None if value is None else pytest.approx(value)), wanted
-        assert check.passed is passed, wanted
-        assert check.subject == "weights.planted"
+        assert (check.passed, check.subject) == (passed, "weights.planted"), wanted
+    assert [outcome(f"weights.planted: count == 5{heads}").without for heads in ("", " @layers 0")] == [1, 0]
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(0, 100))
 def test_quantiles_are_those_of_numpy(numbers, percent):
-    found = outcome(f"weights.planted: q{percent:02} in -1e9..1e9", planted(np.array([numbers])))
-    assert found.value == pytest.approx(np.quantile(numbers, percent / 100), rel=1e-9, abs=1e-9)
+    check = outcome(f"weights.planted: q{percent:02} in -1e9..1e9", planted(np.array([numbers])))
+    assert check.value == pytest.approx(np.quantile(numbers, percent / 100), rel=1e-9, abs=1e-9)
+
+
+BLAMED = {
+    "max < 0.35": [(1, 2, 0.9), (1, 0, 0.4)],
+    "min > 0.15": [(0, 0, 0.1)],
+    "value in 0.2..0.4": [(1, 2, 0.9), (0, 0, 0.1)],
+    "share(> 0.25) < 0.5": [(1, 2, 0.9), (1, 0, 0.4), (0, 2, 0.3)],
+    "share(> 0.25) > 0.9": [(0, 0, 0.1), (0, 1, 0.2)],
+    "min in 0.2..0.3": [(0, 0, 0.1)],
+    "max in 0.1..0.5": [(1, 2, 0.9)],
+    # no single head makes the smallest too large
+    **{rule: [] for rule in ("median > 0.5", "min < 0.05", "max > 2", "min in 0.01..0.05", "max in 0.95..1")},
+}
 
 
 def test_the_heads_that_are_to_blame_are_named_worst_first():
-    def blamed(rule):
-        return [(one.layer, one.head, one.value) for one in outcome(f"weights.planted: {rule}").breaches]
-
-    assert blamed("max < 0.35") == [(1, 2, 0.9), (1, 0, 0.4)]
-    assert blamed("min > 0.15") == [(0, 0, 0.1)]
-    assert blamed("value in 0.2..0.4") == [(1, 2, 0.9), (0, 0, 0.1)]
-    assert blamed("share(> 0.25) < 0.5") == [(1, 2, 0.9), (1, 0, 0.4), (0, 2, 0.3)]
-    assert blamed("share(> 0.25) > 0.9") == [(0, 0, 0.1), (0, 1, 0.2)]
-    assert blamed("median > 0.5") == []
-    assert blamed("min < 0.05") == [], "no single head makes the smallest too large"
-    assert blamed("max > 2") == []
-    assert (blamed("min in 0.2..0.3"), blamed("max in 0.1..0.5")) == ([(0, 0, 0.1)], [(1, 2, 0.9)])
-    assert (blamed("min in 0.01..0.05"), blamed("max in 0.95..1")) == ([], [])
-
-
-def test_heads_without_a_value_are_counted():
-    assert [outcome(f"weights.planted: count == 5{heads}").without for heads in ("", " @layers 0")] == [1, 0]
+    for rule, heads in BLAMED.items():
+        breaches = outcome(f"weights.planted: {rule}").breaches
+        assert [(one.layer, one.head, one.value) for one in breaches] == heads, rule
 
 
 def test_columns_paths_and_bars():
@@ -113,24 +101,11 @@ UNMATCHED = {
     "have no base": ["tokens.entropy.base: min > 0"],
     "is a curve": ["weights.singular_values: min > 0"],
     "matches nothing": [
-        f"{name}: value == 0"
-        for name in (
-            *("summary.__class__", "summary.model_fields", "heads.0.layer"),
-            *("model.to_json", "model.__class__.__init__", "swap.__dict__"),
-        )
+        *(f"summary.{name}: value == 0" for name in ("__class__", "model_fields")),
+        *(f"model.{name}: value == 0" for name in ("to_json", "__class__.__init__")),
+        *("heads.0.layer: value == 0", "swap.__dict__: value == 0"),
     ],
 }
-
-
-def test_a_rule_that_matches_nothing_is_refused():
-    for words, rule in ((words, rule) for words, rules in UNMATCHED.items() for rule in rules):
-        with pytest.raises(UsageError, match=r"matches nothing|is a single number") as refusal:
-            outcome(rule, synthetic_report(2, 2))
-        assert words in str(refusal.value), rule
-    with pytest.raises(UsageError, match="because gone"):
-        outcome("weights.planted: min > 0", planted(np.full((1, 2), np.nan)))
-
-
 SENSELESS = {
     "write the aggregate first": ["", "min", "> 0.5", "__import__('os').system('true') > 0"],
     "unknown aggregate 'least'": ["least > 0.5"],
@@ -145,14 +120,39 @@ SENSELESS = {
     "write @layers or @heads": ["min > 0 @part nowhere", "min > 0 @model x"],
     "at most 200": ["min > " + "9" * 300],
 }
+DEEP = functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"})
+NO_RULES = {
+    "contains no rules": [{}, [], 5],
+    "must be a condition": [{"tokens.entropy": []}, {"tokens.entropy": 0.5}],
+    "a condition must be a string": [{"tokens.entropy": [0.5]}],
+    "does not name a measure": [{"": "min > 0"}, {"||": "min > 0"}],
+    "lacks a colon": ["tokens.entropy min > 0"],
+    "matches nothing": [["x: min > 0"] * 2000],
+    "can't be read": ["nowhere.toml"],
+    "nested more than 50 levels deep": [DEEP],
+}
 
 
-def test_a_senseless_condition_is_refused():
-    for words, text in ((words, text) for words, texts in SENSELESS.items() for text in texts):
+@pytest.mark.parametrize(
+    ("table", "call"),
+    [
+        (UNMATCHED, lambda rule: outcome(rule, synthetic_report(2, 2))),
+        (SENSELESS, condition),
+        (NO_RULES, lambda rules: attnlens.check(synthetic_report(1, 2), rules)),
+    ],
+    ids=["unmatched", "senseless", "no rules"],
+)
+def test_rules_that_match_nothing_or_make_no_sense_are_refused_in_words(table, call):
+    for words, rule in ((words, rule) for words, rules in table.items() for rule in rules):
         with pytest.raises(UsageError) as refusal:
-            condition(text)
-        assert words in refusal.value.problem, text
-        assert len(str(refusal.value).splitlines()) == 2
+            call(rule)
+        message = str(refusal.value)
+        assert words in message, rule
+        assert table is not UNMATCHED or "matches nothing" in message or "is a single number" in message
+        assert table is not SENSELESS or len(message.splitlines()) == 2
+        assert table is UNMATCHED or words in refusal.value.problem
+    with pytest.raises(UsageError, match="because gone"):
+        outcome("weights.planted: min > 0", planted(np.full((1, 2), np.nan)))
 
 
 FUZZ = int(os.environ.get("ATTNLENS_FUZZ", "1"))
@@ -177,12 +177,10 @@ def refused(call):
 @example("min > 1\n")
 @example("min > ٣")
 def test_any_text_is_a_condition_or_our_error(text):
-    found = refused(lambda: condition(text))
-    if found is None:
-        return
-    again = condition(f"{found.measured} {found.comparison}{found.filters}")
-    assert again.filters == found.filters
-    assert math.isfinite(found.comparison.low)
+    read = refused(lambda: condition(text))
+    if read is not None:
+        assert condition(f"{read.measured} {read.comparison}{read.filters}").filters == read.filters
+        assert math.isfinite(read.comparison.low)
 
 
 @settings(max_examples=80 * FUZZ, deadline=None)
@@ -231,37 +229,16 @@ symmetry = [\"\"\"min > -1\"\"\",
 
 def test_rules_are_those_of_the_table_whatever_its_toml(tmp_path):
     (tmp_path / "x.toml").write_text(TOML)
-    assert [(rule.subject, rule.wanted, rule.place) for rule in read_rules(tmp_path / "x.toml")] == [
-        (subject, wanted, f"{tmp_path / 'x.toml'}: ")
-        for subject, wanted in [
-            *(("tokens.entropy", "min > 0.05"), ("tokens.entropy", "median in 0.4..0.9")),
-            *(("tokens.max_weight", "max < 1"), ("a#b=[", "value < 1"), ("a#b=[", "value > 0")),
-            *(("weights.symmetry", "min > -1"), ("weights.symmetry", "max < 1")),
-        ]
+    rules = read_rules(tmp_path / "x.toml")
+    assert {rule.place for rule in rules} == {f"{tmp_path / 'x.toml'}: "}
+    assert [(rule.subject, rule.wanted) for rule in rules] == [
+        *(("tokens.entropy", "min > 0.05"), ("tokens.entropy", "median in 0.4..0.9")),
+        *(("tokens.max_weight", "max < 1"), ("a#b=[", "value < 1"), ("a#b=[", "value > 0")),
+        *(("weights.symmetry", "min > -1"), ("weights.symmetry", "max < 1")),
     ]
     (tmp_path / "y.toml").write_bytes(b'check = { "tokens.entropy" = ["min > 0"] }\r\n')
     (rule,) = read_rules(tmp_path / "y.toml")
     assert (rule.subject, rule.wanted) == ("tokens.entropy", "min > 0")
-
-
-DEEP = functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"})
-NO_RULES = {
-    "contains no rules": [{}, [], 5],
-    "must be a condition": [{"tokens.entropy": []}, {"tokens.entropy": 0.5}],
-    "a condition must be a string": [{"tokens.entropy": [0.5]}],
-    "does not name a measure": [{"": "min > 0"}, {"||": "min > 0"}],
-    "lacks a colon": ["tokens.entropy min > 0"],
-    "matches nothing": [["x: min > 0"] * 2000],
-    "can't be read": ["nowhere.toml"],
-    "nested more than 50 levels deep": [DEEP],
-}
-
-
-def test_senseless_rules_are_refused():
-    for words, rules in ((words, rules) for words, each in NO_RULES.items() for rules in each):
-        with pytest.raises(UsageError) as refusal:
-            attnlens.check(synthetic_report(1, 2), rules)
-        assert words in refusal.value.problem
 
 
 def test_an_id_outlives_the_numbers_of_its_rule():

@@ -1,6 +1,7 @@
 """Tests the program as a whole: exit code, stdout, stderr and files of its commands, on good and on damaged models."""
 
 import copy
+import functools
 import itertools
 import json
 import os
@@ -18,10 +19,10 @@ import forkserver
 import pytest
 import torch
 import views
-from hostile import edited
+from hostile import edited, stored, weights
 from program import DEMO, SMALL, attnlens, environment_with, invoke, python, refused
 from reports import bytes_of, synthetic_report
-from safetensors.torch import load_file, save_file
+from views import absent
 
 import attnlens as library
 from attnlens.cli import analyses, leave, show
@@ -33,6 +34,7 @@ from attnlens.report.report import Report, read_report
 FILES = ("--json", "r.json", "--figure", "r.png", "--html", "r.html", "--markdown", "r.md", "--csv", "r.csv")
 WEIGHTS = ("--source", "weights", "--no-progress")
 HUGE = 10**5000
+REPORT = synthetic_report(1, 1)
 
 
 def test_inspect_alone_reads_the_demo_and_writes_every_output(tmp_path):
@@ -44,11 +46,21 @@ def test_inspect_alone_reads_the_demo_and_writes_every_output(tmp_path):
     assert "\x1b[" not in result.stdout
     assert len(read_report(tmp_path / "r.json").heads) == 32
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "r.csv").read_text().splitlines()) == 33
-    page = (tmp_path / "r.html").read_text()
+    page, marked, rows = ((tmp_path / f"r.{kind}").read_text() for kind in ("html", "md", "csv"))
+    assert len(rows.splitlines()) == 33
     assert "data:image/svg+xml;base64," in page
     assert views.runs_its_own_script_alone(page)
-    assert "COMPLETE" in (tmp_path / "r.md").read_text()
+    assert "COMPLETE" in marked
+
+
+def test_the_program_swaps_the_demo_and_writes_every_output(tmp_path):
+    result = invoke("swap-kernel", "--kernel", "rbf", *SMALL, *FILES, "-v", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "using demo" in result.stderr
+    assert not absent(result.stdout, "32 of 32 heads", "nats per token", "Sites")
+    assert read_report(tmp_path / "r.json").swap is not None
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "rbf" in (tmp_path / "r.html").read_text()
 
 
 def test_json_goes_to_stdout_and_repeats_byte_by_byte():
@@ -62,15 +74,12 @@ def test_json_goes_to_stdout_and_repeats_byte_by_byte():
     assert bytes_of(Report.model_validate_json(one.stdout)) == bytes_of(Report.model_validate_json(other.stdout))
 
 
-def test_quiet_shows_nothing_and_the_table_every_head():
+def test_quiet_shows_nothing_the_table_every_head_and_one_analyzer_its_measures():
     quiet = invoke("inspect", "demo", "-q", "--seed", 2**63 - 1, "--layers", "0", *SMALL)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     table = invoke("inspect", "demo", "--table", *WEIGHTS)
     assert table.returncode == 0
     assert len(table.stdout.splitlines()) > 32
-
-
-def test_one_analyzer_is_chosen():
     result = invoke("inspect", "demo", "--analyzer", "spectrum", *WEIGHTS, "--json", "-")
     names = set(json.loads(result.stdout)["heads"][0]["measures"])
     assert "weights.effective_rank" in names
@@ -89,13 +98,10 @@ def test_text_from_a_file_and_from_stdin_is_the_same(tmp_path):
 
 
 def test_list_names_measures_schema_and_model_types():
-    shown = invoke("list", COLUMNS="200").stdout
     names = ("symmetry", "spectrum", "weights.symmetry", "tokens.share_skew", "weights.effective_rank")
-    assert [name for name in names if name not in shown] == []
+    assert not absent(invoke("list", COLUMNS="200").stdout, *names)
     assert "--analyzer selection" in invoke("list", "analyzers").stdout
-    kernels = invoke("list", "kernels").stdout
-    assert "rbf" in kernels
-    assert "tokens.entropy" not in kernels
+    assert absent(invoke("list", "kernels").stdout, "rbf", "tokens.entropy") == ["tokens.entropy"]
     assert invoke("list", "schema").stdout == json_schema()
     assert (DEMO.parents[1] / "schema.json").read_text() == json_schema(), "the shipped schema is out of date"
     page = (DEMO.parents[2] / "docs" / "architectures.md").read_text()
@@ -105,7 +111,8 @@ def test_list_names_measures_schema_and_model_types():
 def test_doctor_proves_the_demo_and_takes_the_common_options():
     result = invoke("doctor", "demo", "--layers", "3", "--windows", "2", "--length", "16", "--no-progress")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "transformer.h.3.attn" in result.stdout
+    assert "Yes: 1 of 1 site agree with the model's own attention." in " ".join(result.stdout.split())
+    assert "transformer.h.3.attn" not in result.stdout, "only sites that do not agree"
     words = ("--layers", "1,3", "--heads", "0-2", "--windows", "3", "--length", "16", "--no-pack", "--json", "-", "-q")
     report = json.loads(invoke("doctor", "demo", *words).stdout)
     checks = [(check["site"], check["heads"]) for check in report["doctor"]]
@@ -114,66 +121,38 @@ def test_doctor_proves_the_demo_and_takes_the_common_options():
     assert (settings["windows"], settings["pack"], settings["dtype"]) == (3, False, "float64")
 
 
-def test_the_program_swaps_the_demo_and_writes_every_output(tmp_path):
-    result = invoke("swap-kernel", "--kernel", "rbf", *SMALL, *FILES, "-v", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "using demo" in result.stderr
-    assert [part for part in ("32 of 32 heads", "nats per token", "Sites") if part not in result.stdout] == []
-    assert read_report(tmp_path / "r.json").swap is not None
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    assert "rbf" in (tmp_path / "r.html").read_text()
-
-
-# Damaged models
-
-
 @pytest.fixture
 def model(tmp_path):
     """A copy of the demo model that a test may damage."""
     return Path(shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoints")))
 
 
-def rewrite(folder, alter):
-    weights = load_file(folder / "model.safetensors")
-    alter(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+def poison(folder, heads, layers=range(4)):
+    """Write NaN into the query weights of these heads (16 columns each) of these layers."""
+    tensors = weights(folder)
+    for layer, head in itertools.product(layers, heads):
+        tensors[f"transformer.h.{layer}.attn.c_attn.weight"][:, 16 * head : 16 * head + 16] = float("nan")
+    stored(folder, tensors)
 
 
-def poison(heads, layers=range(4)):
-    """NaN in the query weights of these heads (16 columns each) of these layers."""
+def test_a_damaged_model_is_refused_and_nothing_is_written(model, tmp_path):
+    tensors, config = weights(model), (model / "config.json").read_text()
 
-    def alter(weights):
-        for layer, head in itertools.product(layers, heads):
-            weights[f"transformer.h.{layer}.attn.c_attn.weight"][:, 16 * head : 16 * head + 16] = float("nan")
+    def check(part):
+        refused(invoke("inspect", model, "--json", tmp_path / "r.json"), part)
+        assert not (tmp_path / "r.json").exists()
 
-    return alter
-
-
-def remove_weight(folder):
-    rewrite(folder, lambda weights: weights.pop("transformer.h.1.attn.c_attn.weight"))
-
-
-def want_remote_code(folder):
-    edited(folder / "config.json", model_type="made-up", auto_map={"AutoConfig": "x.C", "AutoModel": "x.M"})
-
-
-@pytest.mark.parametrize(
-    ("damage", "parts"),
-    [
-        (lambda folder: os.truncate(folder / "model.safetensors", 100_000), ("model.safetensors",)),
-        (remove_weight, ("h.1.attn.c_attn.weight",)),
-        (want_remote_code, ("--trust-remote-code",)),
-        (lambda folder: rewrite(folder, poison(range(8))), ("c_attn.weight",)),
-    ],
-)
-def test_a_damaged_model_is_refused_and_nothing_is_written(model, tmp_path, damage, parts):
-    damage(model)
-    refused(invoke("inspect", model, "--json", tmp_path / "r.json"), *parts)
-    assert not (tmp_path / "r.json").exists()
-
-
-def test_pickled_weights_need_a_permission(model):
-    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    os.truncate(model / "model.safetensors", 100_000)
+    check("model.safetensors")
+    stored(model, {name: tensor for name, tensor in tensors.items() if name != "transformer.h.1.attn.c_attn.weight"})
+    check("h.1.attn.c_attn.weight")
+    stored(model, tensors)
+    edited(model / "config.json", model_type="made-up", auto_map={"AutoConfig": "x.C", "AutoModel": "x.M"})
+    check("--trust-remote-code")
+    (model / "config.json").write_text(config)
+    poison(model, range(8))
+    check("c_attn.weight")
+    torch.save(tensors, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
     refused(invoke("inspect", model), "pickle", "--allow-pickle")
     allowed = invoke("inspect", model, "--allow-pickle", *WEIGHTS)
@@ -181,7 +160,7 @@ def test_pickled_weights_need_a_permission(model):
 
 
 def test_nan_in_some_heads_is_partial(model, tmp_path):
-    rewrite(model, poison([2, 5], layers=[3]))
+    poison(model, [2, 5], layers=[3])
     result = invoke("inspect", model, "--json", tmp_path / "r.json", *SMALL)
     assert result.returncode == 0, result.stderr
     assert "PARTIAL: 30 of 32 heads" in result.stdout
@@ -222,11 +201,11 @@ CONFIGS = [  # what config.json says, and what the refusal says of it
     ({"vocab_size": 501}, "according to config.json (vocab_size = 501)"),
     ({"n_head": 0}, "n_head = 0, which must be at least 1"),
     ({"n_head": -2}, "n_head = -2"),
-    *(({name: value}, f"{name} = {value}") for name, value in (("n_layer", 0), ("n_layer", -1), ("n_embd", 0))),
-    *(({name: value}, f"{name} = {value}") for name, value in (("n_embd", -4), ("vocab_size", 0))),
+    *(({name: number}, f"{name} = {number}") for name, number in
+      (("n_layer", 0), ("n_layer", -1), ("n_embd", 0), ("n_embd", -4), ("vocab_size", 0))),
     ({"model_type": ["gpt2"], "auto_map": {"a": "b"}}, "which must be a string"),
     ({"architectures": [3]}, "which must be a list of strings"),
-]
+]  # fmt: skip
 
 
 def test_a_config_that_makes_no_sense_is_refused(folder):
@@ -236,9 +215,6 @@ def test_a_config_that_makes_no_sense_is_refused(folder):
         result = invoke("inspect", folder, "--windows", "2", "--length", "8", "-q")
         refused(result, part)
         assert "\x1b" not in result.stderr, change
-
-
-# Exit codes and interruptions
 
 
 class PanicException(BaseException):  # as pyo3 calls it
@@ -256,11 +232,11 @@ FAILURES = [
     (ModelError("What.", "Do."), 2, "Error: What.\nDo."),
     (RuntimeError("unforeseen"), 70, "--debug"),
 ]
-JOBS = {"inspect": "run_inspect", "swap-kernel": "swap_work", "doctor": "doctor", "converge": "converge_synthetic"}
-JOBS["reproduce"] = "reproduce"
+JOBS = {"inspect": "run_inspect", "swap-kernel": "swap_work", "converge": "converge_synthetic"}
+JOBS |= {"doctor": "doctor", "reproduce": "reproduce"}
 
 
-def test_whatever_ends_a_command_has_its_exit_code(monkeypatch):
+def test_whatever_ends_a_command_has_its_exit_code_also_an_interruption_in_disguise(monkeypatch, capsys):
     def fail(*_, **__):
         raise error
 
@@ -275,15 +251,12 @@ def test_whatever_ends_a_command_has_its_exit_code(monkeypatch):
         assert part in result.stderr
         assert "Traceback" not in result.stderr
     assert not any(map(is_memory, (ValueError("out of memory"), RuntimeError("x"), OSError(2, "No such file"))))
-
-
-def test_an_interruption_that_a_library_turned_into_its_own_error_is_still_one(monkeypatch, capsys):
     monkeypatch.setattr(show, "_struck", [])
     assert show.report_failure(ValueError("a control: a bug, and no interruption")) == 70
     with pytest.raises(KeyboardInterrupt):
         show.interrupt(signal.SIGINT, None)
     assert show.report_failure(ValueError("SchemaError: KeyboardInterrupt")) == show.INTERRUPTED
-    assert capsys.readouterr().err.endswith("Interrupted.\n")
+    assert capsys.readouterr().err.endswith(f"Interrupted. {show.RESUME}\n")
 
 
 STARTING = """
@@ -334,43 +307,31 @@ def test_an_interruption_leaves_nothing_half_written(tmp_path, wait):
         assert "interrupted" in read_report(tmp_path / "r.json").coverage.sentence
 
 
-@pytest.mark.parametrize(
-    ("handler", "inside"),
-    [(show.interrupt, leave), (signal.default_int_handler, leave), (signal.SIG_IGN, signal.SIG_IGN)],
-)
-def test_imports_are_left_at_once_whoever_handles_interruptions(handler, inside):
+MAIN = "import signal, attnlens.cli.entry as e, attnlens.cli as c; e.run = lambda: print([signal.getsignal(2)]); "
+
+
+def test_imports_are_left_at_once_unless_interruptions_are_ignored():
     """The program's own handler too: an import that is run by C++ ends it with SIGABRT where an exception is raised."""
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with show.interruptible_at_once():
-            assert signal.getsignal(signal.SIGINT) is inside
-        assert signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    ignored = signal.SIG_IGN
+    for handler, inside in ((show.interrupt, leave), (signal.default_int_handler, leave), (ignored, ignored)):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with show.interruptible_at_once():
+                assert signal.getsignal(signal.SIGINT) is inside
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)
+    for handler, inside in ((1, "SIG_IGN"), ("signal.default_int_handler", "leave")):
+        assert inside in python("-c", f"{MAIN}signal.signal(2, {handler}); c.main()").stdout
 
 
-def test_main_lets_an_ignored_interruption_be():
-    program = (
-        "import signal, attnlens.cli.entry as e, attnlens.cli as c; e.run = lambda: print([signal.getsignal(2)]); "
-    )
-    shown = [
-        python("-c", f"{program}signal.signal(2, {kind}); c.main()").stdout
-        for kind in (1, "signal.default_int_handler")
-    ]
-    assert "SIG_IGN" in shown[0]
-    assert "leave" in shown[1]
-
-
-# Environments
-
-
-def test_a_hostile_environment_changes_nothing(tmp_path):
+@pytest.mark.parametrize("start", [invoke, pytest.param(attnlens, marks=pytest.mark.full)])
+@pytest.mark.filterwarnings("error")
+def test_a_hostile_environment_changes_nothing(tmp_path, start):
+    """In a new process too, which imports every library under it."""
     hostile = {"MPLBACKEND": "module://no.such.backend", "PYTHONWARNINGS": "error", "COLUMNS": "99999999"}
-    words = ["inspect", "--source", "weights", "--layers", "0", "--figure", "x.png", "-q"]
-    run = subprocess.run(
-        [sys.executable, "-m", "attnlens", *words],
-        env=environment_with(**hostile), cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    words = ["inspect", "--source", "weights", "--analyzer", "symmetry", "--layers", "0", "--figure", "x.png", "-q"]
+    run = start(*words, cwd=tmp_path, **hostile)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -385,13 +346,9 @@ def test_no_width_of_the_page_stops_help():
 
 
 def test_messages_quote_and_clean_what_a_stranger_wrote():
-    report = synthetic_report(1, 1)
-    assert "\x1b" not in repr(report.model_copy(update={"command": "\x1b[2J"}))
-    named = report.model.model_copy(update={"id": "$(touch PWNED)"})
-    assert "'$(touch PWNED)'" in failure(report.model_copy(update={"model": named})).remedy
-
-
-# Calls of the library
+    assert "\x1b" not in repr(REPORT.model_copy(update={"command": "\x1b[2J"}))
+    named = REPORT.model.model_copy(update={"id": "$(touch PWNED)"})
+    assert "'$(touch PWNED)'" in failure(REPORT.model_copy(update={"model": named})).remedy
 
 
 class Odd:
@@ -402,34 +359,29 @@ class Odd:
 
 
 CALLS = [
-    *(lambda options=options: library.inspect(**options) for options in (
+    *(functools.partial(library.inspect, **options) for options in (
         {"evil": 1}, {"device": None}, {"device": HUGE}, {"dtype": "x" * 10**6}, {"dtype": HUGE}, {"revision": HUGE},
         {"length": HUGE}, {"windows": -HUGE}, {"text": "a\0b"}, {"text": ""}, {"text": HUGE}, {"text": [Odd()]},
         {"text": itertools.repeat("a")}, {"layers": itertools.count()}, {"layers": [HUGE]}, {"progress": 5},
         {"analyzers": itertools.repeat("symmetry")}, {"source": "weights", "text": str(DEMO / "text.txt")},
     )),
-    *(lambda model=model: library.inspect(model) for model in (None, "", " ", "a\0b", Odd())),
-    *(lambda save=save: library.load_swapped(save) for save in ("a\0b", None, Odd())),
-    lambda: library.load(),
-    lambda: library.load(Odd()),
-    lambda: library.load("demo", "main"),
-    lambda: library.load("demo", divice="cpu"),
-    lambda: library.load("demo", trust_remote_code=None),
-    lambda: library.load("demo", allow_pickle="no"),
-    lambda: library.doctor(evil=1),
-    lambda: library.reproduce(quik=True),
-    lambda: library.reproduce(seed=HUGE),
-    lambda: library.swap_kernel(heads=itertools.count()),
-    lambda: library.swap_kernel("demo", itertools.repeat("rbf")),
-    lambda: library.swap_kernel(save="a\0b"),
-    lambda: library.converge_head(head="9" * 6000 + ".1"),
-    lambda: library.converge_head(head=itertools.count()),
-    lambda: library.converge_synthetic(lr=HUGE),
-    lambda: library.converge_synthetic(trials=HUGE),
-    lambda: library.find_ranks("demo", ranks="a\0b"),
-    lambda: synthetic_report().write_json("s3://bucket/r.json"),
-    lambda: synthetic_report().save("s3://bucket/r.json"),
-    *(lambda path=path: synthetic_report(1, 1).write_json(path) for path in (3, None, b"x")),
+    *(functools.partial(library.inspect, model) for model in (None, "", " ", "a\0b", Odd())),
+    *(functools.partial(library.load_swapped, save) for save in ("a\0b", None, Odd())),
+    *(functools.partial(library.load, *words) for words in ((), (Odd(),), ("demo", "main"))),
+    *(functools.partial(library.load, "demo", **options) for options in (
+        {"divice": "cpu"}, {"trust_remote_code": None}, {"allow_pickle": "no"},
+    )),
+    *(functools.partial(call, **options) for call, options in (
+        (library.doctor, {"evil": 1}),
+        (library.reproduce, {"quik": True}), (library.reproduce, {"seed": HUGE}),
+        (library.swap_kernel, {"heads": itertools.count()}), (library.swap_kernel, {"save": "a\0b"}),
+        (library.swap_kernel, {"kernels": itertools.repeat("rbf")}),
+        (library.converge_head, {"head": "9" * 6000 + ".1"}), (library.converge_head, {"head": itertools.count()}),
+        (library.converge_synthetic, {"lr": HUGE}), (library.converge_synthetic, {"trials": HUGE}),
+        (library.find_ranks, {"model": "demo", "ranks": "a\0b"}),
+    )),
+    *(functools.partial(write, "s3://bucket/r.json") for write in (REPORT.write_json, REPORT.save)),
+    *(functools.partial(REPORT.write_json, path) for path in (3, None, b"x")),
 ]  # fmt: skip
 
 
@@ -441,32 +393,23 @@ def test_wrong_arguments_from_python_are_usage_errors(number, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_revision_of_a_folder_is_refused_by_its_name():
+def test_revisions_of_folders_names_of_no_file_and_counts_beyond_64_bits_are_refused():
     with pytest.raises(UsageError, match="revision"):
         library.inspect(str(DEMO), revision="main")
-
-
-def test_a_report_is_not_written_under_a_name_that_no_file_can_have():
     with pytest.raises(OutputError):
-        synthetic_report(1, 1).write_json("a\0b")
+        REPORT.write_json("a\0b")
+    for number in (10**4000, 2**63):
+        data = json.loads(REPORT.to_json()) | {"peak_memory_bytes": number}
+        with pytest.raises(ValueError, match="counts must be below"):
+            Report.model_validate_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("number", [10**4000, 2**63])
-def test_counts_beyond_64_bits_are_not_a_report(number):
-    data = json.loads(synthetic_report(1, 1).to_json()) | {"peak_memory_bytes": number}
-    with pytest.raises(ValueError, match="counts must be below"):
-        Report.model_validate_json(json.dumps(data))
-
-
-def test_threads_with_one_model_or_one_each_queue(demo):
+def test_calls_from_threads_in_inference_mode_or_without_weights(demo):
     options = {"windows": 2, "length": 16, "layers": [0], "analyzers": ["symmetry", "spectrum"]}
     with ThreadPoolExecutor(3) as pool:
         runs = [pool.submit(library.inspect, model, **options) for model in (demo, demo, "demo", "demo")]
         heads = {json.dumps(json.loads(run.result().to_json())["heads"]) for run in runs}
     assert len(heads) == 1
-
-
-def test_a_call_in_inference_mode_or_on_a_model_without_weights(demo):
     few = {"windows": 2, "length": 8, "layers": [0]}
     with torch.inference_mode():
         assert library.inspect(demo, **few).coverage.complete

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from reports import synthetic_report
 from swap_reports import planned
 
-from attnlens import requests
-from attnlens.arguments import budget, listed_numbers, selection_share
+from attnlens import arguments, requests
 from attnlens.cli.commands import app
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.errors import AttnlensError
@@ -69,8 +68,8 @@ def alter(document, draw):
 def test_arguments_are_read_or_refused(words, signed, numbers, value):
     kernel = attempt(parsed, words, allow_signed=signed)
     assert kernel is None or parsed(kernel.spelling, allow_signed=signed).spelling == kernel.spelling
-    attempt(listed_numbers, "layers", numbers)
-    for read in (requests.head, selection_share, budget):
+    attempt(arguments.listed_numbers, "layers", numbers)
+    for read in (requests.head, arguments.selection_share, arguments.budget):
         attempt(read, numbers)
     attempt(requests.head, value)
     attempt(requests.numbers, "layers", value)

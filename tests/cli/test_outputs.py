@@ -1,6 +1,5 @@
 """Tests where outputs go: files, links, folders of pictures, stdout and terminals, saved reports drawn again."""
 
-import json
 import logging
 import os
 import pty
@@ -28,6 +27,9 @@ from attnlens.runs.inspect.pipeline import report_stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
+MIXED = ("weights.symmetry", "weights.kind", "tokens.entropy", "tokens.share_key")
+EMPTY = synthetic_report(2, 2, source="weights").model_copy(update={"heads": []})
+FEW = synthetic_report(2, 2, source="weights", curves=False, measures=("weights.symmetry", "weights.definiteness"))
 
 
 def names(folder):
@@ -61,17 +63,27 @@ def test_pictures_are_counted_and_those_of_other_runs_mentioned(tmp_path, capsys
     assert f"Wrote {tmp_path}/one.png, {tmp_path}/one.png.txt\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["figure", "html"])
-def test_a_picture_that_cannot_be_drawn_costs_itself_alone(tmp_path, option):
-    report = synthetic_report(2, 2, source="weights")
-    empty = report.model_copy(update={"heads": []})
-    target = "pictures.svg" if option == "figure" else "pictures"
+@pytest.mark.parametrize(("option", "target"), [("figure", "pictures.svg"), ("html", "pictures")])
+def test_a_picture_that_fails_or_is_interrupted_costs_itself_alone(tmp_path, monkeypatch, capsys, option, target):
     files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / target)}
     with pytest.raises(AttnlensError, match="no measures"):
-        deliver(Outputs(**files, quiet=True), empty)
+        deliver(Outputs(**files, quiet=True), EMPTY)
     assert names(tmp_path) == {"a.json", "a.csv"}
-    deliver(Outputs(**files, quiet=True), report)
+    deliver(Outputs(**files, quiet=True), FEW)
     assert names(tmp_path) == {"a.json", "a.csv", target, *(["pictures.svg.txt"] if option == "figure" else [])}
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pictures.maps, "overview_figure", interrupt)
+    files = {"json": str(tmp_path / "b" / "a.json"), "markdown": str(tmp_path / "b" / "a.md")}
+    (tmp_path / "b").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        deliver(Outputs(**files | {option: str(tmp_path / "b" / "x.png")}), FEW)
+    assert names(tmp_path / "b") == {"a.json", "a.md"}
+    shown = capsys.readouterr()
+    assert "COMPLETE" in shown.out, "the tables too come before the pictures"
+    assert "a.md" in shown.err
 
 
 def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
@@ -83,38 +95,14 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
         return honest(report, panel, **how)
 
     monkeypatch.setattr(pictures, "panel_figure", fail)
-    heads = [
-        head.model_copy(update={"measures": dict([*head.measures.items()][:2]), "curves": {}})
-        for head in synthetic_report(2, 2, source="weights")
-    ]
-    report = synthetic_report(2, 2, source="weights").model_copy(update={"heads": heads})
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
-        deliver(Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), report)
+        deliver(Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), FEW)
     drawn = ("overview.png", "weights.definiteness.png")
     assert names(tmp_path / "p") == {*drawn, *(f"{name}.txt" for name in drawn)}
     assert f"Wrote {tmp_path}/a.json, 2 pictures with captions to {tmp_path}/p" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["figure", "html"])
-def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_path, monkeypatch, capsys, option):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pictures.maps, "overview_figure", interrupt)
-    files = {"json": str(tmp_path / "a.json"), "markdown": str(tmp_path / "a.md"), option: str(tmp_path / "x.png")}
-    with pytest.raises(KeyboardInterrupt):
-        deliver(Outputs(**files), synthetic_report(2, 2))
-    assert names(tmp_path) == {"a.json", "a.md"}
-    shown = capsys.readouterr()
-    assert "COMPLETE" in shown.out, "the tables too come before the pictures"
-    assert "a.md" in shown.err
-
-
-def test_after_an_interruption_the_code_is_130_whatever_else_fails(tmp_path, capsys):
-    empty = synthetic_report(2, 2).model_copy(update={"heads": []})
     with pytest.raises(typer.Exit) as stop:
-        deliver(Outputs(figure=str(tmp_path / "x.png"), quiet=True), empty, interrupted=True)
-    assert stop.value.exit_code == 130
+        deliver(Outputs(figure=str(tmp_path / "x.png"), quiet=True), EMPTY, interrupted=True)
+    assert stop.value.exit_code == 130, "after an interruption, whatever else fails"
     assert "no measures" in capsys.readouterr().err
 
 
@@ -123,13 +111,11 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
         raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")
 
     monkeypatch.setattr(outputs, "write_atomically", fail)
-    with pytest.raises(OutputError, match="No space"):
-        deliver(Outputs(figure=str(tmp_path / "p"), quiet=True), swap_report())
-    assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
-    with pytest.raises(OutputError, match="No space"):
-        deliver(Outputs(figure=str(tmp_path / "mine"), quiet=True), swap_report())
-    assert names(tmp_path) == {"mine"}, "an existing folder stays"
+    for name in ("new", "mine"):
+        with pytest.raises(OutputError, match="No space"):
+            deliver(Outputs(figure=str(tmp_path / name), quiet=True), FEW)
+        assert names(tmp_path) == {"mine"}, "an existing folder stays"
 
 
 def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
@@ -142,9 +128,6 @@ def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
     Outputs(figure=str(tmp_path / "run.2")).check({})
     assert not is_file(tmp_path / "run.2"), "an existing folder is one"
     assert logging.getLogger("matplotlib").level == logging.ERROR, "it would log the place of its cache"
-
-
-# Streams
 
 
 def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
@@ -161,39 +144,29 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("attnlens list > /dev/full", ("stdout", "No space left")),
-        ("attnlens --help > /dev/full", ("stdout", "No space left")),
-        ("attnlens --version > /dev/full", ("stdout", "No space left")),
-        ("attnlens list schema > /dev/full", ("stdout", "No space left")),
-        (f"attnlens {LINE} > /dev/full", ("stdout", "No space left")),
-        (f"attnlens {LINE} --json - > /dev/full", ("stdout", "No space left")),
-        ("attnlens list schema >&-", ("stdout is closed",)),
-        ("attnlens --help >&-", ("stdout is closed",)),
-        (f"attnlens {LINE} >&-", ("stdout is closed",)),
+        *((f"attnlens {words} > /dev/full", ("stdout", "No space left"))
+          for words in ("list", "--help", "--version", "list schema", LINE, f"{LINE} --json -")),
+        *((f"attnlens {words} >&-", ("stdout is closed",)) for words in ("list schema", "--help", LINE)),
         ("attnlens inspect demo --text - <&-", ("stdin is closed",)),
         ("mkdir gone; cd gone; rmdir ../gone; attnlens swap-kernel demo --save x -q", ("folder", "Change to another")),
         ("PYTHONOPTIMIZE=2 attnlens list", ("-OO",)),
     ],
-)
+)  # fmt: skip
 def test_streams_and_places_that_cannot_be_used_are_named(tmp_path, line, parts):
     refused(in_shell(line, tmp_path, afresh="gone" in line or "OPTIMIZE" in line), *parts)
 
 
-def test_a_closed_stdin_that_nothing_reads_is_no_matter():
-    assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0
-
-
-@pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --table --json r.json"])
-def test_a_reader_that_leaves_ends_the_program_silently(tmp_path, words):
-    result = in_shell(f"attnlens {words} 2>err | true; echo ${{PIPESTATUS[0]}}", tmp_path)
-    assert result.stdout == "141\n", "as a program that the closed pipe's signal ends"
-    assert "Error" not in (tmp_path / "err").read_text()
-    if "--json" in words:
-        assert read_report(tmp_path / "r.json").coverage.complete, "the files are written nonetheless"
+def test_a_reader_that_leaves_ends_the_program_silently_and_a_closed_stdin_is_no_matter(tmp_path):
+    for words in ("list", "--help", f"{LINE} --table --json r.json"):
+        result = in_shell(f"attnlens {words} 2>err | true; echo ${{PIPESTATUS[0]}}", tmp_path)
+        assert result.stdout == "141\n", "as a program that the closed pipe's signal ends"
+        assert "Error" not in (tmp_path / "err").read_text()
+    assert read_report(tmp_path / "r.json").coverage.complete, "the files are written nonetheless"
+    assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0, "if nothing reads it"
 
 
 def test_a_page_of_no_columns_shows_all_the_same():
-    for words in (ONE, ("list",), ("--help",)):
+    for words in ((*ONE, "--analyzer", "symmetry"), ("list",), ("--help",)):
         assert invoke(*words, COLUMNS="0").stdout == invoke(*words).stdout != "", words
 
 
@@ -208,9 +181,9 @@ def test_matplotlib_says_nothing_of_its_cache(tmp_path):
 def on_a_terminal(*words, **environment):
     """What the program writes to a terminal on stderr."""
     ours, theirs = pty.openpty()
-    command = [str(forkserver.commands() / "attnlens"), *words]
     env = environment_with(**{"TERM": "xterm"} | environment)
-    with subprocess.Popen(command, env=env, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+    streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": theirs}
+    with subprocess.Popen([str(forkserver.commands() / "attnlens"), *words], env=env, **streams) as process:
         os.close(theirs)
         written = b""
         try:
@@ -224,9 +197,8 @@ def on_a_terminal(*words, **environment):
 
 
 def test_a_terminal_is_animated_unless_that_is_switched_off():
-    words = ("inspect", "demo", "--source", "weights", "--layers", "0")
-    hidden_cursor = "\x1b[?25l"
-    assert hidden_cursor in on_a_terminal(*words), "the control: without any of them, the bar moves"
+    words = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--layers", "0")
+    assert "\x1b[?25l" in on_a_terminal(*words), "the control: without any of them, the bar moves and hides the cursor"
     for variable in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
         assert "\x1b" not in on_a_terminal(*words, **variable), variable
     assert "\x1b" not in attnlens(*words, FORCE_COLOR="1").stderr, "nor is a pipe"
@@ -247,28 +219,20 @@ def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == lines
 
 
-# Stores, and saved reports
-
 STORES = '''
 import sys
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-
 class NoCredentialsError(Exception):
     """As botocore has it: no OSError."""
-
 NoCredentialsError.__module__ = "botocore.exceptions"
-
 class Closed(LocalFileSystem):
     protocol = "closed"
-
     @classmethod
     def _strip_protocol(cls, path):
         return LocalFileSystem._strip_protocol(path.split("://", 1)[-1])
-
     def open(self, *_, **more):
         raise NoCredentialsError("Unable to locate credentials")
-
 fsspec.register_implementation("closed", Closed)
 sys.argv[0] = "attnlens"
 from attnlens.cli import main
@@ -276,18 +240,16 @@ main()
 '''
 
 
-@pytest.mark.parametrize(
-    ("address", "part"), [("closed://work", "Unable to locate credentials"), ("nonsense://work", "nonsense")]
-)
-def test_a_store_that_cannot_be_written_is_refused_in_two_lines(tmp_path, address, part):
-    refused(python("-c", STORES, *ONE, "--work", address, cwd=tmp_path), address.split("/")[0][:-1], part, "--work")
-    assert not list(tmp_path.rglob("*.json"))
+def test_a_store_that_cannot_be_written_is_refused_in_two_lines(tmp_path):
+    for name, part in (("closed", "Unable to locate credentials"), ("nonsense", "nonsense")):
+        refused(python("-c", STORES, *ONE, "--work", f"{name}://work", cwd=tmp_path), name, part, "--work")
+        assert not list(tmp_path.rglob("*.json"))
 
 
 FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
 
 
-@pytest.mark.parametrize("report", [synthetic_report(3, 2), swap_report()], ids=["inspect", "swap"])
+@pytest.mark.parametrize("report", [synthetic_report(2, 2, measures=MIXED), swap_report()], ids=["inspect", "swap"])
 def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report):
     report.write_json(tmp_path / "r.json")
     result = without_torch("report", "r.json", *FILES, cwd=tmp_path)
@@ -300,21 +262,17 @@ def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report):
     assert report.model.title in result.stdout
 
 
-def test_a_saved_report_is_shown_and_drawn_into_a_folder(tmp_path):
-    report = synthetic_report(2, 2, source="weights")
-    report.write_json(tmp_path / "r.json")
+def test_saved_reports_are_shown_drawn_into_a_folder_and_written_as_a_page(tmp_path):
+    FEW.write_json(tmp_path / "r.json")
     result = invoke("report", "r.json", "--table", "--figure", "all", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "COMPLETE: 4 of 4 heads" in result.stdout
     assert {"overview.png", "weights.symmetry.png"} <= names(tmp_path / "all")
-
-
-def test_a_report_of_doctor_has_a_page_of_its_sites(tmp_path):
     fields = {"site": "h.0.attn", "part": "decoder", "heads": 8, "route": "interface", "weights_error": 2e-7}
     check = SiteCheck(**fields, tokens_error=1e-7, passed=True, verdict="agrees")
     update = {"command": "doctor", "kind": "doctor", "heads": [], "doctor": [check]}
     report = synthetic_report(1, 8).model_copy(update=update | {"summary": Summary(verdict="agrees")})
-    (tmp_path / "r.json").write_text(json.dumps(json.loads(report.to_json())))
+    report.write_json(tmp_path / "r.json")
     result = invoke("report", "r.json", "-q", "--html", "doctor.html", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "h.0.attn" in (tmp_path / "doctor.html").read_text()

@@ -1,7 +1,5 @@
 """Tests how the program samples texts and shows one head's selection: stdout, stderr and files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -12,17 +10,19 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import views
-from program import SMALL, attnlens, invoke
+from program import SMALL, invoke
+from views import absent
 
 from attnlens import inspect
 from attnlens.errors import UsageError
 from attnlens.models import texts
 from attnlens.records import InspectionBody, Pick, Selection, Sentence, json_schema
+from attnlens.report.export import drawings as drawings_of
 from attnlens.report.report import read_report
 from attnlens.report.sections.explorer import selections
 
 BOOK = texts.sample("demo")[0].text
-FEW = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
+FEW = ("--table", "--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +35,19 @@ def pieces(tmp_path_factory):
     return [str(path) for path in paths]
 
 
-def options(paths):
-    return [word for path in paths for word in ("--text", path)]
-
-
-def flowing(*words, **more):
-    """Stdout without line breaks."""
-    result = invoke(*words, **more)
+def flowing(*words, paths=(), **more):
+    """Stdout without line breaks of a command that reads these texts."""
+    result = invoke(*words, *(word for path in paths for word in ("--text", path)), **more)
     assert result.returncode == 0, result.stderr
     return " ".join(result.stdout.split())
 
 
 def test_windows_are_described_and_written_one_by_one(pieces, tmp_path):
     files = ("--windows", "9", "--json", "r.json", "--windows-csv", "w.csv")
-    shown = flowing("inspect", "demo", *FEW, *options(pieces[:3]), *files, cwd=tmp_path)
-    assert "9 × 32 tokens spread over piece-0.txt + piece-1.txt + piece-2.txt" in shown
-    assert "± is the standard error of that median (errors reflect which 9 of the" in shown
-    assert "between texts" in shown
+    shown = flowing("inspect", "demo", *FEW, *files, paths=pieces[:3], cwd=tmp_path)
+    windows = "9 × 32 tokens spread over piece-0.txt + piece-1.txt + piece-2.txt"
+    median = "± is the standard error of that median (errors reflect which 9 of the"
+    assert not absent(shown, windows, median, "between texts")
     report = json.loads((tmp_path / "r.json").read_text())
     assert [len(text["windows"]) for text in report["settings"]["texts"]] == [3, 3, 3]
     assert "windows" not in report
@@ -68,8 +64,19 @@ def test_windows_are_described_and_written_one_by_one(pieces, tmp_path):
 
 
 def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces, tmp_path):
-    words = ("--windows", "8", "--length", "32", "--json", "r.json", "--windows-csv", "w.csv", "--no-progress")
-    assert "Text by text" in flowing("swap-kernel", "demo", *options(pieces[:2]), *words, cwd=tmp_path)
+    words = (
+        "--table",
+        "--windows",
+        "8",
+        "--length",
+        "32",
+        "--json",
+        "r.json",
+        "--windows-csv",
+        "w.csv",
+        "--no-progress",
+    )
+    assert "Text by text" in flowing("swap-kernel", "demo", *words, paths=pieces[:2], cwd=tmp_path)
     swap = json.loads((tmp_path / "r.json").read_text())["swap"]
     rows = list(csv.DictReader((tmp_path / "w.csv").open()))
     assert len(rows) == 8
@@ -82,25 +89,26 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces, tmp_path)
 
 def test_intervals_over_texts_need_five(pieces):
     settings = {"source": "tokens", "analyzers": "spectrum", "layers": [0], "length": 32}
-    few = r"Intervals over texts need .* 5 texts, but the \d+ sequences come from 4\."
-    with pytest.raises(UsageError, match=few):
-        inspect("demo", text=pieces[:4], windows=8, intervals="texts", **settings)
-    with pytest.raises(UsageError, match=r"need at least 5 texts, but the 4 sequences come from 4\.\nIncrease windows"):
-        inspect("demo", text=pieces[:5], windows=4, length=32, layers=[0], intervals="texts")
-    shown = flowing("inspect", "demo", *FEW, *options(pieces), "--windows", "12")
+    for count, windows, message in (
+        (4, 8, r"Intervals over texts need .* 5 texts, but the \d+ sequences come from 4\."),
+        (5, 4, r"need at least 5 texts, but the 4 sequences come from 4\.\nIncrease windows"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            inspect("demo", text=pieces[:count], windows=windows, intervals="texts", **settings)
+    shown = flowing("inspect", "demo", *FEW, "--windows", "12", paths=pieces)
     assert "errors are computed over 6 texts and apply to similar texts" in shown
     assert inspect("demo", text=pieces, windows=12, intervals="windows", **settings).settings.intervals == "windows"
 
 
 def test_captions_follow_short_and_skipped_texts_and_the_placement(pieces, tmp_path):
     (tmp_path / "short.txt").write_text(BOOK[:900])
-    assert "of the 32 requested windows." in flowing("inspect", "demo", *FEW, "--text", tmp_path / "short.txt")
-    shown = flowing("inspect", "demo", *FEW, *options(pieces[:5]), "--windows", "4")
+    assert "of the 32 requested windows." in flowing("inspect", "demo", *FEW, paths=[tmp_path / "short.txt"])
+    shown = flowing("inspect", "demo", *FEW, "--windows", "4", paths=pieces[:5])
     assert "Left out: piece-4.txt, because there are only 4 sequences for 5 texts." in shown
     shown = flowing("inspect", "demo", *FEW, "--windows", "4", "--placement", "first")
-    assert "4 × 32 tokens from the beginning of King James passages" in shown
-    assert "apply to similar windows, not to all of King James passages" in shown
-    assert "windows of King James passages" not in shown
+    source, scope = "4 × 32 tokens from the beginning of King James passages", "apply to similar windows, not to all of"
+    wrong = "windows of King James passages"
+    assert absent(shown, source, f"{scope} King James passages", wrong) == [wrong]
 
 
 def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path):
@@ -109,13 +117,13 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path):
     tiny.tokenizer("bert").save_pretrained(folder)
     text.write_text("ж ш щ " * 200)
     words = ("inspect", folder, "--source", "tokens", "--length", "16", "--text", text, "--no-progress")
-    stopped = attnlens(*words)
+    stopped = invoke(*words, "--analyzer", "spectrum")
     assert (stopped.returncode, stopped.stdout) == (2, "")
-    assert "88% of the tokens of foreign.txt are unknown to the tokenizer" in stopped.stderr
-    assert "--allow-foreign-text" in stopped.stderr
-    outputs = {"--json": tmp_path / "r.json", "--html": tmp_path / "r.html", "--markdown": tmp_path / "r.md"}
-    shown = flowing(*words, "--allow-foreign-text", *(word for pair in outputs.items() for word in pair))
-    for written in (shown, *(path.read_text() for path in outputs.values())):
+    unknown = "88% of the tokens of foreign.txt are unknown to the tokenizer"
+    assert not absent(stopped.stderr, unknown, "--allow-foreign-text")
+    files = ("--json", "r.json", "--html", "r.html", "--markdown", "r.md")
+    shown = flowing(*words, "--analyzer", "spectrum", "--allow-foreign-text", *files, cwd=tmp_path)
+    for written in (shown, *((tmp_path / name).read_text() for name in files[1::2])):
         assert "88% of the tokens of foreign" in " ".join(written.split())
 
 
@@ -124,18 +132,16 @@ def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_named(piece
     foreign.write_text("".join(chr(0x4E00 + 7919 * number % 2000) for number in range(900)))
     swap = ("swap-kernel", "demo", "--layers", "0", "--length", "32", "--no-progress")
     for words in (("inspect", "demo", *FEW), swap):
-        shown = flowing(*words, "--text", foreign, *options(pieces[:1]), "--windows", "8")
-        assert "The model's loss on foreign.txt is" in shown
-        assert "worse than random guessing (ln 1024 = 6.93)" in shown
-        assert "loss on piece-0.txt" not in shown, "the control"
+        shown = flowing(*words, "--windows", "8", paths=[foreign, pieces[0]])
+        loss, guess = "The model's loss on foreign.txt is", "worse than random guessing (ln 1024 = 6.93)"
+        assert absent(shown, loss, guess, "loss on piece-0.txt") == ["loss on piece-0.txt"], "the control"
 
 
 def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path):
-    words = ("inspect", "demo", "--head", "3.7", "--show", "selection", "--json", "r.json", "--figure", "p", *SMALL)
+    words = ("inspect", "demo", "--head", "3.7", "--show", "selection", "--json", "r.json", *SMALL)
     result = invoke(*words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "What layer 3 head 7 selects" in result.stdout
-    assert "posed on the module's inputs" in result.stdout
+    assert not absent(result.stdout, "What layer 3 head 7 selects", "posed on the module's inputs")
     assert "\x1b[" not in result.stdout, "no colours into a pipe"
     report = read_report(tmp_path / "r.json")
     (selection,) = report.inspection.selections
@@ -153,12 +159,10 @@ def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path):
     least = min(pick.margin for pick in selection.picks)
     assert least == pytest.approx(measures["selection.efficiency"].value, rel=1e-8)
     assert "Selection" in json.loads(json_schema())["$defs"]
-    pictures = {"overview", "selection-3.7", "selection.svm_cosine", "selection.margins"}
-    pictures |= {"selection.projected_svm_cosine", "selection.projected_margins"}
-    assert pictures <= {path.stem for path in (tmp_path / "p").iterdir()}
-
-
-def test_top_p_is_recorded_and_has_a_reason_if_it_has_no_form():
+    curves = [f"{projected}{name}" for projected in ("", "projected_") for name in ("svm_cosine", "margins")]
+    drawings = {path.stem: draw for path, draw in drawings_of(report, tmp_path / "p").items()}
+    assert {"overview", "selection-3.7", *(f"selection.{name}" for name in curves)} <= set(drawings)
+    assert drawings["selection-3.7"]().startswith(b"\x89PNG")
     small = {"layers": [0], "heads": [1], "windows": 2, "length": 16}
     report = json.loads(inspect("demo", analyzers="selection", select="top-p:0.5", **small).to_json())
     assert report["settings"]["select"] == "top-p:0.5"

@@ -1,14 +1,15 @@
 """Tests that a hybrid is the model's own kernel within its window and a kernel of features beyond."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from attention_calls import dense
+from heads import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from loaded import BARE, sites_of
 from views import summary
 
 import attnlens
@@ -29,8 +30,7 @@ HEADS, DIM = 2, 4
 
 
 def drawn(tokens, *, seed=0, size=1.5):
-    draw = torch.Generator().manual_seed(seed)
-    query, key, value = (torch.randn(2, HEADS, tokens, DIM, generator=draw, dtype=torch.float64) for _ in range(3))
+    query, key, value = random(3, 2, HEADS, tokens, DIM, seed=seed)
     return size * query, size * key, value
 
 
@@ -41,38 +41,12 @@ def causal(tokens, **more):
 def hybrid(width, far="learned-features:6", *, sinks=0, gamma=None):
     """With maps and weights of the near part as if trained, or with γ = e^gamma."""
     kernel = parsed(f"{far}+sink-hybrid:{sinks},{width}" if sinks else f"{far}+hybrid:{width}")
-    sizes = {"query_weight": (HEADS, 3, DIM), "key_weight": (HEADS, 3, DIM)} if "learned" in far else {}
-    draw = torch.Generator().manual_seed(5)
-    parts = {name: torch.randn(size, generator=draw).double() for name, size in sizes.items()}
-    near = torch.randn(HEADS, generator=draw).double() if gamma is None else torch.zeros(HEADS).double() + gamma
-    return kernel.with_fitted(parts | {"near_log_weight": near})
+    maps = zip(("query_weight", "key_weight"), random(2, HEADS, 3, DIM, seed=5), strict=True)
+    near = random(HEADS, seed=6) if gamma is None else torch.zeros(HEADS).double() + gamma
+    return kernel.with_fitted({**(dict(maps) if "learned" in far else {}), "near_log_weight": near})
 
 
-def naive(call, kernel, seen):
-    """Every weight from the formula alone."""
-    width, sinks = kernel.near.parameters["width"], kernel.near.parameters.get("sinks", 0)
-    place = torch.arange(call.query.shape[2])
-    begin = seen.any(1).int().argmax(-1)[:, None, None]
-    near = seen & (((place[:, None] - place).abs() < width) | (place - begin < sinks))
-    scores = torch.einsum("bhid,bhjd->bhij", call.query, call.key) * call.scale
-
-    def features(x, name):
-        projected = math.sqrt(call.scale) * torch.einsum("bhtd,hfd->bhtf", x, kernel.fitted[name])
-        powers = [projected.exp(), (-projected).exp()]
-        return torch.cat([power / power.sum(-1, keepdim=True) for power in powers], -1)
-
-    far = torch.einsum("bhif,bhjf->bhij", features(call.query, "query_weight"), features(call.key, "key_weight"))
-    output = torch.zeros_like(call.query)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, call.query.shape[:3])).tolist():
-        own, close = scores[b, h, i], near[b, i]
-        gamma = math.exp(float(kernel.fitted["near_log_weight"][h]))
-        largest = own[close].max() if bool(close.any()) else 0.0
-        mass = torch.where(close, gamma * (own - largest).exp(), far[b, h, i]) * seen[b, i]
-        output[b, h, i] = mass @ call.value[b, h] / mass.sum()
-    return output.transpose(1, 2)
-
-
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=50)
 @example(tokens=7, width=1, sinks=6, causal=False, padding=0, chunk=2)  # first tokens behind the chunks that are read
 @given(st.integers(1, 11), st.integers(1, 13), st.integers(0, 7), st.booleans(), st.integers(-6, 6), st.integers(1, 5))
 def test_a_hybrid_is_its_formula_weight_by_weight(tokens, width, sinks, causal, padding, chunk):
@@ -82,7 +56,7 @@ def test_a_hybrid_is_its_formula_weight_by_weight(tokens, width, sinks, causal, 
     seen[1, :, : max(0, padding)] = False
     seen[1, :, max(1, tokens + min(0, padding)) :] = False
     call, kernel = Call(*drawn(tokens, seed=tokens), 0.6, seen[:, None]), hybrid(width, sinks=sinks)
-    expected, real = naive(call, kernel, seen), seen.any(-1)
+    expected, real = dense(call, kernel), seen.any(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "CHUNK", chunk)
         for path in ("auto", "eager"):
@@ -91,20 +65,18 @@ def test_a_hybrid_is_its_formula_weight_by_weight(tokens, width, sinks, causal, 
 
 def test_where_nothing_is_far_it_is_the_model_itself():
     """Whatever γ is: in the first w rows of a causal head, and everywhere with w ≥ T."""
+    same = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
     for call in (causal(150), Call(*drawn(150), 0.6)):
         own, some, all_near = (attend(call, kernel) for kernel in (OWN, hybrid(40), hybrid(150)))
         assert route(call, hybrid(40)) == "window and running sums"
-        torch.testing.assert_close(all_near, own, rtol=0, atol=1e-13)
+        same(all_near, own)
         if call.causal:
-            torch.testing.assert_close(some[:, :40], own[:, :40], rtol=0, atol=1e-13)
+            same(some[:, :40], own[:, :40])
         assert (some[:, 41:109] - own[:, 41:109]).abs().amax((0, 2, 3)).min() > 1e-3, "the control: beyond it is not"
-    distance = (torch.arange(60)[:, None] - torch.arange(60)).abs().double()
-    sinks = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    for more in ({"softcap": 1.5}, {"bias": -distance[None, None] / 9}, {"sinks": sinks}):
+    distance = (torch.arange(60)[:, None] - torch.arange(60)).abs().double()[None, None]
+    for more in ({"softcap": 1.5}, {"bias": -distance / 9}, {"sinks": torch.tensor([2.0, -1.0]).double()}):
         own = attend(causal(60, **more), OWN)
-        torch.testing.assert_close(
-            attend(causal(60, **more), hybrid(20, gamma=0))[:, :20], own[:, :20], rtol=0, atol=1e-13
-        )
+        same(attend(causal(60, **more), hybrid(20, gamma=0))[:, :20], own[:, :20])
         assert (own - attend(causal(60), OWN)).abs().max() > 0.01, "the control: it changes the model"
 
 
@@ -190,8 +162,8 @@ def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far, sin
     """
     call = Call(*drawn(70, size=1.0), 0.6, causal=True, sinks=sink)
     fitting = NearShares(hybrid(9, far, sinks=sinks, gamma=0))
-    for part in (slice(0, 1), slice(1, 2)):
-        fitting.update(replace(call, query=call.query[part], key=call.key[part], value=call.value[part]))
+    for at in ([0], [1]):
+        fitting.update(replace(call, query=call.query[at], key=call.key[at], value=call.value[at]))
     best = fitting.best()["near_log_weight"]
 
     def outcomes(kernel):
@@ -212,18 +184,12 @@ def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far, sin
     assert nothing_far.best()["near_log_weight"].tolist() == [0.0, 0.0]
 
 
-OPTIONS = {"windows": 8, "length": 64, "layers": [1, 2], "train": 14}
-
-
-@pytest.fixture(scope="module")
-def healed(demo, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hybrid") / "saved"
-    return attnlens.heal(demo, "learned-features:16+hybrid:16", generate=4, save=folder, **OPTIONS).swap, folder
+OPTIONS = {"windows": 4, "length": 40, "layers": [1, 2], "train": 8}
 
 
 def test_healing_brings_learned_features_nearer(demo):
-    """A third of the distance at least is gone after fourteen steps: untrained maps of a random start are worse."""
-    swap = attnlens.heal(demo, "learned-features:16", generate=0, controls=False, **OPTIONS).swap
+    """A third of the distance at least is gone after eight steps: untrained maps of a random start are worse."""
+    swap = attnlens.heal(demo, "learned-features:16", **BARE, **OPTIONS).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
     assert swap.stages[-1].kl < 0.67 * swap.stages[0].kl
     assert swap.fitted == ["key_weight", "query_weight"]
@@ -232,12 +198,11 @@ def test_healing_brings_learned_features_nearer(demo):
 
 def test_only_parameters_fitted_to_text_are_called_fitted(demo):
     """The maps of learned features are random until they are trained; γ of their hybrid is fitted to text."""
-    options = {"windows": 2, "length": 32, "layers": [1], "generate": 0, "controls": False}
+    options = {"windows": 2, "length": 32, "layers": [1]} | BARE
     report = swap_kernel(demo, "learned-features:16", **options)
     random = "The maps of learned-features are random until `attnlens heal` trains them."
-    assert report.swap.fitted == []
+    assert (report.swap.fitted, report.settings.calibration) == ([], None)
     assert random in report.swap.notes
-    assert report.settings.calibration is None
     assert "fitted" not in summary(report)
     mixed = swap_kernel(demo, ["learned-features:16+hybrid:8", "elu+hybrid:8"], fit=True, **options)
     assert [swap.fitted for swap in mixed.swaps] == [["near_log_weight"], ["near_log_weight"]]
@@ -248,8 +213,8 @@ def test_only_parameters_fitted_to_text_are_called_fitted(demo):
     assert not any("--fit" in note for swap in mixed.swaps for note in swap.notes)
 
 
-def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_folder(healed):
-    swap, folder = healed
+def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_folder(demo, tmp_path):
+    swap = attnlens.heal(demo, "learned-features:16+hybrid:16", generate=4, save=tmp_path / "saved", **OPTIONS).swap
     controls = {control.role: control for control in swap.controls}
     assert controls["filter alone"].kernel == "window:16"
     assert controls["without filter"].kernel == controls["far part, healed"].kernel == "learned-features:count=16"
@@ -257,14 +222,11 @@ def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_f
         assert controls[role].loss.delta > swap.loss.delta
     # for all keys it need not be nearer: it was trained for those beyond the window
     assert controls["far part, healed"].kl != controls["without filter"].kl, "its maps were trained"
-    assert swap.fitted == ["key_weight", "near_log_weight", "query_weight"]
-    assert swap.state == 16 * 17 + 16 * 32
+    assert (swap.fitted, swap.state) == (["key_weight", "near_log_weight", "query_weight"], 16 * 17 + 16 * 32)
     assert swap.agreement is not None, "greedy continuations run with a key-value cache"
-    assert swap.mask_error in (None, 0.0)
-    assert swap.causality_error == 0.0
-
+    assert (swap.mask_error or 0.0, swap.causality_error) == (0.0, 0.0)
     ids = torch.arange(40)[None] + 5
-    back = load_swapped(folder)
+    back = load_swapped(tmp_path / "saved")
     with torch.no_grad():
         new = back.model(ids).logits
         back.close()
@@ -276,7 +238,7 @@ def test_a_healed_hybrid_is_reported_with_its_branches_and_comes_back_from_its_f
 
 def test_elu_gets_a_trainable_weight_of_near_keys(demo):
     batches = placeholder(demo, 2, seed=0).batches
-    sites = tuple(reached.site for reached in hooks.survey(demo.model, batches[0].inputs))
+    sites = sites_of(demo.model, batches[0].inputs)
     bare = {sites[1]: hooks.Replacement(parsed("elu+hybrid:16"), (0, 3))}
     kernel = expand_parameters(SwapSetup(demo, sites, bare), batches)[sites[1]].kernel
     assert {name: part.tolist() for name, part in kernel.fitted.items()} == {"near_log_weight": [0.0, 0.0]}

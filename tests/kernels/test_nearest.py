@@ -5,17 +5,17 @@ from dataclasses import replace
 import families
 import pytest
 import torch
-from attention_calls import CASES, HEADS, apart, call
+from attention_calls import CASES, HEADS, apart, call, fitted
+from heads import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import BARE, family, sites_of
-from program import SMALL
-from program import attnlens as program
+from program import SMALL, invoke
 from safetensors.torch import load_file
 
 import attnlens
 from attnlens.errors import UsageError
-from attnlens.kernels import OWN, TIES, Kernel, parsed
+from attnlens.kernels import OWN, TIES, parsed
 from attnlens.kernels.attention import attend, weights
 from attnlens.kernels.lowrank import NearestFit, factorise, nearest_positive, nearest_symmetric, own_form
 from attnlens.models import hooks, texts
@@ -24,22 +24,17 @@ from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sites import SwapSetup
 
 TIE_OF = {"symmetric": "skewless", "no-skew": "skewless", "positive": "mercer", "no-key": "keyless"}
-QUICK = {"windows": 4, "length": 32} | BARE
+QUICK = {"windows": 2, "length": 24} | BARE
 
 
-def fitted_to(seen, part):
-    """The kernel of that part, fitted to this call."""
-    kernel = parsed(f"nearest:{part}")
-    fitting = NearestFit(**kernel.parameters)
-    fitting.update(seen)
-    return kernel.with_fitted(fitting.solve())
+def nearest(part, seen):
+    return fitted(f"nearest:{part}", seen)
 
 
 def planted(change, **more):
     """A call whose keys are `change` of its queries, which have different means in each head."""
-    plain = call(**more)
-    query = plain.query + torch.linspace(-1, 1, HEADS).double()[:, None, None]
-    return replace(plain, query=query, key=change(query))
+    query = call(**more).query + torch.linspace(-1, 1, HEADS).double()[:, None, None]
+    return replace(call(**more), query=query, key=change(query))
 
 
 def signed(x):
@@ -66,19 +61,24 @@ def test_symmetric_heads_lose_nothing_and_indefinite_ones_lose_under_positive_al
     ):
         seen, unseen = (planted(change, queries=n, causal=causal) for n in (150, 151))
         for part, kept in parts.items():
-            error = apart(attend(unseen, fitted_to(seen, part)), attend(unseen, OWN))
+            error = apart(attend(unseen, nearest(part, seen)), attend(unseen, OWN))
             assert error <= 1e-6 if kept else error > (0.05 if part == "no-key" else 0.2), part
 
 
-def test_a_skew_head_loses_its_whole_interaction():
+def test_a_skew_head_loses_its_whole_interaction_and_no_key_leaves_no_key_that_all_queries_prefer():
     """If attention is nearly even, queries and keys have one covariance; only the key gate is left."""
-    draw = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    draw = random(8, 8, seed=1)
     skew = replace(planted(lambda q: q @ (draw - draw.mT)), scale=1e-3)
     own = interaction(scores_of(skew, OWN))
     for part in ("symmetric", "positive"):
-        assert interaction(scores_of(skew, fitted_to(skew, part))).norm() < 0.01 * own.norm(), part
-    lost = interaction(scores_of(skew, fitted_to(skew, "no-key"))) - own
+        assert interaction(scores_of(skew, nearest(part, skew))).norm() < 0.01 * own.norm(), part
+    lost = interaction(scores_of(skew, nearest("no-key", skew))) - own
     assert lost.norm() < 1e-9 * own.norm(), "the control: all is kept"
+    case = planted(lambda q: q.roll(1, -1))
+    kernel = nearest("no-key", case)
+    gone, before = (float(scores_of(case, each).mean((0, 2)).std(-1).max()) for each in (kernel, OWN))
+    assert gone < 0.2 * before, "over each sequence; over both it is 0, below"
+    assert float((case.query.mean((0, 2)) - kernel.fitted["centre"][:, :8]).abs().max()) < 1e-12
 
 
 def moments(seed):
@@ -130,9 +130,8 @@ def test_under_one_covariance_it_is_the_projection_in_its_coordinates():
 def naive_form(case, head, part):
     """ū, N and N₀ of one head query by query, N from its normal equations, positive by plain projected gradients."""
     size = case.query.shape[-1]
-    own = torch.zeros(2 * size, 2 * size, dtype=torch.float64)
+    own, choosing, keys = torch.zeros(2 * size, 2 * size, dtype=torch.float64), [], 0
     own[:size, size:] = torch.eye(size)
-    choosing, keys = [], 0
     for u in torch.cat((case.query[:, head], case.paired_key[:, head]), -1):
         for i in range(1, len(u)):  # the first token of a causal head sees itself alone
             p = (u[i, :size] @ u[: i + 1, size:].mT * case.scale).softmax(-1)
@@ -147,7 +146,7 @@ def naive_form(case, head, part):
     if part == "positive":
         pace = 0.5 / float(torch.linalg.eigvalsh(queries)[-1] * torch.linalg.eigvalsh(keys)[-1])
         goal, form = form, form * 0
-        for _ in range(20000):
+        for _ in range(12_000):
             slope = queries @ (form - goal) @ keys + keys @ (form - goal) @ queries
             mu, u = torch.linalg.eigh(form - pace * slope)
             form = (u * mu.clamp_min(0)) @ u.mT
@@ -157,9 +156,8 @@ def naive_form(case, head, part):
 @pytest.mark.parametrize("part", TIE_OF)
 def test_a_grouped_rotated_model_is_fitted_and_run_as_a_dense_computation_does(part):
     model, head = families.build("llama").double(), 2
-    seen, unseen = (
-        hooks.survey(model, families.inputs("llama", model, batch=8, tokens=24, seed=n))[0].call for n in (1, 2)
-    )
+    inputs = (families.inputs("llama", model, batch=8, tokens=24, seed=seed) for seed in (1, 2))
+    seen, unseen = (hooks.survey(model, words)[0].call for words in inputs)
     assert seen.group > 1, "heads share keys"
     centre, form, own = naive_form(seen, head, part)
     u = torch.cat((unseen.query[:, head], unseen.paired_key[:, head]), -1)
@@ -167,7 +165,7 @@ def test_a_grouped_rotated_model_is_fitted_and_run_as_a_dense_computation_does(p
     log_k = (u - centre) @ own @ u.mT if part == "no-key" else log_k
     naive = (unseen.scale * log_k).masked_fill(torch.ones(24, 24).triu(1).bool(), -torch.inf).softmax(-1)
     border = 1e-3 if part == "positive" else 1e-8  # plain gradients end earlier
-    assert float((weights(unseen, fitted_to(seen, part))[:, head] - naive).abs().max()) < border
+    assert float((weights(unseen, nearest(part, seen))[:, head] - naive).abs().max()) < border
     assert float((weights(unseen, OWN)[:, head] - naive).abs().max()) > 0.01, "the control"
 
 
@@ -195,41 +193,31 @@ def least_eigenvalue(log_k):
 def test_a_positive_kernel_has_positive_semidefinite_matrices_on_real_text(demo_calls):
     others = []
     for seen, unseen in zip(*demo_calls, strict=True):
-        positive = scores_of(unseen, fitted_to(seen, "positive"))
+        positive = scores_of(unseen, nearest("positive", seen))
         torch.testing.assert_close(positive, positive.mT, rtol=1e-9, atol=1e-9)
         assert bool((least_eigenvalue(positive) > -1e-12).all())
-        others += [scores_of(unseen, OWN), scores_of(unseen, fitted_to(seen, "symmetric"))]
+        others += [scores_of(unseen, OWN), scores_of(unseen, nearest("symmetric", seen))]
     assert all(bool((least_eigenvalue(log_k) < -1e-6).any()) for log_k in others), "the control: the model's own is not"
     assert float((others[0] - others[0].mT).norm() / others[0].norm()) > 0.1, "nor is it symmetric"
 
 
 def test_symmetric_and_no_skew_differ_in_a_gate_that_softmax_cancels_and_heads_are_fitted_alone(demo_calls):
     seen, unseen = demo_calls[0][1], demo_calls[1][1]
-    symmetric, no_skew = (fitted_to(seen, part) for part in ("symmetric", "no-skew"))
+    symmetric, no_skew = nearest("symmetric", seen), nearest("no-skew", seen)
     first, second = (scores_of(unseen, kernel) for kernel in (symmetric, no_skew))
     torch.testing.assert_close(first, first.mT, rtol=1e-9, atol=1e-9)
     assert float((second - second.mT).norm() / second.norm()) > 0.01
     new = attend(unseen, symmetric)
     assert apart(new, attend(unseen, no_skew).double()) < 1e-4
     assert apart(new, attend(unseen, OWN).double()) > 0.05, "the control"
-    few = attend(unseen.select([1, 5]), fitted_to(seen.select([1, 5]), "symmetric"))
+    few = attend(unseen.select([1, 5]), nearest("symmetric", seen.select([1, 5])))
     assert apart(new[:, :, [1, 5]], few.double()) < 1e-5
-
-
-def test_no_key_leaves_no_key_that_all_queries_prefer():
-    case = planted(lambda q: q.roll(1, -1))
-    kernel = fitted_to(case, "no-key")
-    gone, before = (float(scores_of(case, each).mean((0, 2)).std(-1).max()) for each in (kernel, OWN))
-    assert gone < 0.2 * before, "over each sequence; over both it is 0, below"
-    assert float((case.query.mean((0, 2)) - kernel.fitted["centre"][:, :8]).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("part", TIE_OF)
 def test_the_oracle_is_the_tie_of_the_evaluated_text(part):
     case, oracle, tie = CASES["right padding"](), parsed(f"nearest:{part},oracle"), parsed(TIE_OF[part])
-    assert isinstance(oracle, Kernel)
-    assert oracle.spelling == f"nearest:part={part},how=oracle"
-    assert parsed(oracle.spelling) == oracle
+    assert (oracle.spelling, parsed(oracle.spelling)) == (f"nearest:part={part},how=oracle", oracle)
     assert torch.equal(attend(case, oracle), attend(case, tie))
     assert torch.equal(weights(case, oracle), weights(case, tie))
     assert apart(attend(case, oracle), attend(case, OWN)) > 0.05, "the control"
@@ -253,17 +241,17 @@ def test_a_report_names_the_oracle_an_analysis_and_the_fitted_form_a_model():
     assert model.hidden_cosine != pytest.approx(analysis.hidden_cosine, abs=1e-5)
 
 
-def test_healing_trains_the_factor_and_the_kernel_stays_positive(tmp_path, demo_calls):
-    healed = attnlens.heal("demo", "nearest:positive", train=4, save=tmp_path / "healed", layers=[1], **QUICK).swap
+def test_healing_trains_the_factor_and_the_kernel_stays_positive(demo, tmp_path, demo_calls):
+    options = {"layers": [1]} | QUICK
+    healed = attnlens.heal(demo, "nearest:positive", train=4, save=tmp_path / "healed", **options).swap
+    before = swap_kernel(demo, "nearest:positive", save=tmp_path / "fitted", **options).swap
+    stored, untrained = (load_file(tmp_path / name / "attnlens.safetensors") for name in ("healed", "fitted"))
     assert [stage.name for stage in healed.stages] == ["swapped", "healed"]
-    stored = load_file(tmp_path / "healed" / "attnlens.safetensors")
     kernel = parsed("nearest:positive").with_fitted({name.removeprefix("1."): part for name, part in stored.items()})
     assert bool((kernel.fitted["signs"] >= 0).all())
     assert bool((least_eigenvalue(scores_of(demo_calls[1][1], kernel)) > -1e-12).all())
-    before = swap_kernel("demo", "nearest:positive", save=tmp_path / "fitted", layers=[1], **QUICK).swap
     assert before.fitted == healed.fitted
-    factor = load_file(tmp_path / "fitted" / "attnlens.safetensors")["1.factor"]
-    assert not torch.equal(factor, stored["1.factor"]), "the control: it was trained"
+    assert not torch.equal(untrained["1.factor"], stored["1.factor"]), "the control: it was trained"
     assert healed.stages[-1].kl < healed.stages[0].kl
 
 
@@ -272,11 +260,11 @@ def test_a_fit_through_the_pipeline_is_the_same_fit(demo, demo_texts, demo_calls
     plain = dict.fromkeys(sites, hooks.Replacement(parsed("nearest:positive")))
     swaps = fit(SwapSetup(demo, sites, plain), demo_texts[0], lambda _: None)
     for site, seen in zip(sites, demo_calls[0], strict=True):
-        gate = fitted_to(seen, "positive").fitted["gate"]
+        gate = nearest("positive", seen).fitted["gate"]
         torch.testing.assert_close(swaps[site].kernel.fitted["gate"], gate, rtol=1e-4, atol=1e-5)
 
 
-def test_calls_without_query_and_key_of_each_token_are_refused():
+def test_calls_and_runs_without_a_meaning_are_refused(demo):
     for case, problem in (
         (CASES["cross"](), "another sequence"),
         (CASES["decoding"](), "a key-value cache"),
@@ -286,37 +274,31 @@ def test_calls_without_query_and_key_of_each_token_are_refused():
     ):
         for part in ("positive", "no-key"):
             with pytest.raises(UsageError, match=problem):
-                attend(case, fitted_to(call(), part))
+                attend(case, nearest(part, call()))
         with pytest.raises(UsageError, match=problem):
             NearestFit(0).update(case)
-
-
-def test_runs_without_a_meaning_are_refused():
     oracle = "nearest:positive,oracle"
     for refused, problem in (
         (lambda: attend(call(), parsed("nearest:positive")), "must be fitted"),
-        (lambda: fitted_to(call(), "positive").log(call().query, call().key, 1.0), "query and key of both tokens"),
-        (lambda: attnlens.heal("demo", oracle, train=2, **QUICK), "can't be healed"),
-        (lambda: swap_kernel("demo", oracle, fit=True, **QUICK), "can't be fitted"),
+        (lambda: nearest("positive", call()).log(call().query, call().key, 1.0), "query and key of both tokens"),
+        (lambda: attnlens.heal(demo, oracle, train=2, **QUICK), "can't be healed"),
+        (lambda: swap_kernel(demo, oracle, fit=True, **QUICK), "can't be fitted"),
         (lambda: swap_kernel(family("t5"), "nearest:positive", **QUICK), "is undefined in cross-attention"),
     ):
         with pytest.raises(UsageError, match=problem):
             refused()
     with pytest.raises(UsageError, match=r"^nearest:positive,oracle needs every pair of tokens") as refusal:
-        swap_kernel("demo", oracle, **QUICK)
+        swap_kernel(demo, oracle, **QUICK)
     assert "leave out oracle" in refusal.value.remedy
     assert "mercer" not in str(refusal.value)
 
 
 def test_the_program_runs_and_explains_it():
-    run = program("swap-kernel", "demo", "--kernel", "nearest:positive", *SMALL, "--generate", "4")
+    run = invoke("swap-kernel", "demo", "--kernel", "nearest:positive", *SMALL, "--generate", "4", "--table")
     assert run.returncode == 0, run.stderr
-    page = " ".join((run.stdout + program("explain", "nearest").stdout).split())
+    page = " ".join((run.stdout + invoke("explain", "nearest").stdout).split())
     for words in (
-        "nearest:part=positive",
-        "symmetric and no-skew give the same attention",
-        "does not run with a key-value cache",
-        "(symmetric or positive or no-key or no-skew)",
-        "(fitted or oracle)",
+        *("nearest:part=positive", "symmetric and no-skew give the same attention"),
+        *("does not run with a key-value cache", "(symmetric or positive or no-key or no-skew)", "(fitted or oracle)"),
     ):
         assert words in page

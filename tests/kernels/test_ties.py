@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from attention_calls import CASES, HEADS, apart, bias, call, right_padded, sliding
+from heads import random
 from loaded import SMALL, family, loaded
 
 import attnlens
@@ -26,7 +27,6 @@ MASKS = {
     "padding that sees nothing": PADDED & PADDED.mT,
     "no real token": PADDED & torch.tensor([True, False])[:, None, None, None],
 }
-every_tie = pytest.mark.parametrize("tie", PARTS)
 
 
 def two_sided(mask="all", **more):
@@ -40,11 +40,11 @@ def centring(n):
 def delete(log_k, tie):
     """The definition, with J written out."""
     J = centring(log_k.shape[-1])
+    if tie == "keyless":
+        return log_k - (log_k @ J).mean(-2, keepdim=True)
     mu, u = torch.linalg.eigh(J @ (log_k + log_k.mT) / 2 @ J)
-    skew = J @ (log_k - log_k.mT) / 2 @ J
-    negative = u * mu.clamp(max=0)[..., None, :] @ u.mT
-    key = (log_k @ J).mean(-2, keepdim=True)
-    return log_k - {"skewless": skew, "negativeless": negative, "mercer": skew + negative, "keyless": key}[tie]
+    skew, negative = J @ (log_k - log_k.mT) / 2 @ J, u * mu.clamp(max=0)[..., None, :] @ u.mT
+    return log_k - {"skewless": skew, "negativeless": negative, "mercer": skew + negative}[tie]
 
 
 def expected(case, words, tie):
@@ -59,7 +59,7 @@ def expected(case, words, tie):
     return whole.transpose(1, 2)
 
 
-@every_tie
+@pytest.mark.parametrize("tie", PARTS)
 def test_output_and_weights_are_the_definition_on_the_real_tokens_of_each_sequence(tie):
     for mask in MASKS:
         case = two_sided(mask)
@@ -102,13 +102,11 @@ def energies(case, words):
     return parts
 
 
-DELETED = {"skewless": {"skew"}, "negativeless": {"negative"}, "mercer": {"skew", "negative"}, "keyless": {"key"}}
-
-
 def test_a_tie_deletes_its_parts_and_keeps_the_energy_of_the_others():
+    parts = {"skewless": {"skew"}, "negativeless": {"negative"}, "mercer": {"skew", "negative"}, "keyless": {"key"}}
     before = energies(two_sided(), "exponential")
     assert all(bool((energy > 5).all()) for energy in before.values()), "the control: each part is there before"
-    for tie, deleted in DELETED.items():
+    for tie, deleted in parts.items():
         for name, energy in energies(two_sided(), tie).items():
             if name in deleted:
                 assert bool((energy < 1e-18 * before[name]).all()), (tie, name)
@@ -131,14 +129,19 @@ def gated(case, *, by_query, by_key):
     return replace(case, query=query, key=key)
 
 
-def test_query_only_terms_change_nothing():
-    gauge = 10 * torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def test_query_only_terms_change_nothing_and_numbers_that_are_not_finite_give_nan_in_their_head():
     case = two_sided("right padding")
-    shifted = gated(case, by_query=gauge, by_key=0.0)
+    shifted = gated(case, by_query=10 * random(150, seed=1), by_key=0.0)
     for tie in PARTS:
         assert apart(attend(shifted, parsed(tie)), expected(case, "exponential", tie)) <= 1e-11
     control = attend(shifted, parsed("symmetric"))[0]
     assert apart(control, attend(case, parsed("symmetric"))[0]) > 0.05, "the control: it mixes rows"
+    case = two_sided()
+    case.query[0, 1, 3] = math.nan
+    for tie in PARTS:
+        result = attend(case, parsed(tie))
+        assert bool(result[0, :, 1].isnan().all())
+        assert bool(result[1].isfinite().all())
 
 
 def test_a_gated_symmetric_kernel_loses_nothing_without_its_skew_part():
@@ -151,8 +154,7 @@ def test_a_gated_symmetric_kernel_loses_nothing_without_its_skew_part():
         torch.testing.assert_close(matrices[tie], own)
     for control in ("symmetric", "keyless"):
         assert float((matrices[control] - own).abs().max()) > 0.05
-    # an indefinite symmetric kernel is not Mercer's
-    case = two_sided()
+    case = two_sided()  # an indefinite symmetric kernel is not Mercer's
     same = replace(case, query=case.query * torch.linspace(-1, 1, case.query.shape[-1]).double(), key=case.query)
     for tie, limits in {"skewless": (0, 1e-12), "negativeless": (0.05, 9), "mercer": (0.05, 9)}.items():
         assert limits[0] <= apart(attend(same, parsed(tie)), attend(same, OWN)) <= limits[1]
@@ -171,37 +173,23 @@ def test_gradients_are_those_of_the_definition():
             assert float(ours.abs().max()) > 1e-3
 
 
-def test_a_matrix_that_is_not_finite_gives_nan_and_stops_nothing():
-    case = two_sided()
-    case.query[0, 1, 3] = math.nan
-    for tie in PARTS:
-        result = attend(case, parsed(tie))
-        assert bool(result[0, :, 1].isnan().all())
-        assert bool(result[1].isfinite().all())
-
-
 def test_calls_without_every_pair_of_one_sequence_are_refused():
     one_head = torch.ones(1, HEADS, 150, 150, dtype=torch.bool)
     one_head[:, 2, :, 7] = False
-    hidden = {
-        "causal": CASES["causal"](),
-        "a causal mask": CASES["left padding, causal"](),
-        "a window": call(allowed=sliding(150)),
-        "two sides of a window": call(allowed=sliding(150) | sliding(150).mT),
-        "one head's mask": call(allowed=one_head),
-    }
-    for number, (name, case) in enumerate(hidden.items()):
+    window = sliding(150)
+    masked = [call(allowed=mask) for mask in (window, window | window.mT, one_head)]
+    for number, case in enumerate([CASES["causal"](), CASES["left padding, causal"](), *masked]):
         for path in ("auto", "eager", "fused"):
             with pytest.raises(UsageError, match="needs every pair of tokens") as refusal:
                 attend(case, parsed(PARTS[number % 4]), path)
-            assert "--part encoder" in refusal.value.remedy, name
+            assert "--part encoder" in refusal.value.remedy, number
+    refused = [
+        (call(150, 150, cross=True), "auto", "another sequence"),
+        (CASES["decoding"](), "auto", "same tokens"),
+        (call(sinks=torch.zeros(HEADS)), "auto", "sinks"),
+        (two_sided(), "fused", "the whole sequence at once"),
+    ]
     for tie in PARTS:
-        refused = [
-            (call(150, 150, cross=True), "auto", "another sequence"),
-            (CASES["decoding"](), "auto", "same tokens"),
-            (call(sinks=torch.zeros(HEADS)), "auto", "sinks"),
-            (two_sided(), "fused", "the whole sequence at once"),
-        ]
         for case, path, problem in refused:
             with pytest.raises(UsageError, match=problem):
                 attend(case, parsed(tie), path)
@@ -223,26 +211,25 @@ def test_a_swap_of_padded_lines_is_that_of_each_line_alone(name, tie, tmp_path):
     assert {site.path for site in together.sites} == {"whole matrices"}
 
 
-@every_tie
-def test_one_head_alone_loses_its_part_and_the_others_nothing(tie):
+def test_one_head_alone_loses_its_part_and_the_others_nothing():
     model = families.build("bert")
     inputs = families.inputs("bert", model, padded=True)
-    case = hooks.survey(model, inputs)[0].call
-    own, new = attend(case, OWN), hooks.attend_swapped(case, hooks.Replacement(parsed(tie), (2,)))
-    real, others = inputs["attention_mask"].bool(), [0, 1, 3]
-    torch.testing.assert_close(new[real][:, others], own[real][:, others])
-    torch.testing.assert_close(new[:, :, 2], attend(case, parsed(tie))[:, :, 2])
-    assert not torch.allclose(new[real][:, 2], own[real][:, 2], atol=1e-2)
+    case, real, others = hooks.survey(model, inputs)[0].call, inputs["attention_mask"].bool(), [0, 1, 3]
+    own = attend(case, OWN)
+    for tie in PARTS:
+        new = hooks.attend_swapped(case, hooks.Replacement(parsed(tie), (2,)))
+        torch.testing.assert_close(new[real][:, others], own[real][:, others])
+        torch.testing.assert_close(new[:, :, 2], attend(case, parsed(tie))[:, :, 2])
+        assert not torch.allclose(new[real][:, 2], own[real][:, 2], atol=1e-2), tie
 
 
 def test_only_the_encoder_of_an_encoder_decoder_can_be_swapped():
     model = family("t5")
-    refused = [
+    for refusing, options, problem in (
         (model, {}, "is undefined in cross-attention"),
         (model, {"part": "decoder"}, "needs every pair of tokens"),
         (family("gpt2"), {}, "this head's mask hides some"),
-    ]
-    for refusing, options, problem in refused:
+    ):
         with pytest.raises(UsageError, match=problem):
             swap_kernel(refusing, "skewless", **options, **SMALL)
     swap = swap_kernel(model, "keyless", part="encoder", **SMALL).swap

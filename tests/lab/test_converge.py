@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,13 @@ STEPS = [0, 30, 100, 300, 1000, 3000, 6000]
 
 
 def trajectory(experiment: Experiment, measure: str, layer: int, head: int) -> list[float | None]:
-    (found,) = [t for t in experiment.trajectories if (t.measure, t.layer, t.head) == (measure, layer, head)]
-    return found.values
+    (values,) = [t.values for t in experiment.trajectories if (t.measure, t.layer, t.head) == (measure, layer, head)]
+    return values
 
 
 @pytest.fixture(scope="module")
 def of_weights() -> attnlens.Report:
-    return attnlens.converge_checkpoints(source="weights")
+    return attnlens.converge_checkpoints(source="weights", analyzers=["symmetry", "spectrum"])
 
 
 def test_demos_own_series_has_its_seven_steps(of_weights):
@@ -43,7 +44,7 @@ def test_demos_own_series_has_its_seven_steps(of_weights):
     assert len([t for t in experiment.trajectories if t.measure == "weights.symmetry"]) == 32
     names = [file.name for file in of_weights.model.files]
     assert names[:2] == ["step-00000/model.safetensors", "step-00030/model.safetensors"]
-    null = attnlens.inspect("demo", source="weights").summary.median_nulls["weights.symmetry"]
+    null = attnlens.inspect("demo", source="weights", analyzers=["symmetry"]).summary.median_nulls["weights.symmetry"]
     curve = experiment.curves["weights.symmetry: null"]
     assert experiment.null("weights.symmetry") == curve
     assert experiment.null("tokens.entropy") is None
@@ -56,7 +57,7 @@ def test_demos_own_series_has_its_seven_steps(of_weights):
 def test_each_checkpoint_reads_what_inspect_reads_of_it_alone(of_weights):
     (experiment,) = of_weights.experiments
     for place, step in ((2, 100), (5, 3000)):
-        alone = attnlens.inspect(checkpoint(step), source="weights")
+        alone = attnlens.inspect(checkpoint(step), source="weights", analyzers=["symmetry", "spectrum"])
         for measure in ("weights.symmetry", "weights.effective_rank"):
             for head in alone.heads:
                 assert trajectory(experiment, measure, head.layer, head.head)[place] == head.measures[measure].value
@@ -76,9 +77,8 @@ def test_all_checkpoints_read_one_text_with_one_tokenizer():
         alone = attnlens.inspect(loaded, analyzers=["symmetry"], source="tokens", **read)
         assert report.settings.text == alone.settings.text
         for head in alone.heads:
-            assert trajectory(experiment, "tokens.share_key", head.layer, head.head)[place] == pytest.approx(
-                head.measures["tokens.share_key"].value, rel=1e-12
-            )
+            own = trajectory(experiment, "tokens.share_key", head.layer, head.head)[place]
+            assert own == pytest.approx(head.measures["tokens.share_key"].value, rel=1e-12)
     losses = experiment.curves["loss"].median
     assert losses[0] > losses[1] + 0.5, "training lowers the loss"
     assert experiment.trajectories[0].se is not None
@@ -86,16 +86,16 @@ def test_all_checkpoints_read_one_text_with_one_tokenizer():
 
 def test_selection_is_followed_where_nothing_is_named():
     report = attnlens.converge_checkpoints([checkpoint(3000), "demo"], head=(1, 0), windows=1, length=16)
-    names = {trajectory.measure for trajectory in report.experiments[0].trajectories}
-    assert "selection.efficiency" in names
-    assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(1, 0)}
+    trajectories = report.experiments[0].trajectories
+    assert "selection.efficiency" in {each.measure for each in trajectories}
+    assert {(each.layer, each.head) for each in trajectories} == {(1, 0)}
     assert report.settings.select == "argmax"
 
 
 def test_a_name_contains_its_step():
     steps = {"step-00030": 30, "out/checkpoint-500": 500, "step1000": 1000, "step1000-tokens2B": 1000}
-    for name, step in (steps | {"org/model@step7": 7, "a": None, "demo": 6000}).items():
-        assert step_of(name) == step
+    steps |= {"org/model@step7": 7, "a": None, "demo": 6000}
+    assert {name: step_of(name) for name in steps} == steps
 
 
 def test_checkpoints_are_ordered_by_steps_if_they_have_them(tmp_path):
@@ -113,17 +113,6 @@ def test_checkpoints_are_ordered_by_steps_if_they_have_them(tmp_path):
     assert (experiment.axis, experiment.curves["weights.symmetry"].steps) == ("checkpoint", [0, 1])
 
 
-def test_checkpoints_that_are_no_series_are_refused_before_the_work(tmp_path):
-    for names, says in (
-        ([checkpoint(30), other_shape(tmp_path, n_head=4)], r"n_head is 8 in step-00030, but 4 in step-77"),
-        *((nothing, "at least two checkpoints") for nothing in ([checkpoint(30)], [], (), iter([]))),
-        ([checkpoint(30), checkpoint(30)], "Duplicate checkpoint"),
-        ([checkpoint(30), str(DEMO / "checkpoints" / "step-99999")], "There is no such folder"),
-    ):
-        with pytest.raises((UsageError, ModelError), match=says):
-            attnlens.converge_checkpoints(names, progress=lambda *_: pytest.fail("the work began"))
-
-
 def broken(tmp_path: Path, *tensors: str) -> str:
     """A checkpoint of the demo in which these tensors hold NaN."""
     folder = tmp_path / "step-00100"
@@ -137,8 +126,7 @@ def broken(tmp_path: Path, *tensors: str) -> str:
 
 
 def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
-    (name,) = [name for name in load_file(checkpoint(100) + "/model.safetensors") if "h.1.attn.c_attn.weight" in name]
-    names = [checkpoint(30), broken(tmp_path, name)]
+    names = [checkpoint(30), broken(tmp_path, "transformer.h.1.attn.c_attn.weight")]
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, names[1])
     report = attnlens.converge_checkpoints(names, head=(3, 2), analyzers=["symmetry"], **SMALL)
@@ -146,81 +134,79 @@ def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
     assert all(entry.reason.startswith("in step-00100, ") for entry in report.coverage.skipped)
     assert "in step-00100" in report.coverage.sentence
     assert "step-00030" not in report.coverage.sentence
-    (experiment,) = report.experiments
-    assert "the loss is NaN" in experiment.reasons["loss"]
-
-
-def test_a_checkpoint_of_nan_alone_is_named_in_the_error(tmp_path):
+    assert "the loss is NaN" in report.experiments[0].reasons["loss"]
+    shutil.rmtree(names[1])
     with pytest.raises(ModelError, match=r"step-00100: No head could be analysed"):
         attnlens.converge_checkpoints([checkpoint(30), broken(tmp_path)], source="weights", analyzers=["symmetry"])
 
 
 def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
-    for step in (30, 100):
-        folder = tmp_path / f"step-{step:05d}"
-        shutil.copytree(checkpoint(step), folder)
-        for file in folder.glob("tokenizer*"):
-            file.unlink()
-    report = attnlens.converge_checkpoints(
-        [str(folder) for folder in sorted(tmp_path.iterdir())], analyzers=["symmetry"], **SMALL
-    )
-    assert report.coverage.skipped
-    assert {entry.reason.partition(":")[2] for entry in report.coverage.skipped} == {
-        " no checkpoint has tokenizer files"
-    }
-    assert not any("step" in entry.reason for entry in report.coverage.skipped)
+    folders = [tmp_path / "step-00030", tmp_path / "step-00100"]
+    for folder, step in zip(folders, (30, 100), strict=True):
+        shutil.copytree(checkpoint(step), folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    report = attnlens.converge_checkpoints(list(map(str, folders)), analyzers=["symmetry"], **SMALL)
+    reasons = {entry.reason for entry in report.coverage.skipped}
+    assert {reason.partition(":")[2] for reason in reasons} == {" no checkpoint has tokenizer files"}
+    assert not any("step" in reason for reason in reasons)
     assert "no checkpoint has tokenizer files" in report.experiments[0].reasons["loss"]
 
 
-def test_heads_that_cannot_be_parsed_are_refused():
-    for head in (3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2")):
-        with pytest.raises(UsageError, match="is not a valid head"):
-            attnlens.converge_head("demo", head=head)
+def interrupted(stage: str, done: int) -> Callable[[str, int, int], None]:
+    """Progress that interrupts at this place."""
+
+    def progress(*place: object) -> None:
+        if place[:2] == (stage, done):
+            raise KeyboardInterrupt
+
+    return progress
 
 
 def test_an_interrupted_series_keeps_what_is_finished():
-    def stop(stage, done, _total):
-        if (stage, done) == ("checkpoints", 2):
-            raise KeyboardInterrupt
-
+    weights = partial(attnlens.converge_checkpoints, source="weights", analyzers=["symmetry"])
     with pytest.raises(Interrupted) as caught:
-        attnlens.converge_checkpoints(source="weights", analyzers=["symmetry"], progress=stop)
+        weights(progress=interrupted("checkpoints", 2))
     report = caught.value.report
-    (experiment,) = report.experiments
-    assert experiment.settings["checkpoints"] == ["step-00000", "step-00030"]
+    assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
     assert not report.coverage.complete
     assert next(entry.site for entry in report.coverage.skipped) == "step-00100"
-
-    def at_once(*_words):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt) as nothing:
-        attnlens.converge_checkpoints(source="weights", progress=at_once)
+        weights(progress=interrupted("checkpoints", 0))
     assert not isinstance(nothing.value, Interrupted)
 
 
-def test_what_does_not_belong_together_is_refused():
-    with pytest.raises(UsageError, match="--head cannot be combined with --layers or --heads"):
-        attnlens.converge_checkpoints(of_demo(), head=(0, 1), layers=[0])
-    with pytest.raises(UsageError, match="a single hub model"):
-        attnlens.converge_checkpoints(revisions=["step1", "step2"])
-    with pytest.raises(UsageError, match="Did you mean 'iterations'"):
-        attnlens.converge_synthetic(iteration=10)
-    with pytest.raises(UsageError, match="no option 'trials'"):
-        attnlens.converge_checkpoints("demo", trials=3)
+def no_work(*_words: object) -> None:
+    pytest.fail("the work began")
 
 
-def test_values_that_make_no_sense_are_refused_before_the_work():
-    for options, says in (
-        ({"lr": -1.0}, "lr"),
-        ({"lr": float("nan")}, "lr"),
-        ({"loss": "hinge"}, "no loss 'hinge'"),
-        ({"experiments": "ranc"}, "Did you mean 'rank'"),
-        ({"seed": -1}, "seed"),
-        *(({name: value}, f"{name}={value}") for name, value in (("d", 0), ("t", 1), ("n", 0), ("trials", 0))),
-    ):
-        with pytest.raises(UsageError, match=says):
-            attnlens.converge_synthetic(**options, progress=lambda *_: pytest.fail("the work began"))
+NO_HEADS = (3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2"))
+CHECKPOINTS = partial(attnlens.converge_checkpoints, progress=no_work)
+SYNTHETIC = partial(attnlens.converge_synthetic, progress=no_work)
+REFUSED = [  # refusal, call
+    *(("is not a valid head", partial(attnlens.converge_head, "demo", head=head)) for head in NO_HEADS),
+    ("--head cannot be combined with --layers or --heads", partial(CHECKPOINTS, of_demo(), head=(0, 1), layers=[0])),
+    ("a single hub model", partial(CHECKPOINTS, revisions=["step1", "step2"])),
+    ("no option 'trials'", partial(CHECKPOINTS, "demo", trials=3)),
+    *(("at least two checkpoints", partial(CHECKPOINTS, few)) for few in ([checkpoint(30)], [], (), iter([]))),
+    ("Duplicate checkpoint", partial(CHECKPOINTS, [checkpoint(30), checkpoint(30)])),
+    ("Did you mean 'iterations'", partial(SYNTHETIC, iteration=10)),
+    ("lr", partial(SYNTHETIC, lr=-1.0)),
+    ("lr", partial(SYNTHETIC, lr=float("nan"))),
+    ("no loss 'hinge'", partial(SYNTHETIC, loss="hinge")),
+    ("Did you mean 'rank'", partial(SYNTHETIC, experiments="ranc")),
+    ("seed", partial(SYNTHETIC, seed=-1)),
+    *((f"{name}={value}", partial(SYNTHETIC, **{name: value})) for name, value in (("d", 0), ("t", 1), ("n", 0))),
+    ("trials=0", partial(SYNTHETIC, trials=0)),
+]
+
+
+def test_what_makes_no_sense_is_refused_before_the_work(tmp_path):
+    shapes = partial(CHECKPOINTS, [checkpoint(30), other_shape(tmp_path, n_head=4)])
+    nowhere = partial(CHECKPOINTS, [checkpoint(30), str(DEMO / "checkpoints" / "step-99999")])
+    models = [("n_head is 8 in step-00030, but 4 in step-77", shapes), ("There is no such folder", nowhere)]
+    for error, refused in ((UsageError, REFUSED), (ModelError, models)):
+        for says, call in refused:
+            with pytest.raises(error, match=says):
+                call()
 
 
 def experiment(name: str, passed: bool | None = True) -> Experiment:
@@ -229,31 +215,27 @@ def experiment(name: str, passed: bool | None = True) -> Experiment:
 
 def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
     report = run_rows("reproduce", [lambda: [experiment("one")], lambda: [experiment("two")]], 3, 10)
-    assert [found.name for found in report.experiments] == ["one", "two"]
+    assert [each.name for each in report.experiments] == ["one", "two"]
     assert set(report.timings) == {"one", "two"}
     assert (report.command, report.settings.seed, report.model.parameters) == ("reproduce", 3, 100)
     assert report.model.id == "one-layer attention (synthetic)"
-
-    def stop():
-        raise KeyboardInterrupt
-
     with pytest.raises(Interrupted) as caught:
-        run_rows("reproduce", [lambda: [experiment("one")], stop], 0, 10)
-    assert [found.name for found in caught.value.report.experiments] == ["one"]
+        run_rows("reproduce", [lambda: [experiment("one")], lambda: interrupted("two", 0)("two", 0, 1)], 0, 10)
+    assert [each.name for each in caught.value.report.experiments] == ["one"]
 
 
-def test_one_experiment_runs_with_the_settings_asked_for():
+def test_one_experiment_runs_with_its_settings():
     report = attnlens.converge_synthetic("feasibility", quick=True, trials=3, n=3, t=3, d=2)
-    (found,) = report.experiments
-    assert found.passed is None, "other sizes than the published ones have no verdict"
-    assert found.settings["trials"] == 3
+    (feasibility,) = report.experiments
+    assert feasibility.passed is None, "other sizes than the published ones have no verdict"
+    assert feasibility.settings["trials"] == 3
     assert report.model.parameters == 4
 
 
 def test_every_experiment_is_a_row_of_verify_and_the_golden_ones_pass():
     assert len(ROWS) == 7 + 1 + 3, "and one of binary kernels, and three of the kernel SVD"
-    (found,) = ROWS[0](True, 0, silent)  # the golden instances ask for nothing
-    assert found.passed
-    assert len(found.final) >= 8
-    spoiled = found.model_copy(update={"final": {name: (value or 0) + 2e-6 for name, value in found.final.items()}})
-    assert spoiled.judge().passed is False  # the control
+    (golden,) = ROWS[0](True, 0, silent)  # the golden instances need no options
+    assert golden.passed
+    assert len(golden.final) >= 8
+    spoiled = golden.model_copy(update={"final": {name: (value or 0) + 2e-6 for name, value in golden.final.items()}})
+    assert spoiled.judge().passed is False, "the control"

@@ -17,28 +17,17 @@ from loaded import BARE, apart, family, loaded, outputs, package, sites_of, swap
 from safetensors.torch import load_file
 from swap_batches import watched
 from torch.nn.functional import normalize
+from torch.testing import assert_close
 
 import attnlens
 from attnlens.cli.entry import exit_code
 from attnlens.errors import ModelError, TextError, UsageError
-from attnlens.kernels import parsed
+from attnlens.kernels import OWN, parsed
 from attnlens.kernels.attention import attend
 from attnlens.lab.heal import healer as healing
 from attnlens.lab.heal import pipeline
-from attnlens.lab.heal.healer import (
-    Distances,
-    Healer,
-    Trained,
-    adamw,
-    descend,
-    measure_distances,
-    trainable,
-    transfer,
-    transfer_errors,
-)
-from attnlens.lab.heal.pipeline import Descent, cut_parts, run_training, shape, split
+from attnlens.lab.heal.healer import Healer, Trained, adamw, descend, transfer
 from attnlens.models import hooks, texts
-from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate
 from attnlens.report.report import read_report
@@ -53,32 +42,21 @@ READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 BOOK = texts.sample("demo")
 DECREE = "And it came to pass in those days, that there went out a decree. "
 PATH = "transformer.h.{}.attn.c_attn.weight"
+COMMAND = ["heal", "demo", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
 
 
 def quiet(_amount):
     pass
 
 
-def make(
-    model,
-    words="rbf",
-    heads=None,
-    *,
-    task="causal",
-    fitted=False,
-    seed=0,
-    steps=3,
-    batch_size=8,
-    sequences=16,
-    **options,
-):
-    """A healer of all sites, and the batches that it reads."""
-    fed = texts.batches(model, BOOK, texts.Cut(tokens=16, sequences=sequences, batch_size=batch_size))
+def make(model, words="rbf", heads=None, task="causal", *, fitted=False, seed=0, steps=3, size=8, sequences=16, **more):
+    """A healer of all sites with these options, and the batches of that size that it reads."""
+    fed = texts.batches(model, BOOK, texts.Cut(tokens=16, sequences=sequences, batch_size=size))
     sites = sites_of(model.model, fed.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
     if fitted:
         swaps = fit(SwapSetup(model, sites, swaps), fed, quiet)
-    return Healer(model, sites, swaps, task, seed, options=HealRequest(train=Amount(steps, "steps"), **options)), fed
+    return Healer(model, sites, swaps, task, seed, options=HealRequest(train=Amount(steps, "steps"), **more)), fed
 
 
 def prepared(*args, **options):
@@ -89,9 +67,9 @@ def prepared(*args, **options):
 
 def heal(model, *args, evaluate=lambda: None, steps=6, **options):
     """A healer after its training, and the record."""
-    healer, fed = make(model, *args, steps=steps, batch_size=4, **options)
+    healer, fed = make(model, *args, steps=steps, size=4, **options)
     measure = lambda: hooks.forward(model.model, fed.batches[0].inputs) and evaluate()  # noqa: E731
-    return healer, run_training(healer, fed, measure, quiet)
+    return healer, pipeline.run_training(healer, fed, measure, quiet)
 
 
 def gradients(healer, work):
@@ -101,37 +79,28 @@ def gradients(healer, work):
     return [leaf.grad.clone() for leaf in healer.leaves]
 
 
-def state_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("more", [{"fit": True}, {"fit": True, "train": 1}])
 def test_calibration_windows_are_spread_and_never_evaluated(demo, monkeypatch, more):
     cut = watched(monkeypatch)
     report = swap_or_heal(demo, "rbf", layers=[0], **READ, **more)
     evaluated, calibrated = (
-        [tuple(row.tolist()) for batch in batches for row in batch.inputs["input_ids"]] for batches in cut
+        {tuple(row.tolist()) for batch in batches for row in batch.inputs["input_ids"]} for batches in cut
     )
     assert 4 == len(evaluated) < len(calibrated)
-    assert not set(evaluated) & set(calibrated)
+    assert not evaluated & calibrated
     own, other = (batches.texts[0].windows for batches in cut)
     assert max(other) - min(other) > 0.8 * cut[0].texts[0].available
     assert not set(own) & set(other)
     assert report.settings.calibration is not None
 
 
-@pytest.mark.parametrize("name", ["vit", "whisper"])
-def test_calibration_noise_is_never_the_evaluated_noise(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "inputs"), [("vit", "pixel_values"), ("whisper", "input_features")])
+def test_calibration_noise_is_never_the_evaluated_noise(name, inputs, tmp_path, monkeypatch):
     (tmp_path / "other.txt").write_text(DECREE * 40)
-    read = {"windows": 4, "batch_size": 4}
-    if name == "whisper":
-        read = READ | {"calibration": str(tmp_path / "other.txt")}
+    read = READ | {"calibration": str(tmp_path / "other.txt")} if name == "whisper" else {"windows": 4, "batch_size": 4}
     cut = watched(monkeypatch)
     swap_kernel(family(name), "rbf", part="encoder", fit=True, **read)
-    inputs = "pixel_values" if name == "vit" else "input_features"
     rows = [torch.cat([batch.inputs[inputs] for batch in batches]).flatten(1) for batches in cut]
     assert 4 == len(rows[0]) < len(rows[1])
     assert not (rows[0][:, None] == rows[1][None]).any(), "not one number is equal"
@@ -154,49 +123,50 @@ def test_another_calibration_text_is_sampled_by_itself_unless_it_repeats_the_eva
     own = BOOK[0].text
     for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000]), ("other.txt", DECREE * 40)):
         (tmp_path / name).write_text(content)
-    first = READ | {"placement": "first", "fit": True}
+
+    def calibrated_on(name):
+        calibration = str(tmp_path / name)
+        return swap_kernel(demo, "rbf", placement="first", fit=True, layers=[0], calibration=calibration, **READ)
+
     with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
-        swap_kernel(demo, "rbf", calibration=str(tmp_path / "longer.txt"), **first)
+        calibrated_on("longer.txt")
     assert "--calibration" in refusal.value.remedy
-    swap_kernel(demo, "rbf", calibration=str(tmp_path / "new.txt"), **first)
+    calibrated_on("new.txt")
     cut = watched(monkeypatch)
-    report = swap_kernel(demo, "rbf", calibration=str(tmp_path / "other.txt"), **first)
-    assert [text.name for text in cut[1].texts] == ["other.txt"]
-    assert len(cut[1].texts[0].windows) == min(32, cut[1].texts[0].available)
-    assert (report.settings.calibration.name, report.settings.text.name) == ("other.txt", "King James passages")
+    settings = calibrated_on("other.txt").settings
+    (text,) = cut[1].texts
+    assert (text.name, len(text.windows)) == ("other.txt", min(32, text.available))
+    assert (settings.calibration.name, settings.text.name) == ("other.txt", "King James passages")
 
 
-@pytest.mark.parametrize(
-    ("content", "read", "more", "says"),
-    [
-        ("In the beginning God created the heaven\n" * 3, {"pack": False, "windows": 3}, {"fit": True}, "no windows"),
-        (DECREE * 3, {"windows": 32}, {"fit": True}, "no windows besides those used for evaluation"),
-        (DECREE * 3, {"windows": 32}, {"train": 1}, "no windows besides those used for evaluation"),
-    ],
-)
-def test_a_text_that_leaves_nothing_for_calibration_is_refused(demo, tmp_path, content, read, more, says):
-    text = tmp_path / "short.txt"
-    text.write_text(content)
-    read = read | {"text": str(text), "length": 8} | BARE
-    assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match=says) as refusal:
-        swap_or_heal(demo, "rbf", **read, **more)
-    assert "--calibration" in refusal.value.remedy
+NOTHING_LEFT = [  # text, what is read of it, what is done with it, refusal
+    ("In the beginning God created the heaven\n" * 3, {"pack": False, "windows": 3}, {"fit": True}, "no windows"),
+    (DECREE * 3, {"windows": 32}, {"fit": True}, "no windows besides those used for evaluation"),
+    (DECREE * 3, {"windows": 32}, {"train": 1}, "no windows besides those used for evaluation"),
+]
+
+
+def test_a_text_that_leaves_nothing_for_calibration_is_refused(demo, tmp_path):
+    for content, read, more, says in NOTHING_LEFT:
+        (tmp_path / "short.txt").write_text(content)
+        read = read | {"text": str(tmp_path / "short.txt"), "length": 8} | BARE
+        assert swap_kernel(demo, "rbf", **read).swap.loss is not None
+        with pytest.raises(TextError, match=says) as refusal:
+            swap_or_heal(demo, "rbf", **read, **more)
+        assert "--calibration" in refusal.value.remedy
 
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
     fed = texts.batches(demo, BOOK, texts.Cut(tokens=16, sequences=40, batch_size=2))
-    train, held_out = split(Healer(demo, (), {}, "causal", options=HealRequest(train=Amount(200, "steps"))), fed)
-    places = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
+    healer = Healer(demo, (), {}, "causal", options=HealRequest(train=Amount(200, "steps")))
+    place_of = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
+    train, held_out = ([place_of[id(one.inputs)] for one in part] for part in pipeline.split(healer, fed))
     assert (len(train), len(held_out)) == (18, 2)
-    assert sorted(places[id(one.inputs)] for one in (*train, *held_out)) == list(range(20))
-    first, last = (places[id(one.inputs)] for one in held_out)
-    assert last - first == 10, "they lie over the whole text"
+    assert sorted([*train, *held_out]) == list(range(20))
+    assert held_out[1] - held_out[0] == 10, "they lie over the whole text"
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def headless():
     return loaded(families.build("bert").bert)
 
@@ -232,19 +202,15 @@ def test_refusals(tmp_path, monkeypatch, model, kernel, options, says, remedy):
     assert remedy in refusal.value.remedy
 
 
+RIGHT = {
+    **{200: (200, "steps"), "200": (200, "steps"), "200 steps": (200, "steps"), "2Mtok": (2e6, "tokens")},
+    **{"1.5ktok": (1500, "tokens"), "90s": (90, "seconds"), "30min": (1800, "seconds"), " 2h ": (7200, "seconds")},
+}
 WRONG = [0, "0", -1, "-1", 1.5, "1.5", True, None, "", "many", "2m", "2Gtok", "0tok", "0s", "1e3", "1e400tok", 10**30]
 
 
 def test_amounts_are_steps_tokens_or_times():
-    right = {200: (200, "steps"), "200": (200, "steps"), "200 steps": (200, "steps"), "2Mtok": (2e6, "tokens")}
-    right |= {
-        "1.5ktok": (1500, "tokens"),
-        "90s": (90, "seconds"),
-        "30min": (1800, "seconds"),
-        " 2h ": (7200, "seconds"),
-    }
-    for value, amount in right.items():
-        assert Amount.of(value) == Amount(*amount)
+    assert {value: Amount.of(value) for value in RIGHT} == {value: Amount(*amount) for value, amount in RIGHT.items()}
     for value in (*WRONG, "nan", "٣"):
         with pytest.raises(UsageError, match="--train: cannot parse") as refusal:
             Amount.of(value)
@@ -253,15 +219,13 @@ def test_amounts_are_steps_tokens_or_times():
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------
-
-
-def site_errors(model, swaps, fed):
-    """‖new − own‖ / ‖own‖ of each site's output on the original model's queries, keys and values."""
+def site_error(model, swaps, inputs):
+    """The mean of ‖new − own‖ / ‖own‖ of each site's output on the original model's queries, keys and values."""
     errors = []
-    for reached in hooks.survey(model, fed):
+    for reached in hooks.survey(model, inputs):
         own, new = (attend(reached.call, kernel).double() for kernel in (OWN, swaps[reached.site].kernel))
         errors.append(float((new - own).norm() / own.norm()))
-    return torch.tensor(errors)
+    return sum(errors) / len(errors)
 
 
 @pytest.mark.parametrize("name", ["demo", "minilm", "llama"])
@@ -277,13 +241,12 @@ def test_a_fitted_origin_brings_rbf_nearer_on_unseen_text(name, demo):
     sites = sites_of(model.model, held_out)
     plain = dict.fromkeys(sites, hooks.Replacement(parsed("rbf")))
     fitted = fit(SwapSetup(model, sites, plain), calibrated, quiet)
-    before, after = (site_errors(model.model, swaps, held_out) for swaps in (plain, fitted))
-    assert after.mean() < 0.97 * before.mean()
+    assert site_error(model.model, fitted, held_out) < 0.97 * site_error(model.model, plain, held_out)
     assert all(swap.kernel.fitted["origin"].abs().max() > 0 for swap in fitted.values())
 
 
 def test_a_fitted_rbf_costs_less_than_a_plain_one(demo):
-    swap = swap_kernel(demo, "rbf", fit=True, windows=8, length=48, **BARE).swap
+    swap = swap_kernel(demo, "rbf", fit=True, windows=8, length=32, **BARE).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "fitted"]
     plain, fitted = swap.stages
     assert fitted.loss.after < plain.loss.after
@@ -323,15 +286,15 @@ def test_the_divergence_of_a_fit_counts_the_weight_of_a_sink():
     for index, share in enumerate(SHARES):
         new = rows((8.0 + share * (2.0 - 8.0)) * cosine)
         kl = torch.where(own > 0, own * (own.clamp_min(1e-300).log() - new.clamp_min(1e-300).log()), 0.0)
-        torch.testing.assert_close(search.divergence[index], kl.sum((0, 2, 3)), rtol=1e-4, atol=1e-5)
+        assert_close(search.divergence[index], kl.sum((0, 2, 3)), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(search.divergence[index], kl[..., :-1].sum((0, 2, 3)), rtol=0.05)
 
 
 # --- trained numbers --------------------------------------------------------------------------------------------------
-
 ALL = slice(None)
 BERT, LLAMA = "bert.encoder.layer.1.attention.self", "model.layers.{}.self_attn"
 BART, ALBERT = "model.decoder.layers.0.encoder_attn", "albert.encoder.albert_layer_groups.0.albert_layers.0.attention"
+NEOX = "gpt_neox.layers.{}.attention.query_key_value.weight"
 
 
 def of_head(head, size=10, start=0):
@@ -343,7 +306,6 @@ def llama(queries, keys):
     return masks | ({f"{LLAMA}.k_proj.weight": ((20, 48), [(part, ALL) for part in keys])} if keys else {})
 
 
-NEOX = "gpt_neox.layers.{}.attention.query_key_value.weight"
 MASKS = [  # family, swapped heads and layers, trained rows and columns by weight
     ("gpt2", None, None, {PATH: ((40, 120), [(ALL, slice(80))])}),
     ("gpt2", (1, 3), None, {PATH: ((40, 120), [(ALL, of_head(head, start=at)) for head in (1, 3) for at in (0, 40)])}),
@@ -368,7 +330,7 @@ def test_only_queries_and_keys_of_swapped_heads_are_trained(name, heads, layers,
     inputs = families.inputs(name, model)
     sites = sites_of(model, inputs)
     chosen = [site for site in sites if layers is None or site.layer in layers]
-    masks = trainable(model, sites, dict.fromkeys(chosen, hooks.Replacement(parsed("rbf"), heads)), inputs)
+    masks = healing.trainable(model, sites, dict.fromkeys(chosen, hooks.Replacement(parsed("rbf"), heads)), inputs)
     assert masks.keys() == {path.format(layer) for path in expected for layer in (0, 1)}
     for path, (size, parts) in expected.items():
         mask = torch.zeros(size)
@@ -378,7 +340,7 @@ def test_only_queries_and_keys_of_swapped_heads_are_trained(name, heads, layers,
 
 
 def test_only_swapped_heads_differ_after_healing(demo):
-    before = state_of(demo.model)
+    before = copy.deepcopy(demo.model.state_dict())
     healer, _ = heal(demo, "rbf", (0, 5))
     columns = torch.zeros(384, dtype=torch.bool)
     for head in (0, 5):
@@ -390,49 +352,40 @@ def test_only_swapped_heads_differ_after_healing(demo):
     assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
 
 
-CASES = [
-    ("rbf", "origin", 0.0, None),
-    ("cosine:beta=5", "beta_of_head", 5.0, (0, 5)),
-    pytest.param("polynomial:offset=2", "offset_of_head", 2.0, None, marks=pytest.mark.full),
+TRAINED = [  # kernel, its parameter, the typed value (None: fitted), swapped heads, shape of the parameter
+    ("rbf", "origin", 0.0, None, (8, 16)),
+    ("cosine:beta=5", "beta_of_head", 5.0, (0, 5), (2,)),
+    pytest.param("polynomial:offset=2", "offset_of_head", 2.0, None, (8,), marks=pytest.mark.full),
+    ("rbf", "origin", None, None, (8, 16)),
+    pytest.param("rank:1", "query_map", None, None, None, marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize(("words", "name", "typed", "heads"), CASES)
-def test_parameters_that_were_not_fitted_are_trained_from_their_typed_value(demo, words, name, typed, heads):
-    healer, record = heal(demo, words, heads, steps=16)
-    count = len(heads or range(8))
+@pytest.mark.parametrize(("words", "name", "typed", "heads", "shape"), TRAINED)
+def test_fitted_or_typed_parameters_are_trained_with_the_weights(demo, words, name, typed, heads, shape):
+    few = typed is not None
+    healer, record = heal(demo, words, heads, fitted=not few, steps=6 if few else 24, sequences=16 if shape else 64)
     for site, swap in healer.healed_swaps().items():
         start = healer.swaps[site].kernel.fitted[name]
-        assert start.shape == ((count, 16) if name == "origin" else (count,))
-        assert (start == typed).all()
+        assert swap.kernel.fitted[name].shape == start.shape
+        assert shape is None or start.shape == shape
+        assert typed is None or (start == typed).all()
         assert not torch.equal(swap.kernel.fitted[name], start.float())
-    assert record.parameters == 4 * (count * 2 * 16 * 128 + start.numel())
-    plain = dict.fromkeys(healer.sites, hooks.Replacement(parsed(words), heads))
+    trained = start.numel() if shape else 8 * 2 * 16
+    assert record.parameters == 4 * (len(heads or range(8)) * 2 * 16 * 128 + trained)
+    if typed is None:
+        assert min(step.validation for step in record.curve) < 0.97 * record.curve[0].validation
+        return
     fed = texts.batches(demo, BOOK, texts.Cut(tokens=16, sequences=2)).batches[0].inputs
     unhealed = []
-    for swaps in (plain, healer.swaps):
+    for swaps in (dict.fromkeys(healer.sites, hooks.Replacement(parsed(words), heads)), healer.swaps):
         with hooks.replace(demo.model, healer.sites, swaps):
             unhealed.append(outputs(demo.model, fed))
     assert apart(*unhealed) < 1e-5, "the same kernel before training"
 
 
-@pytest.mark.parametrize(
-    ("words", "name"), [("rbf", "origin"), pytest.param("rank:1", "query_map", marks=pytest.mark.full)]
-)
-def test_fitted_parameters_are_trained_with_the_weights(demo, words, name):
-    healer, record = heal(demo, words, fitted=True, steps=24, sequences=64 if name == "query_map" else 16)
-    for site, swap in healer.healed_swaps().items():
-        start = healer.swaps[site].kernel.fitted[name]
-        assert swap.kernel.fitted[name].shape == start.shape
-        assert not torch.equal(swap.kernel.fitted[name], start.float())
-    assert record.parameters == 4 * (128 * 256 + (8 * 16 if name == "origin" else 8 * 2 * 16))
-    distances = [step.validation for step in record.curve]
-    assert min(distances) < 0.97 * distances[0]
-
-
 def test_small_changes_of_bfloat16_weights_add_up(demo):
-    half = replace(demo, model=copy.deepcopy(demo.model).bfloat16())
-    healer, fed = prepared(half)
+    healer, fed = prepared(replace(demo, model=copy.deepcopy(demo.model).bfloat16()))
     optimiser = adamw(healer.leaves, 1e-6)
     before = {name: part.value.clone() for name, part in healer.weights.items()}
     for _ in range(3):
@@ -455,39 +408,28 @@ def test_a_low_rank_change_is_its_product_within_the_mask(demo):
     assert torch.equal(part.value, start), "unchanged at first"
     with torch.no_grad():
         part.change.normal_()
-    torch.testing.assert_close(part.value, start + part.change.detach() @ part.right.detach().mT * mask)
+    assert_close(part.value, start + part.change.detach() @ part.right.detach().mT * mask)
     assert torch.linalg.matrix_rank((part.value - start)[:4, 2:].detach()) == 2
     assert torch.equal(part.value[mask == 0], start[mask == 0])
     assert (part.count, Trained.of(start, mask).count) == (2 * (4 + 6), 24)
     healers = [prepared(demo, rank=2, seed=seed)[0] for seed in (0, 0, 1)]
     assert healers[0].count == 4 * (2 * (128 + 256) + 8 * 16)
-    first, again, other = (healer.weights for healer in healers)
-    drawn = [part.right for part in first.values()]
-    assert len({part.shape for part in drawn}) == 1
-    assert not any(torch.equal(one, two) for one, two in itertools.combinations(drawn, 2)), "each weight has its own V"
-    assert all(torch.equal(first[name].right, again[name].right) for name in first)
-    assert not any(torch.equal(first[name].right, other[name].right) for name in first)
+    first, again, other = ([part.right for part in healer.weights.values()] for healer in healers)
+    assert len({part.shape for part in first}) == 1
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(first, 2)), "each weight has its own V"
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, other))
 
 
-def test_a_low_rank_healing_trains_few_directions_of_queries_and_keys(demo):
-    before = state_of(demo.model)
-    healer, _ = heal(demo, rank=2)
-    for name, value in healer.values().items():
-        change = (value - before[name]).double()
-        values = torch.linalg.svdvals(change[:, :256])
-        assert values[2] < 1e-3 * values[1], "two directions and no more"
-        assert not change[:, 256:].any()
-
-
-@pytest.mark.full
-def test_a_low_rank_healing_is_saved_in_the_weights(demo, tmp_path):
-    swap = attnlens.heal(demo, "rbf", train=40, rank=4, save=tmp_path / "model", **READ).swap
-    assert (swap.healing.rank, swap.healing.parameters) == (4, 4 * (4 * (128 + 256) + 8 * 16))
-    assert swap.stages[-1].kl < 0.95 * swap.stages[0].kl
+@pytest.mark.parametrize(("rank", "steps"), [(2, 16), pytest.param(4, 40, marks=pytest.mark.full)])
+def test_a_low_rank_healing_trains_few_directions_of_queries_and_keys_and_saves_them(demo, tmp_path, rank, steps):
+    swap = attnlens.heal(demo, "rbf", train=steps, rank=rank, save=tmp_path / "model", **READ).swap
+    assert (swap.healing.rank, swap.healing.parameters) == (rank, 4 * (rank * (128 + 256) + 8 * 16))
+    assert steps < 40 or swap.stages[-1].kl < 0.95 * swap.stages[0].kl
     own, saved = demo.model.state_dict(), load_file(tmp_path / "model" / "model.safetensors")
     for name in map(PATH.format, range(4)):
         values = torch.linalg.svdvals((saved[name].double() - own[name].double())[:, :256])
-        assert values[4] < 1e-3 * values[0], "no more than four directions"
+        assert values[rank] < 1e-3 * values[rank - 1], "so many directions and no more"
         assert torch.equal(saved[name][:, 256:], own[name][:, 256:])
     attnlens.load_swapped(tmp_path / "model").close()
 
@@ -511,21 +453,20 @@ def test_shared_latents_are_trained_as_one(words):
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["demo", "llama", "bert", "falcon"])
 def test_transfer_of_a_kernel_to_itself_has_no_loss(demo, name):
     """falcon computes its attention without an attention function."""
     model, task = (demo if name == "demo" else family(name)), "masked" if name == "bert" else "causal"
-    own, fed = prepared(model, "exponential", task=task)
-    assert transfer(own, fed.batches[0].inputs) == pytest.approx(0, abs=1e-12)
+    (own, fed), (other, _) = (prepared(model, words, task=task) for words in ("exponential", "rbf"))
+    inputs = fed.batches[0].inputs
+    assert transfer(own, inputs) == pytest.approx(0, abs=1e-12)
     assert all(leaf.grad.abs().max() < 1e-6 for leaf in own.leaves if leaf.grad is not None)
-    other, _ = prepared(model, "rbf", task=task)
-    assert transfer(other, fed.batches[0].inputs) > 1e-3, "the control"
+    loss = transfer(other, inputs)
+    assert loss > 1e-3, "the control"
     assert all(leaf.grad.abs().max() > 1e-6 for leaf in other.leaves)
-    each = transfer_errors(other, fed.batches[0].inputs)
+    each = healing.transfer_errors(other, inputs)
     assert each.shape == (8,)
-    assert float(each.mean()) == pytest.approx(transfer(other, fed.batches[0].inputs), rel=1e-5)
+    assert float(each.mean()) == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["demo", "llama"])
@@ -555,7 +496,7 @@ def test_transfer_and_its_gradient_are_those_of_a_plain_computation_in_float64(d
     assert values[0] == pytest.approx(naive, rel=1e-6)
     for (path, part), gradient in zip(healer.weights.items(), ours, strict=False):
         expected = leaves[path].grad * part.mask
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(("steps", "share"), [(20, 0.9), pytest.param(30, 0.6, marks=pytest.mark.full)])
@@ -575,50 +516,43 @@ def test_transfer_reduces_the_whole_models_distance_more_than_as_many_steps_of_t
 def test_two_batches_of_four_make_the_step_of_one_of_eight(demo, stage):
     healer, fed = prepared(demo)
     whole = [Fed(fed.batches[0].inputs, None)]
-    halves, per_step = cut_parts(whole, 4)
+    halves, per_step = pipeline.cut_parts(whole, 4)
     assert (len(halves), per_step) == (2, 1)
-    assert cut_parts(whole, 16) == (whole, 2)
+    assert pipeline.cut_parts(whole, 16) == (whole, 2)
     optimiser = torch.optim.SGD(healer.leaves, lr=0.0)
     one, two, half = (
         gradients(healer, lambda parts=parts: descend(healer, optimiser, parts, stage, 0.0))
         for parts in (whole, halves, halves[:1])
     )
-    for first, second in zip(one, two, strict=True):
-        assert float((first - second).norm()) < 1e-4 * float(first.norm())
+    assert all((first - second).norm() < 1e-4 * first.norm() for first, second in zip(one, two, strict=True))
     assert float((half[0] - one[0]).norm()) > 2 * float((two[0] - one[0]).norm()), "the control"
 
 
 def test_checkpointing_gives_the_same_gradient(demo):
-    plain, fed = prepared(demo)
-    again, _ = prepared(demo, checkpointing=True)
+    (plain, fed), (again, _) = (prepared(demo, checkpointing=checkpointing) for checkpointing in (False, True))
     assert len(again.blocks) == 4
     one, two = (gradients(h, lambda h=h: h.descend(fed.batches[0].inputs, None, 1.0)) for h in (plain, again))
-    for first, second in zip(one, two, strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-8)
+    assert_close(one, two, rtol=1e-5, atol=1e-8)
     assert not any("forward" in vars(block) for block in again.blocks), "the model is as it was"
 
 
 # --- healing ----------------------------------------------------------------------------------------------------------
-
-
 def test_healing_brings_the_demo_nearer(demo):
-    swap = attnlens.heal(demo, "rbf", train=60, seed=1, **READ).swap
+    swap = attnlens.heal(demo, "rbf", train=32, seed=1, **READ).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
     swapped, healed = swap.stages
     assert healed.loss.before == swapped.loss.before
     assert healed.loss.after < swapped.loss.after - 0.1
     assert healed.kl < 0.7 * swapped.kl
     assert (swap.loss, swap.kl) == (healed.loss, healed.kl)
-    curve, best = swap.healing.curve, swap.healing.best
+    curve = swap.healing.curve
     assert [step.step for step in curve] == sorted(step.step for step in curve)
     assert curve[0].step == 0
-    least = min(step.validation for step in curve)
-    assert least < 0.7 * curve[0].validation
-    (chosen,) = (step for step in curve if step.step == best)
-    assert chosen.validation == least
+    (chosen,) = (step for step in curve if step.step == swap.healing.best)
+    assert chosen.validation == min(step.validation for step in curve) < 0.7 * curve[0].validation
     assert curve[0].loss == pytest.approx(swapped.loss.after, rel=1e-5)
     assert chosen.loss == pytest.approx(healed.loss.after, rel=1e-5)
-    assert swap.healing.steps == 60
+    assert swap.healing.steps == 32
     assert swap.healing.parameters == 4 * (128 * 2 * 128 + 8 * 16), "W_Q, W_K and an origin for each head"
 
 
@@ -629,8 +563,7 @@ def test_other_families_heal(name, task):
     _, record = heal(family(name), task=task, steps=24)
     assert min(step.validation for step in record.curve) < 0.97 * record.curve[0].validation
     if name == "bert":
-        swap = attnlens.heal(headless(), train=8, **READ).swap
-        swapped, healed = swap.stages
+        swapped, healed = attnlens.heal(headless(), train=8, **READ).swap.stages
         assert healed.hidden_cosine > swapped.hidden_cosine, "a headless model"
 
 
@@ -650,14 +583,13 @@ def test_the_models_own_kernel_has_nothing_to_heal(demo):
 
 def test_tokens_and_seconds_end_a_healing(demo):
     short = {"windows": 4, "length": 16, "batch_size": 4, "layers": [0]} | BARE
-    record = attnlens.heal(demo, "rbf", train="0.3ktok", **short).swap.healing
-    assert record.tokens < 300 + 16, "16 tokens per step"
-    assert record.tokens >= 300 or any(stage.stopped for stage in record.stages)
-    assert record.tokens == sum(stage.tokens for stage in record.stages) == record.curve[-1].tokens
-    assert (record.amount, record.batch) == ("300 tokens", 1)
-    record = attnlens.heal(demo, "rbf", train="1s", **short).swap.healing
-    assert 1 <= record.seconds < 30
-    assert record.tokens > 0
+    tokens, seconds = (attnlens.heal(demo, "rbf", train=train, **short).swap.healing for train in ("0.3ktok", "0.3s"))
+    assert tokens.tokens < 300 + 16, "16 tokens per step"
+    assert tokens.tokens >= 300 or any(stage.stopped for stage in tokens.stages)
+    assert tokens.tokens == sum(stage.tokens for stage in tokens.stages) == tokens.curve[-1].tokens
+    assert (tokens.amount, tokens.batch) == ("300 tokens", 1)
+    assert 0.3 <= seconds.seconds < 30
+    assert seconds.tokens > 0
 
 
 def test_stages_end_early_if_nothing_improves(demo, monkeypatch):
@@ -678,38 +610,34 @@ def test_stages_end_early_if_nothing_improves(demo, monkeypatch):
 def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
     tried = [HealingRate(rate=rate, validation=1.0) for rate in (0.05, 0.1)]
     monkeypatch.setattr(pipeline, "choose_rate", lambda *_: (0.1, tried))
-    _, record = heal(demo, steps=40)
-    assert record.curve[1].validation > record.curve[0].validation
+    _, record = heal(demo, steps=24)
+    first, second, *_ = distances = [step.validation for step in record.curve]
+    assert second > first > min(distances)
     assert record.stages[0].lowered_from == 0.1
     assert record.stages[0].learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
     assert record.best > 0
-    assert min(step.validation for step in record.curve) < record.curve[0].validation
     monkeypatch.setattr(pipeline, "SLOWER", 1.0)
-    _, stubborn = heal(demo, steps=40)
-    assert stubborn.best == 0, "the control: the same steps again improve nothing"
+    assert heal(demo, steps=24)[1].best == 0, "the control: the same steps again improve nothing"
 
 
 def test_the_learning_rate_rises_over_a_tenth_of_the_steps_and_falls_along_a_cosine():
-    assert shape(1, 1 / 20, 20) == pytest.approx(1.0, abs=0.02)
-    assert shape(0, 0, 200) < 0.1 < 0.9 < shape(19, 19 / 200, 200)
-    assert shape(199, 199 / 200, 200) < 0.03
+    assert pipeline.shape(1, 1 / 20, 20) == pytest.approx(1.0, abs=0.02)
+    assert pipeline.shape(0, 0, 200) < 0.1 < 0.9 < pipeline.shape(19, 19 / 200, 200)
+    assert pipeline.shape(199, 199 / 200, 200) < 0.03
 
 
-def test_the_same_seed_heals_alike_and_another_otherwise(demo):
-    first, again, other = (heal(demo, steps=4, seed=seed)[1] for seed in (0, 0, 1))
-    assert (first.curve, first.best) == (again.curve, again.best)
-    assert first.curve[-1].validation != other.curve[-1].validation
-    assert first.tokens == 4 * 4 * 16
-
-
-def test_the_evaluation_loss_chooses_nothing(demo):
+def test_a_healing_depends_on_its_seed_and_never_on_the_evaluation_loss(demo):
     lying = map(float, itertools.count())
-    honest, _ = heal(demo)
-    other, record = heal(demo, evaluate=lambda: next(lying))
-    measured = [step.step for step in record.curve if step.loss is not None]
-    assert (measured[0], measured[-1]) == (0, record.curve[-1].step)
-    assert len(set(measured) - {record.best}) <= len(pipeline.DRAWN)
+    (honest, first), (other, again), (_, of_seed_1) = (
+        heal(demo, **options) for options in ({}, {"evaluate": lambda: next(lying)}, {"seed": 1})
+    )
+    assert first.tokens == 6 * 4 * 16
+    assert (first.best, first.curve) == (again.best, [step.model_copy(update={"loss": None}) for step in again.curve])
     assert all(torch.equal(value, other.values()[name]) for name, value in honest.values().items())
+    measured = [step.step for step in again.curve if step.loss is not None]
+    assert (measured[0], measured[-1]) == (0, again.curve[-1].step)
+    assert len(set(measured) - {again.best}) <= len(pipeline.DRAWN)
+    assert first.curve[-1].validation != of_seed_1.curve[-1].validation
 
 
 def test_weights_are_restored_after_an_error(demo):
@@ -726,14 +654,13 @@ def test_weights_are_restored_after_an_error(demo):
 
 
 def test_a_healing_on_text_has_a_control_that_is_trained_as_long(demo):
-    swap = attnlens.heal(demo, "rank:6", train=8, learn="text", control=True, **READ).swap
-    control, record = swap.healing.control, swap.healing
-    assert record.goal == "text"
-    assert control.tokens == record.tokens
-    assert control.loss.before == pytest.approx(swap.stages[0].loss.before)
-    assert control.ratio == pytest.approx(math.exp(swap.stages[-1].loss.after - control.loss.after), rel=1e-6)
+    swap = attnlens.heal(demo, "rank:6", train=2, learn="text", control=True, **READ).swap
+    (swapped, healed), record, control = swap.stages, swap.healing, swap.healing.control
+    assert (swapped.name, healed.name) == ("swapped", "healed")
+    assert (record.goal, record.tokens) == ("text", control.tokens)
+    assert control.loss.before == pytest.approx(swapped.loss.before)
+    assert control.ratio == pytest.approx(math.exp(healed.loss.after - control.loss.after), rel=1e-6)
     assert control.ratio_ci95[0] < control.ratio < control.ratio_ci95[1]
-    assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
 
 
 class Planted:
@@ -764,7 +691,7 @@ def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(mo
         optimiser = adamw(planted.leaves, rate)
         for _ in range(8):
             descend(planted, optimiser, fed, "whole", rate)
-        return measure_distances(planted, fed).mean
+        return healing.measure_distances(planted, fed).mean
 
     assert left(rate) < 0.5 * min(left(rate / 100), left(rate * 100))
 
@@ -773,32 +700,30 @@ def test_a_fall_counts_only_beyond_its_paired_interval():
     torch.manual_seed(0)
     start, counts = 1 + torch.rand(16, dtype=torch.float64), torch.full((16,), 100.0, dtype=torch.float64)
     noise = 0.02 * torch.randn(16, dtype=torch.float64)
-    before = Distances(start, counts)
-    assert Distances(start - 0.05 + noise, counts).falls_from(before), "paired: far less than their spread"
+    before = healing.Distances(start, counts)
+    assert healing.Distances(start - 0.05 + noise, counts).falls_from(before), "paired: far less than their spread"
     for other in (start - 0.001 + noise, start + 0.05 + noise, start * math.nan):
-        assert not Distances(other, counts).falls_from(before)
-    few = [Distances(part.each[:4], counts[:4]) for part in (before, Distances(start - 0.001 + noise.abs(), counts))]
+        assert not healing.Distances(other, counts).falls_from(before)
+    few = [healing.Distances(each[:4], counts[:4]) for each in (start, start - 0.001 + noise.abs())]
     assert few[0].falls_from(few[1]) == (few[0].mean < few[1].mean), "of four sequences the fall itself counts"
-    assert math.isinf(Distances(start * math.nan, counts).mean)
+    assert math.isinf(healing.Distances(start * math.nan, counts).mean)
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
-
-
 def stop(monkeypatch, at):
     """Interrupt after so many training steps."""
-    advance = Descent.advance
+    advance = pipeline.Descent.advance
 
     def interrupted(self):
         if self.step == at:
             raise KeyboardInterrupt
         return advance(self)
 
-    monkeypatch.setattr(Descent, "advance", interrupted)
+    monkeypatch.setattr(pipeline.Descent, "advance", interrupted)
 
 
 def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path):
-    before = state_of(demo.model)
+    before = copy.deepcopy(demo.model.state_dict())
     stop(monkeypatch, 12)
     with pytest.raises(Interrupted) as interruption:
         attnlens.heal(demo, "rbf", train=20, save=tmp_path / "model", **READ)
@@ -817,34 +742,20 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
 
 def test_the_program_reports_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
     stop(monkeypatch, 12)
-    words = ["heal", "demo", "--train", "20", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
-    assert exit_code([*words, "--work", str(tmp_path / "work"), "--json", str(tmp_path / "r.json")]) == 130
+    words = [*COMMAND, "--train", "20", "--work", str(tmp_path / "work"), "--json", str(tmp_path / "r.json")]
+    assert exit_code(words) == 130
     assert list((tmp_path / "work").glob("*/*/heal-*.safetensors")), "its state stays"
     record = read_report(tmp_path / "r.json").swap.healing
-    assert record.curve[-1].step == 10
-    assert record.interrupted
+    assert (record.curve[-1].step, bool(record.interrupted)) == (10, True)
     assert any("done, interrupted, best step" in line for line in healing_lines(record, "nats"))
 
 
 @pytest.mark.full
 def test_a_process_that_is_interrupted_reports_its_healing(tmp_path):
     work, report = tmp_path / "work", tmp_path / "r.json"
-    words = [
-        "heal",
-        "demo",
-        "--kernel",
-        "rbf",
-        "--train",
-        "4000",
-        "--windows",
-        "4",
-        "--length",
-        "16",
-        "--batch-size",
-        "4",
-    ]
+    words = [*COMMAND, "--kernel", "rbf", "--train", "4000", "--quiet", "--work", work, "--json", report]
     run = subprocess.Popen(
-        [forkserver.commands() / "attnlens", *words, "--no-progress", "--quiet", "--work", work, "--json", report],
+        [forkserver.commands() / "attnlens", *words],
         stderr=subprocess.PIPE,
         text=True,
         # a test run in the background inherits ignored interruptions, and would pass them on

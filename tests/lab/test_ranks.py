@@ -4,11 +4,11 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import families
 import pytest
 import torch
-import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import BARE, apart, family, grouped, loaded, outputs, sites_of
@@ -29,11 +29,11 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
 from attnlens.models.texts.targets import feed
 from attnlens.records import Pair, Rise, read_plan
+from attnlens.report import export
 from attnlens.report.pictures.swaps import budget_note
 from attnlens.report.report import read_report
 from attnlens.report.sections.plans import numbers_kept, plan_lines, plan_rows
 from attnlens.runs.swap import fit as fit_module
-from attnlens.runs.swap.fit import output_metrics
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -48,31 +48,31 @@ def quiet(_amount):
 
 def bases(setup, fed):
     """The directions of every swapped site, in the form that its kernel names."""
-    form = next(iter(setup.swaps.values())).kernel
-    return fit_forms(SwapSetup(setup.loaded, setup.sites, setup.swaps), [form], [("", f) for f in fed], quiet)[
-        form.spelling
-    ][None]
+    form, batches = next(iter(setup.swaps.values())).kernel, [("", each) for each in fed]
+    return fit_forms(SwapSetup(setup.loaded, setup.sites, setup.swaps), [form], batches, quiet)[form.spelling][None]
 
 
 @pytest.fixture(scope="module")
-def progress():
-    """The (done, total) that the search of `report` reported."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def report(demo, progress):
-    """The plan of 3 % for `demo`, on other windows of its own text."""
+def progress_and_report(demo):
+    """The plan of 3 % for `demo`, on other windows of its own text, and the (done, total) of its search."""
+    progress = []
+    note = lambda stage, *counts: progress.append(counts) if stage == "budget" else None  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SEQUENCES", 96)
-        note = lambda stage, *counts: progress.append(counts) if stage == "budget" else None  # noqa: E731
-        return attnlens.find_ranks(demo, budget="loss:3%", progress=note, **SMALL)
+        patch.setattr(search, "DEFAULT_WINDOWS", 1)
+        return progress, attnlens.find_ranks(demo, budget="loss:3%", progress=note, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def report(progress_and_report):
+    return progress_and_report[1]
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Fit and choose on little text."""
     monkeypatch.setattr(search, "SEQUENCES", 48)
+    monkeypatch.setattr(search, "DEFAULT_WINDOWS", 1)
 
 
 def batches_of(model, sequences=8, tokens=32, **more):
@@ -93,23 +93,21 @@ def budgeting(model, *, layers=None):
 
 
 # --- exact ranks, and sensitivities -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["demo", "gemma2", "gpt_oss"])
 def test_full_rank_is_the_model_itself(name, demo):
     """With a softcap (Gemma 2), sinks (gpt-oss) and groups too."""
     model = demo if name == "demo" else grouped(name)
-    setup, fed = budgeting(model), feed(model, batches_of(model), "causal", 0)
-    setup.bases = bases(setup, fed)
-    own = outputs(model.model, fed[0].inputs)
-
-    def change(rank_of):
-        ranks = {site: [rank_of(basis.latents.head_dim)] * len(basis.kv_heads) for site, basis in setup.bases.items()}
+    setup, (fed, *_) = budgeting(model), feed(model, batches_of(model), "causal", 0)
+    setup.bases = bases(setup, [fed])
+    changes = []
+    for full in (True, False):
+        heads = {site: (len(basis.kv_heads), basis.latents.head_dim) for site, basis in setup.bases.items()}
+        ranks = {site: [head_dim if full else 1] * count for site, (count, head_dim) in heads.items()}
         with hooks.replace(model.model, setup.sites, setup.build_swaps(ranks)):
-            return apart(own, outputs(model.model, fed[0].inputs))
-
-    assert change(lambda full: full) <= 1e-5
-    assert change(lambda _: 1) > 1e-3, "the control"
+            changes.append(outputs(model.model, fed.inputs))
+    own = outputs(model.model, fed.inputs)
+    assert apart(own, changes[0]) <= 1e-5
+    assert apart(own, changes[1]) > 1e-3, "the control"
 
 
 def test_all_directions_of_a_basis_are_the_identity_and_each_key_head_has_its_own_rank():
@@ -139,12 +137,12 @@ def test_sensitivities_are_the_second_moments_of_a_naive_softmax_over_queries():
     model = grouped()
     model.model.requires_grad_(False)
     setup, fed = budgeting(model), feed(model, batches_of(model, sequences=2, tokens=9), "causal", 0)
-    found = bases(setup, fed)
-    ours = sensitivities(replace(setup, seed=3), found, fed, quiet)
+    fitted = bases(setup, fed)
+    ours = sensitivities(replace(setup, seed=3), fitted, fed, quiet)
     assert not any(weight.requires_grad or weight.grad is not None for weight in model.model.parameters())
     calls, answers, loss, drawn = sampled(model, setup.sites, fed[0], 3)
     gradients = dict(zip(answers, torch.autograd.grad(loss, list(answers.values())), strict=True))
-    for site, basis in found.items():
+    for site, basis in fitted.items():
         expected = torch.zeros(2, 11, dtype=torch.float64)
         call, output, gradient = calls[site], answers[site].detach().double(), gradients[site].double()
         for sequence, head, i in itertools.product(range(2), range(6), range(9)):
@@ -172,16 +170,16 @@ def test_ranks_between_levels_are_interpolated():
     assert len(nested_steps(between.double())) == 16, "no step ends between two levels"
 
 
-def of_logits(setup, found, batches, progress):
+def of_logits(setup, fitted, batches, progress):
     """Sensitivity by the logits' gradient: ½ Σ_i (Σ_{l>r} ⟨q_i, a_l⟩⟨b_l, g_i⟩)², g_i = ∂loss/∂q_i."""
-    totals = {site: torch.zeros(len(basis.kv_heads), basis.latents.head_dim + 1) for site, basis in found.items()}
+    totals = {site: torch.zeros(len(basis.kv_heads), basis.latents.head_dim + 1) for site, basis in fitted.items()}
     count = 0
     for fed in batches:
         calls, _, loss, drawn = sampled(setup.loaded, setup.sites, fed, setup.seed)
         count += drawn
-        for site, slope in zip(found, torch.autograd.grad(loss, [calls[site].query for site in found]), strict=True):
+        for site, slope in zip(fitted, torch.autograd.grad(loss, [calls[site].query for site in fitted]), strict=True):
             query = calls[site].query.detach().double()
-            lost = (query @ found[site].latents.query_map) * (slope.double() @ found[site].latents.key_map)
+            lost = (query @ fitted[site].latents.query_map) * (slope.double() @ fitted[site].latents.key_map)
             totals[site][:, :-1] += lost.flip(-1).cumsum(-1).flip(-1).square().sum((0, 2))
     return {site: total / (2 * count) for site, total in totals.items()}
 
@@ -208,7 +206,6 @@ def test_a_saturated_head_that_is_needed_keeps_its_directions(demo, monkeypatch,
 
 
 # --- nested plans -----------------------------------------------------------------------------------------------------
-
 any_costs = st.lists(st.floats(0, 10), min_size=5, max_size=5).map(lambda costs: [*costs, 0.0])
 """Costs need not fall with more directions: one wrong direction can be worse than none."""
 
@@ -250,47 +247,44 @@ def test_a_head_of_rank_four_gets_no_more_than_four(demo):
 
 
 # --- the promise ------------------------------------------------------------------------------------------------------
-
-
 def check_promise(report, budget):
     plan = report.plan
     assert plan.mean_rank < 0.6 * plan.head_dim, "a plan that cuts nothing promises nothing"
     assert plan.estimated.bound(search.MARGIN) <= plan.budget == budget
     assert plan.promised.high <= budget
-    low, high = plan.measured.ci95
-    assert low <= plan.promised.share <= high
+    assert plan.measured.ci95[0] <= plan.promised.share <= plan.measured.ci95[1]
     assert plan.within_budget
-    smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
+    smaller = [step.rise.bound(search.MARGIN) for step in plan.steps if step.mean_rank < plan.mean_rank]
     assert smaller
-    assert all(step.rise.bound(search.MARGIN) > budget for step in smaller), "every smaller plan tried is too dear"
+    assert min(smaller) > budget, "every smaller plan tried is too dear"
     assert plan.estimated in [step.rise for step in plan.steps]
     assert plan.measured.share == pytest.approx(report.swap.loss.after / report.swap.loss.before - 1)
 
 
-def test_a_plan_is_within_its_budget_on_each_part_of_the_text(report):
+def windows_of(plan):
+    """The windows that fit, choose and promise, and those that are evaluated."""
+    return [part[0].windows for part in (plan.fitted_on, plan.chosen_on, plan.promised_on, plan.settings.texts)]
+
+
+def test_a_plan_is_within_its_budget_on_each_part_of_the_text_and_no_window_is_used_twice(report):
     check_promise(report, 0.03)
-
-
-@pytest.mark.full
-def test_a_plan_of_one_per_cent_on_the_whole_text(demo):
-    """All windows are read once: 34 fit, 33 choose, 33 promise, 32 are evaluated."""
-    found = attnlens.find_ranks(demo, budget="loss:1%", **BARE)
-    check_promise(found, 0.01)
-    plan = found.plan
-    parts = [part[0].windows for part in (plan.fitted_on, plan.chosen_on, plan.promised_on, plan.settings.texts)]
-    assert [len(part) for part in parts] == [34, 33, 33, 32]
-    assert len(set().union(*parts)) == plan.promised_on[0].available == 132
-
-
-def test_no_window_is_used_twice(report):
-    plan = report.plan
-    parts = [part[0].windows for part in (plan.fitted_on, plan.chosen_on, plan.promised_on, plan.settings.texts)]
+    plan, parts = report.plan, windows_of(report.plan)
     assert [len(part) for part in parts] == [32, 32, 32, 16]
     assert len(set().union(*parts)) == sum(map(len, parts))
     (calibration,) = plan.settings.calibrations
     assert calibration.windows == sorted(itertools.chain(*parts[:3]))
     assert (plan.estimated.sequences, plan.promised.sequences) == (32, 32)
     assert all(max(part) - min(part) > 0.75 * calibration.available for part in parts), "spread over the whole text"
+
+
+@pytest.mark.full
+def test_a_plan_of_one_per_cent_on_the_whole_text(demo):
+    """All windows are read once: 34 fit, 33 choose, 33 promise, 32 are evaluated."""
+    report = attnlens.find_ranks(demo, budget="loss:1%", **BARE)
+    check_promise(report, 0.01)
+    parts = windows_of(report.plan)
+    assert [len(part) for part in parts] == [34, 33, 33, 32]
+    assert len(set().union(*parts)) == report.plan.promised_on[0].available == 132
 
 
 @pytest.mark.parametrize(("placement", "pack"), [("spread", True), ("first", False), ("random", True)])
@@ -327,28 +321,29 @@ def test_rises_are_those_of_a_loop_over_windows(demo, report):
         assert float(after[text.windows].mean() / own[text.windows].mean()) - 1 == pytest.approx(rise.share, abs=1e-6)
 
 
-def test_the_promising_part_chooses_nothing(demo):
+def test_the_promising_part_chooses_nothing_and_a_larger_budget_buys_smaller_ranks(demo):
     fitting, choosing, promising = cut_parts(demo)
-    first, other, swapped = (
-        budgeting(demo, layers=[0, 2]).choose(fitting, *parts, Budget("loss", 0.02))
-        for parts in ((choosing, promising), (choosing, fitting), (promising, choosing))
+    first, other, swapped, of_less = (
+        budgeting(demo, layers=[0, 2]).choose(fitting, *parts, Budget("loss", share))
+        for *parts, share in (
+            (choosing, promising, 0.02),
+            (choosing, fitting, 0.02),
+            (promising, choosing, 0.02),
+            (choosing, promising, 0.005),
+        )
     )
     assert (first.ranks, first.estimated, first.steps) == (other.ranks, other.estimated, other.steps)
     assert first.promised != other.promised
     assert swapped.steps != first.steps, "the control"
-
-
-def test_a_larger_budget_buys_smaller_ranks(demo, report, monkeypatch):
-    monkeypatch.setattr(search, "SEQUENCES", 96)
-    plan = attnlens.find_ranks(demo, latents=report.plan.form, budget="loss:0.5%", **SMALL).plan
-    assert report.plan.mean_rank < plan.mean_rank
-    assert all(large.rank <= small.rank for small, large in zip(plan.ranks, report.plan.ranks, strict=True)), "nested"
+    large, small = (torch.tensor(list(choice.ranks.values())) for choice in (of_less, first))
+    assert bool((small <= large).all()), "nested"
+    assert small.sum() < large.sum()
 
 
 def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     """Its rises are those of exp(loss), which spends as much as a budget of loss of log(1 + share) nats."""
-    found = attnlens.find_ranks(demo, latents="group=1", budget="ppl:6%", **SMALL)
-    plan, loss = found.plan, found.swap.loss
+    report = attnlens.find_ranks(demo, latents="group=1", budget="ppl:6%", **SMALL)
+    plan, loss = report.plan, report.swap.loss
     assert (plan.unit, plan.budget) == ("ppl", 0.06)
     assert plan.measured.share == pytest.approx(math.expm1(loss.after - loss.before), abs=1e-6)
     assert plan.measured.share != pytest.approx(loss.after / loss.before - 1, rel=0.2), "the control"
@@ -357,8 +352,9 @@ def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     assert plan.mean_rank < 16
 
 
-def test_progress_reaches_its_end(report, progress):
+def test_progress_reaches_its_end(progress_and_report):
     """`demo` has three forms of at most five; see test_ranks_plans for a search of one form."""
+    progress, report = progress_and_report
     assert report.plan.forms
     assert progress[0][0] == 0
     assert progress[-1][0] == progress[-1][1]
@@ -367,11 +363,11 @@ def test_progress_reaches_its_end(report, progress):
 
 
 def test_a_budget_that_no_cut_meets_keeps_everything(demo, few):
-    found = attnlens.find_ranks(demo, budget="loss:1e-9%", **TINY).plan
-    assert found.mean_rank == 16
-    assert "within the budget" in found.reasons["mean_rank"]
-    assert abs(found.measured.share) < 1e-5
-    assert found.parameters.before == found.parameters.after
+    plan = attnlens.find_ranks(demo, budget="loss:1e-9%", **TINY).plan
+    assert plan.mean_rank == 16
+    assert "within the budget" in plan.reasons["mean_rank"]
+    assert abs(plan.measured.share) < 1e-5
+    assert plan.parameters.before == plan.parameters.after
 
 
 def test_a_rise_over_several_texts():
@@ -425,62 +421,57 @@ def test_several_texts_keep_the_budget_each_by_itself(demo, few, two_texts):
     assert any(rise.high <= 0.02 < max(rise.by_text.values()) for rise in too_dear), "the rule has to bind"
 
 
-class Stopped(Exception):  # noqa: N818  # not an error: it carries the rows that were about to be fitted on
-    pass
+def rows_of(batches):
+    return [row for fed in batches for row in fed.inputs["input_ids"].tolist()]
 
 
 def test_all_calibration_texts_are_read_equally(demo, few, monkeypatch, two_texts):
-    def stop(setup, forms, batches, progress):
-        raise Stopped([row for _, fed in batches for row in fed.inputs["input_ids"].tolist()])
+    rows = []
+
+    def stop(_setup, _forms, batches, _progress):
+        rows[:] = rows_of(fed for _, fed in batches)
+        raise ZeroDivisionError
 
     monkeypatch.setattr(search, "fit_forms", stop)
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(ZeroDivisionError):
         attnlens.find_ranks(demo, budget="loss:1%", **two_texts, **SMALL)
-    assert [demo.tokenizer.decode(row).isupper() for row in caught.value.args[0]] == [False] * 8 + [True] * 8
+    assert [demo.tokenizer.decode(row).isupper() for row in rows] == [False] * 8 + [True] * 8
 
 
 def test_maps_fitted_without_a_text_do_not_depend_on_it(demo, monkeypatch):
     """Gradients for the output metric of each text are of that text alone, and a text is measured by other maps."""
-    read = []
+    read, output_metrics = [], fit_module.output_metrics
 
     def recorded(setup, fed):
         fed = list(fed)
-        read.append([row for one in fed for row in one.inputs["input_ids"].tolist()])
+        read.append(rows_of(fed))
         return output_metrics(setup, fed)
 
     monkeypatch.setattr(fit_module, "output_metrics", recorded)
     form, text = parsed("rank:2,metric=output"), BOOK[0].text
-    batches = texts.batches(
-        demo,
-        [texts.Content(text[:9000], "first"), texts.Content(text[9000:], "second")],
-        Cut(tokens=16, sequences=9, batch_size=4),
-    )
+    contents = [texts.Content(text[:9000], "first"), texts.Content(text[9000:], "second")]
+    batches = texts.batches(demo, contents, Cut(tokens=16, sequences=9, batch_size=4))
     part = Sample(batches, Design.of(batches.parts))
     fed = by_text(feed(demo, batches, "causal", 0), part)
     setup = replace(budgeting(demo), form_named=False)
     setup.swaps = dict.fromkeys(setup.sites, hooks.Replacement(form))
     fits = setup.fit([form], fed)
-    names = list(dict.fromkeys(batches.parts))
-    assert len(names) == len(read) == 2
-    for name, rows in zip(names, read, strict=True):
-        assert rows == [row for text, one in fed if text == name for row in one.inputs["input_ids"].tolist()]
-    site = setup.sites[0]
-    without, whole = (fits[form.spelling][name][site].latents.key_map for name in (names[0], None))
+    fed_of = {name: [one for text, one in fed if text == name] for name in dict.fromkeys(batches.parts)}
+    assert len(fed_of) == 2
+    assert read == [rows_of(own) for own in fed_of.values()]
+    without, whole = (fits[form.spelling][name][setup.sites[0]].latents.key_map for name in ("first", None))
     assert not torch.equal(without, whole), "the control"
     setup.use_form(fits, form)
-    rise = search.Trial.of(setup, part).rise([2] * len(setup.full_ranks))
-    for name in names:
-        own_fed = [one for text, one in fed if text == name]
-        ranks = setup.split_by_site([2] * len(setup.full_ranks))
+    ranks = [2] * len(setup.full_ranks)
+    rise, ranks = search.Trial.of(setup, part).rise(ranks), setup.split_by_site(ranks)
+    for name, own in fed_of.items():
         plain = Design.plain(batches.parts.count(name))
-        before = losses(demo, own_fed, "causal", plain).mean
+        before = losses(demo, own, "causal", plain).mean
         with hooks.replace(demo.model, setup.sites, setup.build_swaps(ranks, setup.bases_without[name])):
-            assert losses(demo, own_fed, "causal", plain).mean / before - 1 == pytest.approx(rise.by_text[name])
+            assert losses(demo, own, "causal", plain).mean / before - 1 == pytest.approx(rise.by_text[name])
 
 
 # --- savings ----------------------------------------------------------------------------------------------------------
-
-
 def tiny_sizes(**changed):
     """d_model 12, two query heads per key head, head_dim 4, values of 5, 6.5 keys seen, float16."""
     plain = {"query_width": 12, "key_width": 12, "head_dim": 4, "value_dim": 5, "query_bias": True, "key_bias": False}
@@ -489,20 +480,17 @@ def tiny_sizes(**changed):
 
 
 def test_savings_counted_by_hand():
-    def pair(rank, **changed):
+    def cost(rank, **changed):
         return costs(tiny_sizes(**changed), LatentSizes(heads=2, keys=1, rank=rank))
 
-    own = pair(4)
+    own, folded, rotated = cost(4), cost(3), cost(3, folds=False)
     # W_Q: 2 heads × (12 × 4 + 4), W_K: 12 × 4; 3 × 48 products; 2 heads × 4 × 6.5 of scores; a key of 4, a value of 5
     assert (own.parameters, own.flops, own.cache) == (152, 288 + 104, 18)
-    folded = pair(3)
     assert (folded.parameters, folded.flops, folded.cache) == (2 * 39 + 36, 2 * 108 + 78, 16)
-    rotated = pair(3, folds=False)
     # W_Q and W_K stay, A and B of 4 × 3 are added, and act on two queries and a key
     assert (rotated.parameters, rotated.flops, rotated.cache) == (152 + 24, 288 + 2 * 3 * 12 + 78, 16)
-    assert pair(4, folds=False) == own, "a head of full rank needs no maps"
-    assert pair(0).parameters == pair(0, folds=False).parameters == 0
-    assert pair(3, cached=False).cache == 0
+    assert cost(4, folds=False) == own, "a head of full rank needs no maps"
+    assert cost(0).parameters == cost(0, folds=False).parameters == cost(3, cached=False).cache == 0
 
 
 def test_savings_of_a_shared_latent_counted_by_hand():
@@ -522,32 +510,32 @@ def test_savings_of_a_shared_latent_counted_by_hand():
     assert before.parameters == 6 * (12 * 4 + 4) + 12 * 7 + 7 * 12 + 12
     assert before.flops == 2 * (6 * 12 * 4 + 12 * 7 + 7 * 12) + 2 * 4 * 6 * 6.5
     assert before.rebuilding == 2 * 7 * 12
-    assert {found.cache for found in (folded, rotated, before)} == {(7 + 3 * 5) * 2}
+    assert {cost.cache for cost in (folded, rotated, before)} == {(7 + 3 * 5) * 2}
 
 
-@pytest.mark.parametrize("rank", [2, 5, 6, 7])
-def test_queries_are_made_in_the_cheaper_way(rank):
+def test_queries_are_made_in_the_cheaper_way():
     """W_Q A of 12 × r for each of six heads, or W_Q of 12 × 4 and A of 4 × r; of 6 both take as many operations."""
-    found = costs(tiny_sizes(), LatentSizes(heads=6, keys=3, rank=rank))
-    folded, separate = 12 * rank, 12 * 4 + 4 * rank
-    assert found.flops == 2 * (6 * min(folded, separate) + 12 * rank) + 2 * rank * 6 * 6.5
-    numbers = (6 * (folded + rank), 6 * (12 * 4 + 4) + 3 * 4 * rank)
-    expected = numbers[0] if folded < separate else min(numbers) if rank == 6 else numbers[1]
-    assert found.parameters - 12 * rank == expected
+    for rank in (2, 5, 6, 7):
+        cost = costs(tiny_sizes(), LatentSizes(heads=6, keys=3, rank=rank))
+        folded, separate = 12 * rank, 12 * 4 + 4 * rank
+        assert cost.flops == 2 * (6 * min(folded, separate) + 12 * rank) + 2 * rank * 6 * 6.5, rank
+        numbers = (6 * (folded + rank), 6 * (12 * 4 + 4) + 3 * 4 * rank)
+        expected = numbers[0] if folded < separate else min(numbers) if rank == 6 else numbers[1]
+        assert cost.parameters - 12 * rank == expected, rank
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_sizes_are_those_of_the_weights(name):
     model = family(name)
     inputs = batches_of(model, sequences=2, tokens=7).batches[0].inputs
-    found = sizes(model, list(sites_of(model.model, inputs)), inputs).values()
+    of_sites = sizes(model, list(sites_of(model.model, inputs)), inputs).values()
     # a causal query of seven tokens sees four keys on average
-    facts = {(size.folds, size.folds_before, size.keys_seen, size.cached, size.number_bytes) for size in found}
+    facts = {(size.folds, size.folds_before, size.keys_seen, size.cached, size.number_bytes) for size in of_sites}
     assert facts == {(name == "gpt2", name != "qwen3", 4.0, True, 4)}
     if name != "gpt2":
         config = model.model.config
         kv, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-        counted = sum(kv * costs(size, LatentSizes(group, 1, size.head_dim)).parameters for size in found)
+        counted = sum(kv * costs(size, LatentSizes(group, 1, size.head_dim)).parameters for size in of_sites)
         named = [p for key, p in model.model.named_parameters() if "q_proj" in key or "k_proj" in key]
         assert counted == sum(p.numel() for p in named)
 
@@ -564,29 +552,24 @@ def test_savings_that_do_not_exist_have_a_reason(few, name, unknown, reason):
     assert name == "albert" or plan.parameters.after <= plan.parameters.before
 
 
-def cut_by_hand():
-    """Ranks 3 and 7 of 10 in the first layer of a grouped model with rotation, 0 and 10 in the second; its sizes."""
+def test_with_a_rotation_parameters_grow_and_the_cache_shrinks():
+    """Ranks 3 and 7 of 10 in the first layer of a grouped model with rotation, 0 and 10 in the second."""
     model = grouped()
     setup, batches = budgeting(model), batches_of(model, sequences=4, tokens=16)
     setup.bases = bases(setup, feed(model, batches, "causal", 0))
-    ranks = setup.split_by_site([3, 7, 0, 10])
+    ranks, of_sites = setup.split_by_site([3, 7, 0, 10]), sizes(model, list(setup.sites), batches.batches[0].inputs)
     choice = search.Choice(setup.bases, ranks, setup.build_swaps(ranks))
-    return choice, sizes(model, list(setup.sites), batches.batches[0].inputs)
-
-
-def test_with_a_rotation_parameters_grow_and_the_cache_shrinks():
-    choice, found = cut_by_hand()
-    fields, _ = compute_saving(choice, found)
+    fields, _ = compute_saving(choice, of_sites)
     # a key head and its three query heads: 4 × (48 × 10 + 10) numbers; two maps of 10 × 3 and of 10 × 7
     assert fields["parameters"] == Pair(before=4 * 1960, after=3 * 1960 + 2 * 30 + 2 * 70)
     assert fields["cache_bytes_per_token"] == Pair(before=4 * 20 * 4, after=(13 + 17 + 10 + 20) * 4)
     assert fields["flops_per_token"].before == 4 * (4 * 2 * 480 + 3 * 2 * 10 * 8.5)
     # at `keys_to_gain` the maps cost as much as they save; without the head of rank 0, which only saves
     choice = replace(choice, ranks={site: [rank or 10 for rank in some] for site, some in choice.ranks.items()})
-    length = compute_saving(choice, found)[0]["keys_to_gain"]
+    length = compute_saving(choice, of_sites)[0]["keys_to_gain"]
 
     def added(keys):
-        sized = {site: replace(size, keys_seen=keys) for site, size in found.items()}
+        sized = {site: replace(size, keys_seen=keys) for site, size in of_sites.items()}
         pair = compute_saving(choice, sized)[0]["flops_per_token"]
         return pair.after - pair.before
 
@@ -625,13 +608,10 @@ def test_the_number_of_keys_at_which_operations_fall(monkeypatch, form, rank, sa
         assert falls(0) == ("only below" in says)
         if "only below" in says:
             edge = float(reason.split("only below ")[1].split(" keys")[0].replace(",", ""))
-            assert falls(edge - 1)
-            assert not falls(edge + 1)
+            assert (falls(edge - 1), falls(edge + 1)) == (True, False)
 
 
 # --- files, tables, pictures ------------------------------------------------------------------------------------------
-
-
 def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
     report.plan.write_json(tmp_path / "plan.json")
     read = read_plan(tmp_path / "plan.json")
@@ -644,12 +624,10 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
     cells = next(column.cells for column in plan_rows(report.plan).columns if column.title == "numbers kept")
     assert list(cells) == [f"{key.rank} of 128" for key in report.plan.ranks], "eight key heads of 16 each"
     lines = " ".join(plan_lines(report.plan))
-    for word in ("Mean rank", "Estimated", "Promised", "Measured", "within the budget", "cache", "operations"):
-        assert word in lines
-    assert "half of the full rank" in lines
-    assert "ranks.png" in [path.name for path in views.save_pictures(report, tmp_path / "pictures")]
-    without = with_plan(report, None)
-    assert "ranks.png" not in [path.name for path in views.save_pictures(without, tmp_path / "others")]
+    words = ("Mean rank", "Estimated", "Promised", "Measured", "within the budget", "cache", "operations")
+    assert all(word in lines for word in (*words, "half of the full rank"))
+    assert export.drawings(report, tmp_path)[tmp_path / "ranks.png"]().startswith(b"\x89PNG")
+    assert tmp_path / "ranks.png" not in export.drawings(with_plan(report, None), tmp_path)
     for unit in ("loss", "ppl"):
         note = budget_note(report.plan.model_copy(update={"unit": unit}))
         assert note.startswith(f"{unit} ≤ +3 %: promised ")
@@ -674,55 +652,44 @@ def test_broken_promises_are_named(report):
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+def find(model, budget="loss:1%", **options):
+    return attnlens.find_ranks(model(), budget=budget, **options)
 
 
-def find(model="no/such/model", **options):
-    return lambda: attnlens.find_ranks(model() if callable(model) else model, **options)
+def headless():
+    return loaded(families.build("bert").bert)
 
 
-@pytest.mark.parametrize(
-    ("run", "says", "remedy"),
-    [
-        *(
-            (lambda words=words: arguments.budget(words), "Cannot parse the budget", "")
-            for words in ("1%", "loss:1", "loss:%", "loss:1.2.3%", "kl:1%", "", "loss:nan%", 0.01)
-        ),
-        *(
-            (lambda words=words: arguments.budget(words), "is not positive and finite", "")
-            for words in ("loss:0%", "loss:-1%", "loss:1e999%")
-        ),
-        *(
-            (find(latents=words), "--latents: cannot parse", "group=all,rotation=before")
-            for words in ("rank=8", "8", "group=1,8", "group", "", "group=1+window:8", "group=1 ")
-        ),
-        (find(latents="grop=1"), "grop", ""),
-        (find(latents="metric=inputs"), "inputs", ""),
-        *(
-            (
-                lambda run=run, words=words: run("no/such/model", words),
-                "`rank` needs a rank",
-                "attnlens ranks --budget loss:1%",
-            )
-            for run, words in ((swap_kernel, "rank"), (attnlens.heal, "rank:group=all"))
-        ),
-        (find(grouped, budget="loss:1%", heads=[0, 1], **SMALL), "share key heads", "all or none"),
-        (find(lambda: family("vit"), budget="loss:1%", windows=2, **BARE), "budget cannot be applied", "rank:16"),
-        (
-            find(lambda: loaded(families.build("bert").bert), budget="loss:1%", windows=2, length=16, **BARE),
-            "budget cannot be applied: this model has no head",
-            "rank:16",
-        ),
-    ],
+BUDGETS = dict.fromkeys(
+    ("1%", "loss:1", "loss:%", "loss:1.2.3%", "kl:1%", "", "loss:nan%", 0.01), "Cannot parse the budget"
 )
-def test_refusals(run, says, remedy):
+BUDGETS |= dict.fromkeys(("loss:0%", "loss:-1%", "loss:1e999%"), "is not positive and finite")
+LATENTS = ("rank=8", "8", "group=1,8", "group", "", "group=1+window:8", "group=1 ")
+REFUSED = [  # call, problem, remedy
+    *((partial(arguments.budget, words), says, "") for words, says in BUDGETS.items()),
+    *(
+        (partial(attnlens.find_ranks, "x/y", latents=words), "--latents: cannot parse", "group=all,rotation=before")
+        for words in LATENTS
+    ),
+    (partial(attnlens.find_ranks, "x/y", latents="grop=1"), "grop", ""),
+    (partial(attnlens.find_ranks, "x/y", latents="metric=inputs"), "inputs", ""),
+    (partial(swap_kernel, "x/y", "rank"), "`rank` needs a rank", "attnlens ranks --budget loss:1%"),
+    (partial(attnlens.heal, "x/y", "rank:group=all"), "`rank` needs a rank", "attnlens ranks --budget loss:1%"),
+    (partial(find, grouped, heads=[0, 1], **SMALL), "share key heads", "all or none"),
+    (partial(find, partial(family, "vit"), windows=2, **BARE), "budget cannot be applied", "rank:16"),
+    (partial(find, headless, windows=2, length=16, **BARE), "cannot be applied: this model has no head", "rank:16"),
+]
+
+
+@pytest.mark.parametrize(("call", "says", "remedy"), REFUSED)
+def test_refusals(call, says, remedy):
     with pytest.raises(UsageError, match=says) as refusal:
-        run()
+        call()
     assert remedy in refusal.value.remedy
 
 
 def test_budgets_are_shares():
-    assert arguments.budget("loss:1%") == ("loss", 0.01)
-    assert arguments.budget("ppl: 0.5 %") == ("ppl", 0.005)
+    assert [arguments.budget(words) for words in ("loss:1%", "ppl: 0.5 %")] == [("loss", 0.01), ("ppl", 0.005)]
 
 
 def test_calibration_needs_twelve_windows(demo, tmp_path):
@@ -745,5 +712,7 @@ def test_calibration_texts_that_cannot_be_used_are_refused(demo, tmp_path):
     text.write_text(f"{BOOK[0].text}\nAnd more.\n")
     with pytest.raises(TextError, match="of the evaluated tokens"):
         attnlens.find_ranks(demo, budget="loss:1%", calibration=[str(text)], **SMALL)
-    assert search.count_windows(BOOK) == search.SEQUENCES
-    assert search.count_windows(list(BOOK) * 50) == 12 * 50
+    assert search.count_windows(BOOK, 32) == search.count_windows(BOOK, 64) == search.SEQUENCES
+    assert search.count_windows(BOOK, 8) == search.SEQUENCES / 4, "--windows makes a search shorter"
+    assert search.count_windows(BOOK, 1) == 12
+    assert search.count_windows(list(BOOK) * 50, 8) == 12 * 50

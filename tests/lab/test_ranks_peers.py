@@ -62,7 +62,7 @@ def reads():
     demo = loading.load("demo")
     batches = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=64, sequences=8))
     fed = feed(demo, batches, "causal", 0)
-    sites = tuple(found.site for found in hooks.survey(demo.model, fed[0].inputs))
+    sites = tuple(each.site for each in hooks.survey(demo.model, fed[0].inputs))
     return rank_peers.read_sites(demo, sites, fed)
 
 
@@ -85,14 +85,14 @@ def test_no_peer_has_better_logits_than_ours_at_uniform_weights(reads, each):
         alone = directions(read.after.queries, read.after.blocks())
         joint = directions(torch.block_diag(*read.after.queries), read.after.keys)
         ours, best = lost(read, alone, each), lost(read, [side[None] for side in joint], each)
-        found = {name: lost(read, peer.sides(read), each) for name, peer in rank_peers.PEERS.items()}
-        assert found["KQ-SVD"] == pytest.approx(ours, rel=1e-8)
+        losses = {name: lost(read, peer.sides(read), each) for name, peer in rank_peers.PEERS.items()}
+        assert losses["KQ-SVD"] == pytest.approx(ours, rel=1e-8)
         assert best <= ours * (1 + 1e-9)
         joined = {name for name, peer in rank_peers.PEERS.items() if len(peer.sides(read)[0]) == 1}
         assert joined == {"SVD of W_K, all heads", "Palu J-LRD"}
-        assert all(found[name] >= best * (1 - 1e-9) for name in joined)
-        assert all(found[name] >= ours * (1 - 1e-9) for name in set(found) - joined)
-        assert max(found.values()) > 1.05 * best, "the control: some are worse"
+        assert all(losses[name] >= best * (1 - 1e-9) for name in joined)
+        assert all(losses[name] >= ours * (1 - 1e-9) for name in set(losses) - joined)
+        assert max(losses.values()) > 1.05 * best, "the control: some are worse"
 
 
 def test_a_peer_under_rope_and_biases_is_its_weights_changed_in_place():
@@ -104,7 +104,7 @@ def test_a_peer_under_rope_and_biases_is_its_weights_changed_in_place():
     module, inputs = model.model.layers[0].self_attn, {"input_ids": torch.randint(64, (2, 9))}
     torch.nn.init.normal_(module.k_proj.bias)
     torch.nn.init.normal_(module.k_proj.weight)
-    sites = tuple(found.site for found in hooks.survey(model, inputs))
+    sites = tuple(each.site for each in hooks.survey(model, inputs))
     reads = rank_peers.read_sites(loaded(model), sites, [SimpleNamespace(inputs=inputs)])
     basis = rank_peers.build_basis(rank_peers.PEERS["Palu J-LRD"], reads[sites[0]])
     kernel = parsed("rank:4,group=all,rotation=before").with_fitted(basis.latents.maps([8]))

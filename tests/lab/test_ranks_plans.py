@@ -27,6 +27,7 @@ def few():
     """Fit and choose on little text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SEQUENCES", 36)
+        patch.setattr(search, "DEFAULT_WINDOWS", 1)
         yield
 
 
@@ -34,18 +35,12 @@ def few():
 def report(demo):
     """A plan for three of the heads of two layers; the search of one form reports its progress to the end."""
     counts = []
-    found = attnlens.find_ranks(
-        demo,
-        latents="group=1",
-        budget="loss:2%",
-        layers=[0, 2],
-        heads=[1, 4, 5],
-        progress=lambda stage, *at: counts.append(at) if stage == "budget" else None,
-        **READ,
-    )
+    note = lambda stage, *at: counts.append(at) if stage == "budget" else None  # noqa: E731
+    options = {"latents": "group=1", "budget": "loss:2%", "layers": [0, 2], "heads": [1, 4, 5]}
+    report = attnlens.find_ranks(demo, progress=note, **options, **READ)
     assert counts[0][0] == 0
     assert counts[-1][0] == counts[-1][1]
-    return found
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +61,7 @@ def apply(model, plan, **options):
 
 def test_a_plan_contains_its_model_and_settings(report):
     plan, whole = json.loads(report.plan.to_json()), json.loads(report.to_json())
-    assert [plan[name] for name in ("tool", "model", "settings")] == [
-        whole[name] for name in ("tool", "model", "settings")
-    ]
+    assert all(plan[name] == whole[name] for name in ("tool", "model", "settings"))
     assert plan["kernel"] == whole["swap"]["kernel"] == "rank"
     assert plan["tool"]["version"] == attnlens.__version__
     assert plan["model"]["files"][0]["sha256"]
@@ -119,25 +112,26 @@ def test_an_applied_plan_promises_nothing_and_measures_everything(demo, plan):
 
 
 def test_a_healed_plan_has_both_rises(demo, plan):
-    found = attnlens.heal(demo, ranks=changed(plan, rank=0), train=12, **READ)
-    assert found.plan.healed.share < found.plan.measured.share == apply(demo, changed(plan, rank=0)).plan.measured.share
-    assert found.plan.healed.share == pytest.approx(found.swap.loss.after / found.swap.loss.before - 1)
+    plan = changed(plan, rank=0)
+    report = attnlens.heal(demo, ranks=plan, train=12, **READ)
+    assert report.plan.healed.share < report.plan.measured.share == apply(demo, plan).plan.measured.share
+    assert report.plan.healed.share == pytest.approx(report.swap.loss.after / report.swap.loss.before - 1)
 
 
 def test_other_weights_of_the_same_shape_are_noted(demo, plan):
-    def notes(found):
-        return [note for note in found.swap.notes if "plan for" in note]
+    def applied(model, name):
+        report = apply(replace(demo, model=model, info=demo.info.model_copy(update=name)), plan)
+        return report.plan, [note for note in report.swap.notes if "plan for" in note]
 
     other = copy.deepcopy(demo.model)
     with torch.no_grad():
         other.transformer.h[0].mlp.c_fc.weight.mul_(1.05)
-    found = apply(replace(demo, model=other, info=demo.info.model_copy(update={"id": "tuned", "files": []})), plan)
-    assert notes(found) == ["The ranks are those of a plan for demo, with different weights."]
-    assert found.plan.model.id == "tuned"
-    assert found.plan.measured != plan.measured
-    moved = replace(demo, info=demo.info.model_copy(update={"id": "moved"}))
-    assert "the same weights" in notes(apply(moved, plan))[0]
-    assert not notes(apply(demo, plan))
+    tuned, notes = applied(other, {"id": "tuned", "files": []})
+    assert notes == ["The ranks are those of a plan for demo, with different weights."]
+    assert tuned.model.id == "tuned"
+    assert tuned.measured != plan.measured
+    assert "the same weights" in applied(demo.model, {"id": "moved"})[1][0]
+    assert not applied(demo.model, {})[1]
 
 
 def test_a_plan_of_a_grouped_model_has_the_heads_of_each_group():
@@ -170,28 +164,25 @@ def test_a_plan_of_another_shape_is_refused_by_its_first_misfit(demo, plan):
         assert "same shape" in refusal.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"budget": "loss:1%"}, "already sets --budget"),
-        ({"layers": [0]}, "already sets --layers"),
-        ({"heads": [0]}, "already sets --heads"),
-        ({"part": "decoder"}, "already sets --part"),
-        ({"latents": "group=1"}, "already sets --latents"),
-        ({"ranks": "none.json"}, "can't be read"),
-        ({"ranks": 5}, "neither a plan nor a path"),
-    ],
-)
-def test_options_that_contradict_a_plan_are_refused(plan, more, says):
-    with pytest.raises(UsageError, match=says) as refusal:
-        attnlens.find_ranks("no/such/model", **({"ranks": plan} | more))
-    assert refusal.value.remedy
+CONTRADICTIONS = {
+    "already sets --budget": {"budget": "loss:1%"},
+    "already sets --layers": {"layers": [0]},
+    "already sets --heads": {"heads": [0]},
+    "already sets --part": {"part": "decoder"},
+    "already sets --latents": {"latents": "group=1"},
+    "can't be read": {"ranks": "none.json"},
+    "neither a plan nor a path": {"ranks": 5},
+}
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "rank:8"])
-def test_a_plan_heals_only_its_own_kernel(plan, kernel):
-    with pytest.raises(UsageError, match="applies only to the kernel rank"):
-        attnlens.heal("no/such/model", kernel, ranks=plan)
+def test_options_and_kernels_that_contradict_a_plan_are_refused(plan):
+    for says, more in CONTRADICTIONS.items():
+        with pytest.raises(UsageError, match=says) as refusal:
+            attnlens.find_ranks("no/such/model", **({"ranks": plan} | more))
+        assert refusal.value.remedy
+    for kernel in ("rbf", "rank:8"):
+        with pytest.raises(UsageError, match="applies only to the kernel rank"):
+            attnlens.heal("no/such/model", kernel, ranks=plan)
 
 
 def test_files_that_are_not_plans_are_refused(plan, tmp_path):
@@ -237,14 +228,17 @@ def test_the_rises_of_version_1_were_estimates(plan, tmp_path):
 
 def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys):
     first, second = str(tmp_path / "plan.json"), str(tmp_path / "again.json")
-    small = ("--windows", "8", "--length", "16", "--no-progress")
-    assert exit_code(["ranks", "demo", "--budget", "loss:5%", "--latents", "group=all", "--plan", first, *small]) == 0
-    shown = capsys.readouterr()
-    assert "Mean rank" in shown.out
-    assert {"numbers", "kept"} <= set(shown.out.split())
-    assert first in shown.err
-    assert exit_code(["ranks", "demo", "--ranks", first, "--plan", second, *small]) == 0
-    assert "the ranks were given" in capsys.readouterr().out
+
+    def shown(code, *words):
+        assert exit_code(["ranks", *words]) == code
+        return capsys.readouterr()
+
+    small = ("--plan", first, "--windows", "8", "--length", "16", "--generate", "0", "--no-progress")
+    out, err = shown(0, "demo", "--budget", "loss:5%", "--latents", "group=all", "--layers", "0", "--table", *small)
+    assert "Mean rank" in out
+    assert {"numbers", "kept"} <= set(out.split())
+    assert first in err
+    assert "the ranks were given" in shown(0, "demo", "--ranks", first, "--table", *small, "--plan", second).out
     content = (tmp_path / "plan.json").read_bytes()
     assert attnlens.read_plan(second).ranks == attnlens.read_plan(first).ranks
     refusals = {
@@ -253,10 +247,9 @@ def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys)
         "which --ranks reads": ("--ranks", first, "--plan", f"{tmp_path}/./plan.json"),
     }
     for says, words in refusals.items():
-        assert exit_code(["ranks", *words]) == 2
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert says in " ".join(shown.err.split())
-        assert "Traceback" not in shown.err
-        assert shown.err.count("\n") <= 3
+        out, err = shown(2, *words)
+        assert out == ""
+        assert says in " ".join(err.split())
+        assert "Traceback" not in err
+        assert err.count("\n") <= 3
     assert (tmp_path / "plan.json").read_bytes() == content

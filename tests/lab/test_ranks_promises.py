@@ -25,7 +25,7 @@ SAMPLES = [pytest.param(64, id="few"), pytest.param(320, marks=pytest.mark.full,
 def fewer_draws(monkeypatch):
     """200 bootstrap samples an interval in the place of 2000, for speed: its ends move by a tenth of their error."""
     whole = calibration.paired_difference
-    monkeypatch.setattr(calibration, "paired_difference", lambda *given, **more: whole(*given, draws=200, **more))
+    monkeypatch.setattr(calibration, "paired_difference", lambda *sides, **more: whole(*sides, draws=200, **more))
 
 
 def heavy(generator, *shape):
@@ -71,36 +71,38 @@ def searched(costs, trial):
 
 def promises(placement, seeds):
     """For each seed that chose something: the truth, the estimate by the windows that chose, the promise by others."""
+    results = []
     for seed in range(seeds):
         own, harm, mean = text(seed)
         picks = choose_windows(POPULATION, 3 * WINDOWS, placement, seed)
         # in a row, those that fit come first, and those that choose promise too
         choosing, promising = (picks[1::3], picks[2::3]) if placement != "first" else [picks[WINDOWS : 2 * WINDOWS]] * 2
-        if (found := searched(mean, Trial(own, harm, choosing))) is not None:
-            ranks, estimated = found
+        if (choice := searched(mean, Trial(own, harm, choosing))) is not None:
+            ranks, estimated = choice
             truth = float(harm[:, ranks[0]].sum() / own.sum())
-            yield truth, estimated, Trial(own, harm, promising).rise(ranks)
+            results.append((truth, estimated, Trial(own, harm, promising).rise(ranks)))
+    assert len(results) >= 0.6 * seeds
+    return zip(*results, strict=True)
 
 
-def covered(found):
-    """The share of (truth, rise) whose interval holds the truth, and of those whose upper end is not below it."""
-    inside = sum(rise.ci95[0] <= truth <= rise.ci95[1] for truth, rise in found)
-    return inside / len(found), sum(truth <= rise.high for truth, rise in found) / len(found)
+def covered(truths, rises):
+    """The share of rises whose interval holds the truth, and of those whose upper end is not below it."""
+    pairs = list(zip(truths, rises, strict=True))
+    inside = sum(rise.ci95[0] <= truth <= rise.ci95[1] for truth, rise in pairs)
+    return inside / len(pairs), sum(truth <= rise.high for truth, rise in pairs) / len(pairs)
 
 
 @pytest.mark.parametrize("seeds", [pytest.param(128, id="few"), SAMPLES[1]])
 def test_promises_cover_and_estimates_do_not(seeds):
-    found = list(promises("spread", seeds))
-    assert len(found) >= 0.6 * seeds
-    lowest = float(stats.binom.ppf(0.0005, len(found), 0.95)) / len(found)
-    assert min(covered([(truth, promised) for truth, _, promised in found])) >= lowest
-    assert max(covered([(truth, estimated) for truth, estimated, _ in found])) < lowest, "the control"
-    beyond = sum(truth > BUDGET for truth, _, _ in found)
-    assert beyond <= stats.binom.ppf(0.9995, len(found), 0.025), "the budget is kept"
+    truths, estimated, promised = promises("spread", seeds)
+    lowest = float(stats.binom.ppf(0.0005, len(truths), 0.95)) / len(truths)
+    assert min(covered(truths, promised)) >= lowest
+    assert max(covered(truths, estimated)) < lowest, "the control"
+    beyond = sum(truth > BUDGET for truth in truths)
+    assert beyond <= stats.binom.ppf(0.9995, len(truths), 0.025), "the budget is kept"
 
 
 @pytest.mark.parametrize("seeds", SAMPLES)
 def test_windows_in_a_row_that_chose_promise_far_too_little(seeds):
-    found = [(truth, estimated) for truth, estimated, _ in promises("first", seeds)]
-    assert len(found) >= 0.6 * seeds
-    assert covered(found)[1] < 0.6
+    truths, estimated, _ = promises("first", seeds)
+    assert covered(truths, estimated)[1] < 0.6

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from attnlens.errors import TextError, UsageError
-from attnlens.lab.study import tasks
+from attnlens.lab.study import examples, tasks
 from attnlens.lab.study.examples import (
     BEGIN,
     END,
     NOTHING,
     PADDING,
-    Examples,
     Reversal,
     beam_search,
     bleu_and_chrf,
@@ -29,7 +28,6 @@ from attnlens.lab.study.examples import (
     score,
 )
 from attnlens.lab.study.tables import SCALES
-from attnlens.lab.study.tasks import blocks, encode, space_evenly, train_byte_pairs
 
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
 
@@ -61,11 +59,9 @@ def counts_of(task):
 
 
 # --- splits and batches -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("count", "stretches"), [(3, 1), (7, 10), (40, 1), (1001, 1), (1001, 10)])
 def test_blocks_contain_every_number_once_and_are_contiguous(count, stretches):
-    parts = blocks(count, stretches=stretches)
+    parts = tasks.blocks(count, stretches=stretches)
     assert sorted(number for each in parts.values() for block in each for number in block) == list(range(count))
     assert len(parts["test"]) <= stretches
     if count > 100 * stretches:
@@ -84,13 +80,11 @@ def test_an_epoch_contains_every_example_once_in_an_order_of_its_seed():
     seen = Counter(number for batch in itertools.islice(endless([1, 2, 3, 4, 100], 2, 0), 60) for number in batch)
     assert seen[4] > 10, "an epoch does not always leave out the longest"
     assert len(next(endless([1, 2, 3], 8, 0))) == 3, "fewer than a batch are all of them"
-    assert space_evenly(10, 5) == [1, 3, 5, 7, 9]
-    assert space_evenly(3, 5) == [0, 1, 2]
+    assert tasks.space_evenly(10, 5) == [1, 3, 5, 7, 9]
+    assert tasks.space_evenly(3, 5) == [0, 1, 2]
 
 
 # --- language ---------------------------------------------------------------------------------------------------------
-
-
 def test_windows_do_not_cross_splits_and_targets_are_the_next_tokens():
     parts = tasks.split_text(TEXT)
     assert sorted("".join(part for each in parts.values() for part in each)) == sorted(TEXT)
@@ -112,22 +106,19 @@ def test_windows_do_not_cross_splits_and_targets_are_the_next_tokens():
         tasks.language([("short", "In the beginning")], sizes(length=64))
 
 
-def test_byte_pairs_are_trained_on_the_training_part_alone():
+def test_byte_pairs_are_deterministic_lossless_and_trained_on_the_training_part_alone():
     (*_, last) = tasks.split_text(TEXT)["test"]
     strange = TEXT.replace(last, last.replace("light", "leviathan"))
-    task = tasks.language([("lines", strange)], sizes(vocabulary=400))
-    assert len(encode(task.tokenizer, [" darkness"])[0]) == 1
-    assert len(encode(task.tokenizer, [" leviathan"])[0]) > 2, "a word of the test part alone has no id of its own"
-    everywhere = train_byte_pairs(strange.replace("light", "leviathan").splitlines(keepends=True), 400)
-    assert len(encode(everywhere, [" leviathan"])[0]) == 1, "the control"
-
-
-def test_byte_pairs_are_lossless_and_deterministic():
+    tokenizer = tasks.language([("lines", strange)], sizes(vocabulary=400)).tokenizer
+    assert len(tasks.encode(tokenizer, [" darkness"])[0]) == 1
+    assert len(tasks.encode(tokenizer, [" leviathan"])[0]) > 2, "a word of the test part alone has no id of its own"
+    everywhere = tasks.train_byte_pairs(strange.replace("light", "leviathan").splitlines(keepends=True), 400)
+    assert len(tasks.encode(everywhere, [" leviathan"])[0]) == 1, "the control"
     text = ["In the beginning", "Énosch, Kénan — 神\n"]
-    one, other = (train_byte_pairs(text * 3, 270, ("<pad>",)) for _ in range(2))
+    one, other = (tasks.train_byte_pairs(text * 3, 270, ("<pad>",)) for _ in range(2))
     assert one.to_str() == other.to_str()
     for sentence in (*text, "never seen: ŝ"):
-        (ids,) = encode(one, [sentence])
+        (ids,) = tasks.encode(one, [sentence])
         assert one.decode(ids) == sentence
         assert sum(len(one.id_to_token(number)) for number in ids) == len(sentence.encode())
 
@@ -145,8 +136,7 @@ def test_the_default_text_is_the_book_in_a_checkout_and_passages_in_a_package(mo
 
 
 # --- translation ------------------------------------------------------------------------------------------------------
-
-BOOKS = {"training": ["Gen", "Exod", "Matt", "Mark"], "test": ["Job", "Ruth"], "validation": ["Eccl", "Titus"]}
+BOOKS = {"training": {"Gen", "Exod", "Matt", "Mark"}, "test": {"Job", "Ruth"}, "validation": {"Eccl", "Titus"}}
 VERSES = [
     f"{book}.{1 + verse // 10}.{1 + verse % 10}\tdans le livre {book} {verse}\tin the book {book} {verse}"
     for book in itertools.chain(*BOOKS.values())
@@ -166,14 +156,10 @@ def read_pairs(tmp_path):
     return read
 
 
-def texts_of(task, part):
-    return [task.decode(target.tolist()) for target in task.cases[part].targets]
-
-
 def test_whole_books_are_held_out_if_ids_are_verses(read_pairs):
     task = read_pairs(VERSES)
-    books = {part: {text.split()[3] for text in texts_of(task, part)} for part in task.cases}
-    assert books == {part: set(names) for part, names in BOOKS.items()}
+    targets = {part: [task.decode(target.tolist()) for target in cases.targets] for part, cases in task.cases.items()}
+    assert {part: {text.split()[3] for text in written} for part, written in targets.items()} == BOOKS
     assert task.files.keys() == {"verses.tsv.gz"}
     plain = read_pairs([row.split("\t", 1)[1] for row in VERSES])
     assert [len(plain.cases[part].inputs) for part in ("training", "validation", "test")] == [140, 10, 10]
@@ -211,26 +197,24 @@ def test_held_out_pairs_are_not_trained_on(read_pairs):
 
 
 COLUMNS = "expected 2 non-empty tab-separated columns; first wrong line: 3 "
+PAIRS = "a\tb\nc\td\n{}\ne\tf\n"
+BAD_FILES = {
+    "only.tsv": (PAIRS.format("only one side").encode(), COLUMNS),
+    "source.tsv": (PAIRS.format("\tempty source").encode(), COLUMNS),
+    "target.tsv": (PAIRS.format("empty target\t ").encode(), COLUMNS),
+    "three.tsv": (PAIRS.format("a\tb\tc").encode(), COLUMNS),
+    "empty.tsv": (PAIRS.format("\n" * 6).encode(), r"first wrong line: 3 \(7 in total\)"),
+    "no.tsv.gz": (b"no gzip", "can't be unpacked"),
+    "cut.tsv.gz": (gzip.compress(b"a\tb\n" * 99)[:-9], "can't be unpacked"),
+    "utf8.tsv": (b"a\t\xff\n", "is not UTF-8: the byte at offset 2"),
+    "binary.tsv": (b"a\0b\tc\n", "binary"),
+    "blank.tsv": (b"  \n", "is empty"),
+    "none.tsv": (None, "can't be read"),
+}
 
 
 def test_bad_files_of_pairs_are_refused(tmp_path):
-    def pairs(bad):
-        return f"a\tb\nc\td\n{bad}\ne\tf\n".encode()
-
-    cases = {
-        "only.tsv": (pairs("only one side"), COLUMNS),
-        "source.tsv": (pairs("\tempty source"), COLUMNS),
-        "target.tsv": (pairs("empty target\t "), COLUMNS),
-        "three.tsv": (pairs("a\tb\tc"), COLUMNS),
-        "empty.tsv": (pairs("\n" * 6), r"first wrong line: 3 \(7 in total\)"),
-        "no.tsv.gz": (b"no gzip", "can't be unpacked"),
-        "cut.tsv.gz": (gzip.compress(b"a\tb\n" * 99)[:-9], "can't be unpacked"),
-        "utf8.tsv": (b"a\t\xff\n", "is not UTF-8: the byte at offset 2"),
-        "binary.tsv": (b"a\0b\tc\n", "binary"),
-        "blank.tsv": (b"  \n", "is empty"),
-        "none.tsv": (None, "can't be read"),
-    }
-    for name, (content, says) in cases.items():
+    for name, (content, says) in BAD_FILES.items():
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(TextError, match=says) as caught:
@@ -239,18 +223,18 @@ def test_bad_files_of_pairs_are_refused(tmp_path):
 
 
 # --- series -----------------------------------------------------------------------------------------------------------
-
-
 def case(steps, label, offset=0.0):
     return f"{','.join(str(offset + step) for step in range(steps))}:{','.join('5' for _ in range(steps))}:{label}"
+
+
+HEADER = "# made up\n@problemName Walks\n@classLabel true up down\n@data\n"
 
 
 @pytest.fixture
 def read_series(tmp_path):
     """Read a series from these training cases; `test` has two cases."""
-    header = "# made up\n@problemName Walks\n@classLabel true up down\n@data\n"
 
-    def read(cases, header=header):
+    def read(cases, header=HEADER):
         test = [case(9, "down"), case(2, "up")]
         for name, rows, head in (("bad.ts", cases, header), ("b.ts", test, "@problemName Walks\n@data\n")):
             (tmp_path / name).write_text(head + "\n".join(rows) + "\n")
@@ -279,35 +263,33 @@ def test_series_are_normalised_by_the_training_part_and_padded(read_series, tmp_
         tasks.series(tmp_path / "bad.ts", tmp_path / "bad.ts")
 
 
-def test_bad_series_are_refused(read_series):
-    for bad, says in (
-        ("1,?,3:4,5,6:up", "case 2 has a missing value"),
-        ("1,NaN,3:4,5,6:up", "case 2 has a missing value"),
-        ("1,2,3:4,5:up", "case 2: expected sequence of length 3"),
-        ("1,2,3:up", "case 2 has 1 channels, but earlier cases have 2"),
-        ("1,2,3:4,x,6:up", "case 2: could not convert string to float: 'x'"),
-        ("up", "case 2 lacks a class label or channels"),
-        ("1,2:3,4:", "case 2 lacks a class label"),
-    ):
-        with pytest.raises(TextError, match=says):
-            read_series([case(3, "up"), bad, case(3, "down")])
-    for cases, header, says in (
-        ([case(3, "up")] * 4, "@data\n", "a single label: up"),
-        ([case(3, "up"), case(3, "up"), case(3, "down")], "@data\n", "a single case with label down"),
-        ([case(3, "left"), case(3, "right")] * 3, "@data\n", "label down, which is missing in bad.ts"),
-        ([case(3, "up")], "", "no cases below its @data line"),
-        ([], "@data\n", "no cases below its @data line"),
-        ([case(3, "up")], "@timeStamps true\n@data\n", "time stamps"),
-        ([case(3, "up")], "@classLabel false\n@data\n", "no class labels"),
-        ([f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, "@data\n", "3 channels and b.ts has 2"),
-    ):
-        with pytest.raises(TextError, match=says):
-            read_series(cases, header)
+UP, DOWN, DATA = case(3, "up"), case(3, "down"), "@data\n"
+BAD_SERIES = [  # refusal, cases, header
+    ("case 2 has a missing value", [UP, "1,?,3:4,5,6:up", DOWN], HEADER),
+    ("case 2 has a missing value", [UP, "1,NaN,3:4,5,6:up", DOWN], HEADER),
+    ("case 2: expected sequence of length 3", [UP, "1,2,3:4,5:up", DOWN], HEADER),
+    ("case 2 has 1 channels, but earlier cases have 2", [UP, "1,2,3:up", DOWN], HEADER),
+    ("case 2: could not convert string to float: 'x'", [UP, "1,2,3:4,x,6:up", DOWN], HEADER),
+    ("case 2 lacks a class label or channels", [UP, "up", DOWN], HEADER),
+    ("case 2 lacks a class label", [UP, "1,2:3,4:", DOWN], HEADER),
+    ("a single label: up", [UP] * 4, DATA),
+    ("a single case with label down", [UP, UP, DOWN], DATA),
+    ("label down, which is missing in bad.ts", [case(3, "left"), case(3, "right")] * 3, DATA),
+    ("no cases below its @data line", [UP], ""),
+    ("no cases below its @data line", [], DATA),
+    ("time stamps", [UP], "@timeStamps true\n@data\n"),
+    ("no class labels", [UP], "@classLabel false\n@data\n"),
+    ("3 channels and b.ts has 2", [f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, DATA),
+]
+
+
+@pytest.mark.parametrize(("says", "cases", "header"), BAD_SERIES)
+def test_bad_series_are_refused(read_series, says, cases, header):
+    with pytest.raises(TextError, match=says):
+        read_series(cases, header)
 
 
 # --- labelled texts, and the papers' data -----------------------------------------------------------------------------
-
-
 def test_labelled_texts_are_split_by_class_without_repeats(tmp_path):
     rows = [f"{line}\t{('bad', 'good')[number % 3 == 0]}" for number, line in enumerate(lines(300))]
     path = tmp_path / "labelled.tsv"
@@ -356,8 +338,6 @@ def test_the_papers_data_have_their_own_parts(tmp_path, monkeypatch):
 
 
 # --- built-in tasks ---------------------------------------------------------------------------------------------------
-
-
 def test_the_reversal_needs_the_order_of_letters():
     task = Reversal(letters=4)
     # letters 0 3 2 1 are ids 3 6 5 4; capitals are four further
@@ -385,7 +365,6 @@ def test_planted_classes_are_those_of_order_and_of_majority():
 
 
 # --- beam search ------------------------------------------------------------------------------------------------------
-
 OUTPUTS, MOST = 5, 4
 SOURCES = torch.arange(3, 15).view(12, 1) * torch.tensor([1, 2])
 
@@ -464,8 +443,6 @@ def test_sentences_have_a_maximum_length_and_no_special_tokens():
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
-
-
 class KnowsTheTarget(nn.Module):
     """A model that knows the rule of the reversal, times a factor, or without capitals."""
 
@@ -522,17 +499,17 @@ def counts(written, reference, order):
 
 
 def test_bleu_and_chrf_count_n_grams(monkeypatch):
-    found = bleu_and_chrf(list(zip(WRITTEN, REFERENCE, strict=True)))
+    scores = bleu_and_chrf(list(zip(WRITTEN, REFERENCE, strict=True)))
     words = [[one.replace(".", " .").split() for one in side] for side in (WRITTEN, REFERENCE)]
     precision = [hits / written for hits, written, _ in (counts(*words, order) for order in range(1, 5))]
     lengths = [sum(map(len, side)) for side in words]
     brevity = min(1.0, math.exp(1 - lengths[1] / lengths[0]))
-    assert found["BLEU"] == pytest.approx(100 * brevity * math.prod(precision) ** 0.25)
+    assert scores["BLEU"] == pytest.approx(100 * brevity * math.prod(precision) ** 0.25)
     letters = [[one.replace(" ", "") for one in side] for side in (WRITTEN, REFERENCE)]
     rows = [counts(*letters, order) for order in range(1, 7)]
     precise = sum(hits / written for hits, written, _ in rows) / 6
     complete = sum(hits / reference for hits, _, reference in rows) / 6
-    assert found["chrF"] == pytest.approx(100 * 5 * precise * complete / (4 * precise + complete))
+    assert scores["chrF"] == pytest.approx(100 * 5 * precise * complete / (4 * precise + complete))
     assert bleu_and_chrf(list(zip(REFERENCE, REFERENCE, strict=True)))["BLEU"] == pytest.approx(100), "the control"
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(UsageError) as caught:
@@ -559,7 +536,7 @@ class TwoBatches:
 
     def held_out(self, split, size):
         rows = [torch.tensor([[0, 1, 1]]), torch.tensor([[0, -100, -100]])]
-        return [Examples(row.clamp(min=0), None, row) for row in rows]
+        return [examples.Examples(row.clamp(min=0), None, row) for row in rows]
 
 
 def test_the_loss_is_the_mean_over_all_tokens_and_not_over_batches():

@@ -6,34 +6,32 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from heads import random
 from watch import unwatched
 
 from attnlens.errors import UnposedError, UsageError
-from attnlens.maths.attsvm import Problem, causal, finite_part, next_token, prompt, selection, selection_sets, solve
+from attnlens.maths.attsvm import causal, finite_part, next_token, prompt, selection, selection_sets, solve
 
-TOKENS = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)).double()
-QUERIES = torch.randn(3, 2, generator=torch.Generator().manual_seed(1)).double()
-EMBEDDINGS = torch.randn(6, 7, generator=torch.Generator().manual_seed(3)).double()
+TOKENS, QUERIES, EMBEDDINGS = random(3, 5, 4), random(3, 2, seed=1), random(6, 7, seed=3)
 CHOSEN, ZEROS = torch.tensor([1, 0, 4]), torch.zeros(3, dtype=torch.long)
 SETS = torch.tensor([[1, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
 
 
-def posed(problem: Problem) -> set[tuple]:
+def rounded(*rows):
+    return tuple(round(float(number), 9) for row in rows for number in row)
+
+
+def posed(problem):
     """The constraints as comparable rows (u, z, b, equality), in whatever order they come."""
     parts = zip(problem.differences, problem.paired_queries, problem.margins, problem.equal, strict=True)
-    return {(*rounded(u), *rounded(z), round(float(b), 9), bool(equal)) for u, z, b, equal in parts}
+    return {(*rounded(u, z, [b]), bool(equal)) for u, z, b, equal in parts}
 
 
-def rounded(row: Tensor) -> tuple[float, ...]:
-    return tuple(round(float(number), 9) for number in row)
+def row(upper, lower, z, bound=1.0, equal=False):
+    return *rounded(upper - lower, z, [bound]), equal
 
 
-def row(upper: Tensor, lower: Tensor, z: Tensor, bound: float = 1.0, equal: bool = False) -> tuple:
-    return (*rounded(upper - lower), *rounded(z), round(float(bound), 9), equal)
-
-
-def test_selection_is_the_definition() -> None:
+def test_selection_is_the_definition():
     allowed = torch.tensor([[1, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 1, 1, 1, 1]]).bool()
     margins = torch.tensor([1.0, 2.0, 0.5])
     expected = {
@@ -51,12 +49,10 @@ def test_selection_is_the_definition() -> None:
     assert single.differences.dtype == single.queries.dtype == single.margins.dtype == torch.float64
 
 
-def test_causal_sees_the_past_only() -> None:
+def test_causal_sees_the_past_only():
     chosen, tokens = torch.tensor([0, 0, 1, 3, 2]), TOKENS[0]
-    expected = {
-        row(tokens[chosen[i]], tokens[t], tokens[i]) for i in range(5) for t in range(i + 1) if t != int(chosen[i])
-    }
-    assert posed(causal(tokens, chosen)) == expected
+    past = [(i, t) for i in range(5) for t in range(i + 1) if t != int(chosen[i])]
+    assert posed(causal(tokens, chosen)) == {row(tokens[chosen[i]], tokens[t], tokens[i]) for i, t in past}
     other_queries = causal(tokens, torch.zeros(5, dtype=torch.long), torch.ones(5, 3))
     assert other_queries.queries.shape == (5, 3)
     assert len(other_queries.margins) == 1 + 2 + 3 + 4
@@ -64,7 +60,7 @@ def test_causal_sees_the_past_only() -> None:
         causal(tokens, torch.tensor([0, 2, 0, 0, 0]))
 
 
-def test_sets_are_equal_inside_and_above_the_rest() -> None:
+def test_sets_are_equal_inside_and_above_the_rest():
     expected = {
         row(TOKENS[i, i], TOKENS[i, t], QUERIES[i], 0.0 if SETS[i, t] else 1.0, bool(SETS[i, t]))
         for i, t in itertools.product(range(3), range(5))
@@ -73,7 +69,7 @@ def test_sets_are_equal_inside_and_above_the_rest() -> None:
     assert posed(selection_sets(TOKENS, QUERIES, SETS)) == expected
     alone = torch.nn.functional.one_hot(CHOSEN, 5).bool()
     assert posed(selection_sets(TOKENS, QUERIES, alone)) == posed(selection(TOKENS, QUERIES, CHOSEN))
-    problem = selection_sets(TOKENS, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double(), SETS)
+    problem = selection_sets(TOKENS, random(3, 4), SETS)
     answer = solve(problem)
     scores = problem.scores(answer.W)
     assert answer.status == "optimal"
@@ -81,7 +77,7 @@ def test_sets_are_equal_inside_and_above_the_rest() -> None:
     assert float(scores[~problem.equal].min()) > 1.0 - 1e-9
 
 
-def test_copies_count_as_one_token() -> None:
+def test_copies_count_as_one_token():
     tokens = torch.cat([TOKENS, TOKENS[:, :2]], dim=1)
     # The copies come last; one of a selected token is selected with it, also where only the copy was named.
     for last in ([[1, 0], [0, 1], [0, 0]], [[0, 0], [0, 0], [0, 0]]):
@@ -96,7 +92,7 @@ def test_copies_count_as_one_token() -> None:
     assert len(selection_sets(tokens, QUERIES, first.roll(-1, 1), ~first).margins) == 9, "of hidden copies nothing"
 
 
-def test_finite_part_reproduces_the_weights() -> None:
+def test_finite_part_reproduces_the_weights():
     weights = torch.rand(3, 5, generator=torch.Generator().manual_seed(2)).double() + 0.1
     answer = solve(finite_part(TOKENS, QUERIES, weights, SETS))
     logits = torch.einsum("ntd,de,ne->nt", TOKENS, answer.W, QUERIES).masked_fill(~SETS, -math.inf)
@@ -110,7 +106,7 @@ def test_finite_part_reproduces_the_weights() -> None:
     assert problem.margins.tolist() == pytest.approx([math.log(0.25 / 0.5)] * 3), "copies share their mean"
 
 
-def test_next_token_orders_what_follows() -> None:
+def test_next_token_orders_what_follows():
     e = EMBEDDINGS
     # After 2: 0 comes before 1 and 2. After 3: 0 → 1 → 0 is a cycle, which comes before 3; 4 comes before 0.
     sequences = [[1, 2, 0], [0, 1, 3, 0], [0, 3, 1], [4, 0, 3, 4]]
@@ -122,7 +118,7 @@ def test_next_token_orders_what_follows() -> None:
     assert solve(circle).norm == 0.0
 
 
-def nan(numbers: Tensor) -> Tensor:
+def nan(numbers):
     spoiled = numbers.clone()
     spoiled.view(-1)[3] = math.nan
     return spoiled
@@ -161,15 +157,6 @@ REFUSED = {
 }
 
 
-@unwatched()
-def test_nonsense_is_refused_by_name() -> None:
-    for case, (call, word) in REFUSED.items():
-        with pytest.raises(UsageError) as refusal:
-            call()
-        assert word in refusal.value.problem, case
-        assert refusal.value.remedy, case
-
-
 UNPOSED = {
     "one token": lambda: selection(TOKENS[:, :1], QUERIES, ZEROS),
     "causal, one token": lambda: causal(TOKENS[0, :1], ZEROS[:1]),
@@ -182,7 +169,13 @@ UNPOSED = {
 }
 
 
-def test_nothing_to_separate_has_its_own_error() -> None:
+@unwatched()
+def test_nonsense_is_refused_by_name_and_nothing_to_separate_has_its_own_error():
+    for case, (call, word) in REFUSED.items():
+        with pytest.raises(UsageError) as refusal:
+            call()
+        assert word in refusal.value.problem, case
+        assert refusal.value.remedy, case
     for call in UNPOSED.values():
         with pytest.raises(UnposedError):
             call()

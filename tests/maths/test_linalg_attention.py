@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from heads import query_key, random
@@ -15,30 +16,22 @@ def close(ours, theirs, tolerance=1e-11):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
-# --- attention rows ---------------------------------------------------------------------------------------------------
-
-
 def attention_by_hand(heads):
     """Entropy and largest weight, row by row."""
     logits = heads.scale * heads.query @ heads.key[:, list(heads.key_of)].mT
-    entropies, largest = torch.zeros(logits.shape[:2]), torch.zeros(logits.shape[:2])
-    for batch in range(logits.shape[0]):
-        for head in range(logits.shape[1]):
-            rows, tops = [], []
-            for i in range(logits.shape[2]):
-                allowed = torch.ones(logits.shape[3], dtype=torch.bool)
-                if heads.allowed is not None:
-                    allowed = heads.allowed[batch, min(head, heads.allowed.shape[1] - 1), i]
-                scores = logits[batch, head, i][allowed]
-                sink = [] if heads.sinks is None else [heads.sinks[head]]
-                p = torch.softmax(torch.cat((scores, torch.tensor(sink, dtype=torch.float64))), 0)
-                if len(p) > 1:
-                    rows.append(-(p * p.log()).sum() / math.log(len(p)))
-                if len(scores):
-                    tops.append(p[: len(scores)].max())
-            entropies[batch, head] = sum(rows) / len(rows)
-            largest[batch, head] = sum(tops) / len(tops)
-    return entropies.double(), largest.double()
+    means = torch.zeros(2, *logits.shape[:2], dtype=torch.float64)
+    for batch, head in np.ndindex(*logits.shape[:2]):
+        entropies, largest = [], []
+        for i, row in enumerate(logits[batch, head]):
+            scores = row if heads.allowed is None else row[heads.allowed[batch, 0, i]]
+            sink = [] if heads.sinks is None else [heads.sinks[head]]
+            p = torch.softmax(torch.cat((scores, torch.tensor(sink, dtype=torch.float64))), 0)
+            if len(p) > 1:
+                entropies.append(-(p * p.log()).sum() / math.log(len(p)))
+            if len(scores):
+                largest.append(p[: len(scores)].max())
+        means[:, batch, head] = torch.stack([torch.stack(entropies).mean(), torch.stack(largest).mean()])
+    return means
 
 
 CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
@@ -58,18 +51,12 @@ def test_entropy_and_largest_weight_row_by_row(allowed):
             assert (linalg.entropy(unmasked) - entropy).abs().max() > 0.01, "control: a dropped mask shows"
 
 
-def test_without_a_choice_there_is_no_entropy_and_even_attention_is_centred_to_zero():
-    one = query_key(random(2, 1, 4), random(2, 1, 4, seed=1), "tokens")
-    assert linalg.entropy(one).isnan().all()
-    assert linalg.max_weight(one).tolist() == [1, 1]
+def test_hidden_keys_have_no_weight_and_even_attention_is_centred_to_zero():
     shut = query_key(random(2, 3, 4), random(2, 3, 4), "tokens", allowed=torch.zeros(1, 3, 3, dtype=torch.bool))
     assert linalg.max_weight(shut).isnan().all()
     assert (linalg.remove_row_sums(torch.full((5, 7), 1 / 7, dtype=torch.float64)) == 0).all()
     attention = torch.softmax(random(5, 7), -1)
     close(linalg.remove_row_sums(attention), attention - torch.ones(5, 7).double() / 7)
-
-
-# --- the anatomy of logits --------------------------------------------------------------------------------------------
 
 
 def anatomy_by_hand(logits):
@@ -78,16 +65,13 @@ def anatomy_by_hand(logits):
     even, odd = j @ (logits + logits.mT) @ j / 2, j @ (logits - logits.mT) @ j / 2
     mu = torch.linalg.eigvalsh(even)
     columns = logits.mean(-2) - logits.mean((-2, -1), keepdim=True)[..., 0]
-    parts = (
-        mu.clamp(min=0).square().sum(-1),
-        mu.clamp(max=0).square().sum(-1),
-        odd.square().sum((-2, -1)),
-        n * columns.square().sum(-1),
-    )
-    return torch.stack(parts) / (logits @ j).square().sum((-2, -1))
+    of_mu = [part.square().sum(-1) for part in (mu.clamp(min=0), mu.clamp(max=0))]
+    parts = torch.stack([*of_mu, odd.square().sum((-2, -1)), n * columns.square().sum(-1)])
+    return parts / (logits @ j).square().sum((-2, -1))
 
 
-def stack_of(parts):
+def shares_of(heads):
+    parts = linalg.anatomy(heads)
     return torch.stack((parts.positive, parts.negative, parts.skew, parts.key))
 
 
@@ -95,7 +79,7 @@ def stack_of(parts):
 def test_anatomy_is_that_of_the_formed_logits(n):
     for softcap in (None, 1.5):
         heads = query_key(random(2, 4, n, 4) + 0.5, random(2, 2, n, 4, seed=1), "tokens", softcap=softcap)
-        ours = stack_of(linalg.anatomy(heads))
+        ours = shares_of(heads)
         close(ours, anatomy_by_hand(heads.logits), 1e-11)
         assert (ours.sum(0) - 1).abs().max() < 1e-10
         assert (ours > 0.001).all()
@@ -107,7 +91,7 @@ def test_shares_sum_to_one_whatever_the_tokens(n, size, exponent, seed):
     query, key = random(1, n, size, seed=seed), random(1, n, size, seed=seed + 1)
     key[:, 0] *= 10.0**exponent  # a sink, or a token that nobody sees
     key[:, -1], query[:, -1] = key[:, 0], query[:, 0]  # a duplicate
-    shares = stack_of(linalg.anatomy(query_key(query, key, "tokens")))
+    shares = shares_of(query_key(query, key, "tokens"))
     assert (shares.sum(0) - 1).abs().max() < 1e-10
     assert (shares >= 0).all()
 
@@ -129,21 +113,20 @@ def test_anatomy_of_mercer_skew_and_key_independent_forms():
         (random(2, 1, 4), random(2, 1, 4)),
         (torch.zeros(2, 9, 4), random(2, 9, 4).float()),
     ):
-        assert stack_of(linalg.anatomy(query_key(query, key, "tokens"))).isnan().all()
+        assert shares_of(query_key(query, key, "tokens")).isnan().all()
 
 
 def test_a_gate_on_queries_changes_nothing_and_one_on_keys_only_the_key_share():
     heads = query_key(random(1, 10, 6), random(1, 10, 6, seed=1), "tokens")
     gate = random(1, 10, seed=2)
-    plain = stack_of(linalg.anatomy(heads))
-    queries = query_key(heads.query, heads.key, "tokens", bias=gate[..., None].expand(1, 10, 10))
-    close(stack_of(linalg.anatomy(queries)), plain, 1e-10)
-    keys = stack_of(linalg.anatomy(query_key(heads.query, heads.key, "tokens", bias=gate[:, None].expand(1, 10, 10))))
+    plain = shares_of(heads)
+    queries, keys = (
+        shares_of(query_key(heads.query, heads.key, "tokens", bias=bias.expand(1, 10, 10)))
+        for bias in (gate[..., None], gate[:, None])
+    )
+    close(queries, plain, 1e-10)
     assert (keys[3] - plain[3]).abs() > 1e-3
     close(keys[:3] / keys[:3].sum(0), plain[:3] / plain[:3].sum(0), 1e-10)
-
-
-# --- is exp(L) positive semidefinite? ---------------------------------------------------------------------------------
 
 
 def verdict_by_hand(logits):
@@ -165,24 +148,19 @@ def test_verdicts_are_those_of_the_eigenvalues():
         assert n < 20 or (verdicts[6:] == 0).all()
 
 
-def test_an_indefinite_kernel_without_a_witness_is_detected_by_cholesky():
+def test_late_witnesses_large_logits_duplicates_and_kernels_without_a_witness_have_their_verdict():
     angles = torch.tensor([0.0, 0.5, 1.0, 1.4], dtype=torch.float64)
     kernel = (angles[:, None] - angles).cos()
+    assert linalg.definite(kernel.log()[None]).item() == 1
     kernel[0, 2] = kernel[2, 0] = 0.4
     assert kernel.max() <= 1
     assert torch.linalg.eigvalsh(kernel)[0] < -0.01
-    assert linalg.definite(kernel.log()[None]).item() == 0
-    kernel[0, 2] = kernel[2, 0] = math.cos(1.0)
-    assert linalg.definite(kernel.log()[None]).item() == 1
-
-
-def test_late_witnesses_large_logits_and_duplicates():
+    assert linalg.definite(kernel.log()[None]).item() == 0, "Cholesky detects it without a witness"
     factor = random(1, 200, 6)
     logits = 0.3 * factor @ factor.mT
     logits[0, 190, 195] = logits[0, 195, 190] = logits[0].max() + 1
     assert linalg.definite(logits).item() == 0, "a witness outside the first glance counts"
-    factor = 40 * random(1, 60, 6)
-    factor[:, 30:] = factor[:, :30]
+    factor = 40 * random(1, 30, 6).repeat(1, 2, 1)
     logits = factor @ factor.mT
     assert logits.max() > 5000
     assert linalg.definite(logits).item() == 1

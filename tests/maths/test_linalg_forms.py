@@ -25,9 +25,6 @@ def with_condition(n, head_dim, condition, seed):
     return left * torch.logspace(0, -math.log10(condition), head_dim, dtype=torch.float64) @ right
 
 
-# --- the pool of threads ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def set_threads():
     before = torch.get_num_threads()
@@ -48,33 +45,27 @@ def test_the_pool_returns_what_one_call_returns_in_order(monkeypatch, set_thread
         sizes.append(len(piece))
         return piece.diagonal(dim1=-2, dim2=-1).sum(-1)
 
-    assert torch.equal(linalg.over_heads(trace, stack), stack.diagonal(dim1=-2, dim2=-1).sum(-1))
+    assert torch.equal(linalg.over_heads(trace, stack), torch.stack([matrix.trace() for matrix in stack]))
     assert sizes == [1] * 9
 
 
 def test_workers_have_one_thread_and_the_caller_keeps_threads_and_gradient_mode(set_threads):
     set_threads(2)
     seen = linalg.over_heads(lambda x: torch.full(x.shape[:1], float(torch.get_num_threads())), random(4, 2, 2))
-    assert seen.tolist() == [1.0] * 4
-    assert torch.get_num_threads() == 2
+    assert (seen.tolist(), torch.get_num_threads()) == ([1.0] * 4, 2)
     with pytest.raises(torch.linalg.LinAlgError):
         linalg.over_heads(torch.linalg.cholesky, -torch.eye(2).repeat(4, 1, 1))
     assert torch.get_num_threads() == 2
     stack = random(4, 3, 3).requires_grad_()
-    assert linalg.over_heads(torch.linalg.svdvals, stack).requires_grad
-    with torch.no_grad():
-        assert not linalg.over_heads(torch.linalg.svdvals, stack).requires_grad
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            assert linalg.over_heads(torch.linalg.svdvals, stack).requires_grad == mode
 
-
-# --- the bilinear form W_Q W_Kᵀ ---------------------------------------------------------------------------------------
 
 SHAPES = {
-    "plain": ((3, 20, 4), (3, 20, 4)),
-    "grouped": ((6, 20, 4), (2, 20, 4)),
-    "batched": ((2, 6, 20, 4), (2, 3, 20, 4)),
-    "wider than half": ((2, 6, 4), (2, 6, 4)),
-    "wider than long": ((2, 3, 5), (2, 3, 5)),
-    "one row": ((2, 1, 4), (2, 1, 4)),
+    **{"plain": ((3, 20, 4), (3, 20, 4)), "grouped": ((6, 20, 4), (2, 20, 4))},
+    **{"batched": ((2, 6, 20, 4), (2, 3, 20, 4)), "wider than half": ((2, 6, 4), (2, 6, 4))},
+    **{"wider than long": ((2, 3, 5), (2, 3, 5)), "one row": ((2, 1, 4), (2, 1, 4))},
 }
 
 
@@ -104,6 +95,9 @@ def test_every_invariant_is_that_of_the_formed_matrix(name):
     query, key = SHAPES[name]
     heads = query_key(random(*query), random(*key, seed=1))
     check_invariants(linalg.Form(heads), dense(heads))
+    single = query_key(heads.query.float(), heads.key.float())
+    assert linalg.Form(single).norm.dtype == torch.float64, "float32 factors are read in float64"
+    check_invariants(linalg.Form(single), dense(single))
 
 
 def test_symmetric_eigenvalues_and_inertia():
@@ -114,20 +108,12 @@ def test_symmetric_eigenvalues_and_inertia():
     assert inertia(heads.query, heads.key) == [[5.0] * 4, [5.0] * 4]
     factor, key = random(2, 20, 4), random(1, 20, 4, seed=1)
     assert inertia(factor, factor) == [[4.0, 4.0], [0.0, 0.0]], "though its joint factors are singular"
-    close(linalg.Form(query_key(factor, factor)).definiteness, torch.ones(2, dtype=torch.float64))
-    assert inertia(factor, -factor) == [[0.0, 0.0], [4.0, 4.0]]
     key[..., 2:] = 0
     assert inertia(random(1, 20, 4), key) == [[2.0], [2.0]], "a low-rank factor leaves no phantom eigenvalues"
     factor = random(2, 9, 6)
     assert inertia(factor, factor, rotation=rotary(5, 6)) == [[6.0, 6.0], [0.0, 0.0]]
     form = linalg.Form(query_key(factor, factor, rotation=rotary(5, 6)))
     close(linalg.symmetry_by_distance(form), torch.ones(2, 5, dtype=torch.float64))
-
-
-def test_float32_factors_are_read_in_float64():
-    heads = query_key(random(2, 20, 4).float(), random(2, 20, 4, seed=1).float())
-    assert linalg.Form(heads).norm.dtype == torch.float64
-    close(linalg.Form(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
 
 
 def smallest_error(heads):
@@ -154,13 +140,10 @@ def test_zero_matrices_and_cross_attention():
     assert form.norm.tolist() == [0, 0]
     assert [part.tolist() for part in form.inertia] == [[0, 0], [0, 0]]
     assert all(each.isnan().all() for each in (form.definiteness, form.positivity, linalg.symmetry(form)))
+    crossed = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
+    close(linalg.Form(crossed).singular_values, torch.linalg.svdvals(dense(crossed))[:, :4])
     assert linalg.layer_symmetry(heads) is None
-    heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
-    close(linalg.Form(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
-    assert linalg.layer_symmetry(heads) is None
-
-
-# --- symmetry and directionality --------------------------------------------------------------------------------------
+    assert linalg.layer_symmetry(crossed) is None
 
 
 def dense_symmetry(matrix):
@@ -184,25 +167,22 @@ def test_symmetry_and_directionality_are_those_of_the_matrix():
     close(linalg.directionality(form), directions, 1e-10)
     eye = torch.eye(6).double()[None]
     assert linalg.directionality(linalg.Form(query_key(eye, eye))).item() == 0, "without outstanding rows"
-    assert linalg.layer_symmetry(heads) == pytest.approx(float(dense_symmetry(matrix.sum(0))), abs=1e-12)
+    whole = float(dense_symmetry(matrix.sum(0)))
+    assert linalg.layer_symmetry(heads) == pytest.approx(whole, abs=1e-12)
     wrong = query_key(heads.query, heads.key, key_of=(0, 1, 0, 1, 0, 1))
-    assert linalg.layer_symmetry(wrong) != pytest.approx(float(dense_symmetry(matrix.sum(0))), abs=1e-3)
+    assert linalg.layer_symmetry(wrong) != pytest.approx(whole, abs=1e-3), "the control"
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["rows", "rows of weights"])
-def test_heads_that_share_a_key_head_have_the_values_of_each_alone(turned):
+def test_heads_that_share_a_key_head_have_the_values_of_each_alone():
     query, key = random(6, 40, 8, seed=4), random(2, 40, 8, seed=5)
-    if turned:
-        query, key = (part.mT.contiguous().mT for part in (query, key))
-    shared = query_key(query, key, scale=1.0, key_of=(0, 0, 0, 1, 1, 1))
-    whole, some = linalg.Form(shared), linalg.Form(shared.select([0, 3, 4]))
-    torch.testing.assert_close(whole.cross, shared.paired_key.mT @ query)
-    torch.testing.assert_close(some.cross, whole.cross[[0, 3, 4]])
-    for measure in (linalg.directionality, linalg.symmetry):
-        torch.testing.assert_close(measure(some), measure(whole)[[0, 3, 4]])
+    for sides in ((query, key), [part.mT.contiguous().mT for part in (query, key)]):  # the second: rows of weights
+        shared = query_key(*sides, scale=1.0, key_of=(0, 0, 0, 1, 1, 1))
+        whole, some = linalg.Form(shared), linalg.Form(shared.select([0, 3, 4]))
+        torch.testing.assert_close(whole.cross, shared.paired_key.mT @ query)
+        torch.testing.assert_close(some.cross, whole.cross[[0, 3, 4]])
+        for measure in (linalg.directionality, linalg.symmetry):
+            torch.testing.assert_close(measure(some), measure(whole)[[0, 3, 4]])
 
-
-# --- rotation ---------------------------------------------------------------------------------------------------------
 
 INTERLEAVED = Rotation(torch.tensor([[4, 5], [0, 1]]), random(7, 2), 6)
 ODD = Rotation(torch.tensor([[0, 3]]), random(7, 1), 5)
@@ -248,18 +228,19 @@ def test_under_rotation_measures_are_those_of_the_joint_kernel(rotated):
     assert linalg.layer_symmetry(heads) == pytest.approx(expected, abs=1e-12)
 
 
-# --- singular values, ranks, laws -------------------------------------------------------------------------------------
-
-
-def test_ranks_of_spectra_known_by_hand():
+def test_ranks_of_spectra_known_by_hand_and_singular_values_of_products():
     assert linalg.effective_rank(SIGMA).item() == pytest.approx(3.36359, abs=5e-6)
     assert linalg.stable_rank(SIGMA).item() == 1.375
     assert linalg.rank_at(SIGMA, 0.9).item() == 2  # 16 + 4 of 22 is 0.909
     close(linalg.cumulative(SIGMA), torch.tensor([0.5, 0.75, 0.875, 1.0], dtype=torch.float64))
     even, zero = torch.full((10,), 0.1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     assert [linalg.rank_at(even, share).item() for share in (0.9, 0.91)] == [9, 10], "a share reached exactly"
-    ranks = (linalg.effective_rank, linalg.stable_rank, lambda sigma: linalg.rank_at(sigma, 0.9), linalg.decay_rate)
-    assert all(rank(zero).isnan() for rank in ranks)
+    ranks = (linalg.effective_rank(zero), linalg.stable_rank(zero), linalg.rank_at(zero, 0.9), linalg.decay_rate(zero))
+    assert all(rank.isnan() for rank in ranks)
+    for n, m, size in ((20, 15, 4), (3, 15, 4), (2, 2, 5)):
+        left, right = random(3, n, size), random(3, m, size, seed=1)
+        expected = torch.linalg.svdvals(left @ right.mT)[:, : min(n, m, size)]
+        close(linalg.product_singular_values(left, right), expected)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12))
@@ -269,13 +250,6 @@ def test_ranks_lie_between_one_and_the_number_of_values(values):
     for rank in (linalg.effective_rank(sigma), linalg.stable_rank(sigma), linalg.rank_at(sigma, 0.9)):
         assert 1 - 1e-9 <= rank.item() <= len(values) + 1e-9
     assert linalg.effective_rank(7 * sigma).item() == pytest.approx(linalg.effective_rank(sigma).item(), rel=1e-9)
-
-
-def test_products_have_the_singular_values_of_the_formed_matrix():
-    for n, m, size in ((20, 15, 4), (3, 15, 4), (2, 2, 5)):
-        left, right = random(3, n, size), random(3, m, size, seed=1)
-        steps = min(n, m, size)
-        close(linalg.product_singular_values(left, right), torch.linalg.svdvals(left @ right.mT)[:, :steps])
 
 
 def test_the_decay_is_the_least_squares_slope_of_the_logarithms():

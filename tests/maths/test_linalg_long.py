@@ -15,19 +15,13 @@ from attnlens.maths.linalg import long as tiled
 from attnlens.maths.linalg.long import IntervalMask, TiledMatrix, find_intervals, least_rank, split_tiles
 
 T = 240
-ALL = torch.ones(T, T, dtype=torch.bool)
-DOCUMENTS = ALL.tril() & (torch.arange(T) < 100).eq((torch.arange(T) < 100)[:, None])
+ALL, PLACE = torch.ones(T, T, dtype=torch.bool), torch.arange(T)
 MASKS = {
-    "all": None,
-    "causal": ALL.tril(),
-    "window": ALL.tril().triu(-40),
-    "local": ALL.tril(30).triu(-30),
-    "documents": DOCUMENTS,
-    "prefix": ALL.tril() | (torch.arange(T) < 50),
+    **{"all": None, "causal": ALL.tril(), "window": ALL.tril().triu(-40), "local": ALL.tril(30).triu(-30)},
+    "documents": ALL.tril() & (PLACE < 100).eq((PLACE < 100)[:, None]),
+    "prefix": ALL.tril() | (PLACE < 50),
     "an empty row": ALL.tril(-1),
 }
-
-
 SMALL = tiled.SMALL
 
 
@@ -68,22 +62,18 @@ def halves(matrix):
     return TiledMatrix(lambda: matrix.split(len(matrix) // 2 + 1), matrix.shape[1])
 
 
-# --- in tiles ---------------------------------------------------------------------------------------------------------
-
-NOT_LONG = {"effective_rank", "centred_effective_rank", "singular_values", "singular_values_energy"}
-NOT_LONG = {f"tokens.{name}" for name in NOT_LONG}
+SPECTRA = ("effective_rank", "centred_effective_rank", "singular_values", "singular_values_energy")
+NOT_LONG = {f"tokens.{name}" for name in SPECTRA}
 PROVEN = {"tokens.rank90", "tokens.logit_rank90"}
 KERNEL = {f"tokens.share_{part}" for part in ("positive", "negative", "skew")}
-
-
 PAIRS = [*((name, "plain") for name in MASKS), *(("all", rest) for rest in ("softcap", "sinks", "bias"))]
 PAIRS += [("documents", "softcap"), ("local", "sinks"), ("window", "bias")]
 
 
 @pytest.mark.parametrize(("name", "rest"), PAIRS)
 def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
-    options = {"softcap": {"softcap": 2.0}, "sinks": {"sinks": random(2)}, "plain": {}}.get(rest)
-    options = {"bias": random(2, 1, T, T, seed=3)} if options is None else options
+    biased = {"bias": random(2, 1, T, T, seed=3)}
+    options = {"plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": random(2)}, "bias": biased}[rest]
     qk = heads(name, **options)
     whole = symmetry.of_tokens(qk) | spectrum.of_tokens(qk)
     ours = long(symmetry.of_tokens, heads(name, **options)) | long(spectrum.of_tokens, heads(name, **options))
@@ -98,7 +88,7 @@ def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
     assert not ours["tokens.share_key"].isnan().any()
 
 
-def test_one_sequence_without_a_batch_axis_and_a_zero_head(long):
+def test_one_sequence_without_a_batch_axis_a_zero_head_and_cross_attention_in_tiles(long):
     qk = query_key(random(3, T, 4), random(3, T, 4, seed=1), "tokens", allowed=MASKS["causal"][None])
     torch.testing.assert_close(long(linalg.entropy, qk), linalg.entropy(qk))
     shares, whole = long(linalg.visible_shares, qk), linalg.visible_shares(qk)
@@ -106,28 +96,22 @@ def test_one_sequence_without_a_batch_axis_and_a_zero_head(long):
     nothing = query_key(torch.zeros(2, T, 4), random(2, T, 4), "tokens", allowed=MASKS["causal"][None])
     assert long(linalg.visible_shares, nothing).key.isnan().all()
     assert long(linalg.visible_rank, nothing, 0.9).isnan().all()
-
-
-def test_cross_attention_in_tiles(long):
     visible = torch.ones(T, 200, dtype=torch.bool)
     visible[:90, 120:] = False
-    for options in ({}, {"allowed": visible[None]}):
-        qk = query_key(random(2, T, 4), random(2, 200, 4, seed=1), "tokens", part="cross", **options)
+    for allowed in (None, visible[None]):
+        qk = query_key(random(2, T, 4), random(2, 200, 4, seed=1), "tokens", part="cross", allowed=allowed)
         ours, whole = long(linalg.visible_shares, qk), linalg.visible_shares(qk)
         torch.testing.assert_close(ours.key, whole.key, rtol=0, atol=1e-9)
         assert ours.distance.isnan().all()
         torch.testing.assert_close(long(linalg.max_weight, qk), linalg.max_weight(qk))
 
 
-def test_a_mask_with_gaps_has_no_shares_and_its_attention_is_measured(long):
-    mask = ALL.tril() & ((torch.arange(T) < 4) | (torch.arange(T)[:, None] - torch.arange(T) < 50))
+def test_masks_with_gaps_and_conjugate_gradients_that_do_not_arrive_have_no_value(long, monkeypatch):
+    mask = ALL.tril() & ((PLACE < 4) | (PLACE[:, None] - PLACE < 50))
     qk = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
     assert find_intervals(mask) is None
     assert long(linalg.visible_shares, qk).key.isnan().all()
     torch.testing.assert_close(long(linalg.first_weight, qk), linalg.first_weight(qk))
-
-
-def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
     fit = find_intervals(MASKS["causal"])
     assert isinstance(fit, IntervalMask)
     right = random(T) - random(T).mean()
@@ -136,41 +120,41 @@ def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
     assert np.isnan(fit.explained_squares(right, None)[0])
 
 
-@pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])
-def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
-    monkeypatch.setattr(import_module("attnlens.maths.linalg.attention"), "FACTORED", factored)
+def test_verdicts_on_kernels_in_tiles(long, monkeypatch):
     factor = 0.3 * random(1, T, 6)
     mixed = query_key(factor, 0.3 * random(1, T, 6, seed=1), "tokens")
-    assert long(linalg.definite_kernel, mixed).item() == 0
-    verdict = long(linalg.definite_kernel, query_key(factor, factor, "tokens")).item()
-    assert verdict == 1 if factored == T else np.isnan(verdict)
+    for factored, expected in ((T, 1.0), (T - 1, np.nan)):
+        monkeypatch.setattr(import_module("attnlens.maths.linalg.attention"), "FACTORED", factored)
+        assert long(linalg.definite_kernel, mixed).item() == 0
+        verdict = long(linalg.definite_kernel, query_key(factor, factor, "tokens")).item()
+        assert verdict == pytest.approx(expected, nan_ok=True)
+    mask = torch.stack((ALL, MASKS["causal"]))[:, None]  # only some heads of a batch see all pairs
+    qk = query_key(random(2, 2, T, 4), random(2, 2, T, 4, seed=1), "tokens", allowed=mask)
+    whole, ours = linalg.definite_kernel(qk), long(linalg.definite_kernel, qk)
+    assert torch.equal(ours, whole)
+    assert not ours.isnan().any()
 
 
 def test_ksvd_of_a_long_head_has_what_its_factors_determine(long):
     value = random(2, 1, T, 5, seed=4)
     whole, ours = ksvd.of_tokens(heads(value=value)), long(ksvd.of_tokens, heads(value=value))
     lost = {name for name, reading in ours.items() if reading.isnan().all()}
-    curves = {
-        f"ksvd.{matrix}_{kind}" for matrix in ("attention", "centred_attention") for kind in ("spectrum", "energy")
-    }
+    curves = {f"ksvd.{centred}attention_{kind}" for centred in ("", "centred_") for kind in ("spectrum", "energy")}
     assert lost == {"ksvd.first_share", *curves}
     assert all(torch.equal(ours[name], whole[name]) for name in ours.keys() - lost)
 
 
-# --- ranks with proven bounds -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 @pytest.mark.parametrize(("power", "shape"), [(0.5, (500, 400)), (0.7, (500, 500)), (1.0, (400, 500))])
-def test_the_least_rank_is_that_of_all_singular_values_or_none(power, share, shape):
+def test_the_least_rank_is_that_of_all_singular_values_or_none(power, shape):
     matrix = fallen(power, *shape)
-    expected = float(linalg.rank_at(torch.linalg.svdvals(matrix), share))
-    rank = least_rank(halves(matrix), share)
-    assert rank == expected or (np.isnan(rank) and expected > 100)
-    assert rank == least_rank(halves(matrix), share) or np.isnan(rank), "the same in every run"
+    sigma = torch.linalg.svdvals(matrix)
+    for share in (0.3, 0.5, 0.9):
+        expected, rank = float(linalg.rank_at(sigma, share)), least_rank(halves(matrix), share)
+        assert rank == expected or (np.isnan(rank) and expected > 100), share
+        assert rank == least_rank(halves(matrix), share) or np.isnan(rank), "the same in every run"
 
 
-def test_ranks_of_matrices_without_gap_or_size():
+def test_without_gap_size_or_steps_enough_there_is_no_rank(monkeypatch):
     assert least_rank(halves(random(600, 1) @ random(1, 600)), 0.9) == 1
     low = random(600, 40) @ random(40, 600, seed=1)
     assert least_rank(halves(low), 0.9) == linalg.rank_at(torch.linalg.svdvals(low), 0.9)
@@ -178,10 +162,14 @@ def test_ranks_of_matrices_without_gap_or_size():
     assert np.isnan(least_rank(halves(torch.eye(600).double()), 0.9)), "all directions are alike"
     tied = torch.diag(torch.cat((torch.ones(9), torch.zeros(591)))).double()
     assert np.isnan(least_rank(halves(tied), 8 / 9)), "8 or 9, as rounding falls"
+    matrix = fallen(1.0, 600, 600)
+    assert least_rank(halves(matrix), 0.95) == 12
+    monkeypatch.setattr("attnlens.maths.linalg.long.LARGEST_BASIS", 64)
+    assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
 
 
 def test_residuals_bound_the_energies_of_every_ritz_pair():
-    matrix = fallen(0.7, 600, 600)
+    matrix = fallen(0.7, 400, 400)
     energies = torch.linalg.svdvals(matrix).square()
     for ritz in tiled._lanczos(halves(matrix), torch.Generator().manual_seed(0)):
         nearest = (ritz.values[:, None] - energies).abs().amin(1)
@@ -198,13 +186,6 @@ def test_residuals_bound_the_energies_of_every_ritz_pair():
             assert bounds[-1] <= 1.5 * rest, "near enough to prove something by"
 
 
-def test_without_steps_enough_there_is_no_rank(monkeypatch):
-    matrix = fallen(1.0, 600, 600)
-    assert least_rank(halves(matrix), 0.95) == 12
-    monkeypatch.setattr("attnlens.maths.linalg.long.LARGEST_BASIS", 64)
-    assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
-
-
 def test_few_columns_are_decomposed_whole(monkeypatch):
     monkeypatch.setattr(tiled, "SMALL", SMALL)
     for columns, decay in ((40, 0.9), (64, 0.9), (129, 0.5), (600, 0.7)):
@@ -214,17 +195,6 @@ def test_few_columns_are_decomposed_whole(monkeypatch):
         assert least_rank(halves(matrix), 0.9) == rank > 1
     assert np.isnan(least_rank(halves(torch.eye(40, dtype=torch.float64)), 0.9)), "a tie"
     assert np.isnan(least_rank(halves(torch.zeros(80, 40, dtype=torch.float64)), 0.9))
-
-
-def test_only_some_heads_of_a_batch_see_all_pairs(long):
-    mask = torch.stack((ALL, MASKS["causal"]))[:, None]
-    qk = query_key(random(2, 2, T, 4), random(2, 2, T, 4, seed=1), "tokens", allowed=mask)
-    whole, ours = linalg.definite_kernel(qk), long(linalg.definite_kernel, qk)
-    assert torch.equal(ours, whole)
-    assert not ours.isnan().any()
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
@@ -240,7 +210,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_no_matrix_of_all_pairs_is_formed(long):
+def test_tiles_are_of_long_heads_alone_meet_the_whole_and_no_matrix_of_all_pairs_is_formed(long):
     for function in (symmetry.of_tokens, spectrum.of_tokens, ksvd.of_tokens):
         largest = Counter()
         for name in ("whole", "tiles"):
@@ -250,9 +220,6 @@ def test_no_matrix_of_all_pairs_is_formed(long):
             largest[name] = made.numbers
         assert largest["tiles"] < 0.7 * T * T, "a tile, or the basis of 128 vectors"
         assert largest["whole"] >= T * T, "the control"
-
-
-def test_tiles_are_of_long_heads_alone_and_meet_the_whole(long):
     qk = heads()
     assert [part for _, part in split_tiles(qk)] == [qk]
     parts = long(lambda: list(split_tiles(qk)))

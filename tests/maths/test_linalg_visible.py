@@ -14,16 +14,13 @@ from attnlens.maths.linalg.visible import distance_sums
 
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
+PLACE = torch.arange(N)
 MASKS = {
-    "all": None,
-    "causal": ALL.tril(),
-    "window": ALL.tril().triu(-4),
-    "local": ALL.tril(3).triu(-3),
-    "padded": (ALL.tril() & (torch.arange(N) > 2) & (torch.arange(N)[:, None] > 2)),
-    "documents": ALL.tril() & (torch.arange(N) < 6).eq((torch.arange(N) < 6)[:, None]),
-    "prefix": ALL.tril() | (torch.arange(N) < 5),
+    **{"all": None, "causal": ALL.tril(), "window": ALL.tril().triu(-4), "local": ALL.tril(3).triu(-3)},
+    "padded": ALL.tril() & (PLACE > 2) & (PLACE[:, None] > 2),
+    "documents": ALL.tril() & (PLACE < 6).eq((PLACE < 6)[:, None]),
+    "prefix": ALL.tril() | (PLACE < 5),
 }
-each_mask = pytest.mark.parametrize("name", MASKS)
 
 
 def by_hand(logits, visible, cross=False):
@@ -41,7 +38,8 @@ def by_hand(logits, visible, cross=False):
     return np.array([whole - beside_keys, beside_keys - beyond, beyond]) / whole
 
 
-def stack_of(shares):
+def shares_of(qk):
+    shares = linalg.visible_shares(qk)
     return torch.stack((shares.key, shares.distance, shares.interaction))
 
 
@@ -51,24 +49,32 @@ def heads(mask=None, n=N, m=N, batch=(), kv_heads=2, **rest):
     return query_key(query, key, "tokens", allowed=allowed, **rest)
 
 
-@each_mask
-def test_shares_are_those_of_the_least_squares_fit(name):
+@pytest.mark.parametrize("name", MASKS)
+def test_shares_are_those_of_the_least_squares_fit_and_ranks_those_of_the_visible_scores(name):
     mask = MASKS[name]
     for rest in ({}, {"softcap": 1.0}, {"bias": 2 * random(4, N, N, seed=2)}):
         qk = heads(mask, **rest)
-        ours = stack_of(linalg.visible_shares(qk))
+        ours = shares_of(qk)
         for head in range(4):
             expected = by_hand(qk.logits[head], ALL if mask is None else mask)
             np.testing.assert_allclose(ours[:, head], expected, atol=1e-11)
         torch.testing.assert_close(ours.sum(0), torch.ones(4).double(), rtol=0, atol=1e-13)
         assert (ours > 0.003).all()
-    plain, close = heads(mask), {"rtol": 0, "atol": 1e-9}
+    plain = heads(mask)
     shifted = heads(mask, bias=1e3 * random(1, N, 1, seed=3).expand(1, N, N))  # a term of the query alone
-    ours = stack_of(linalg.visible_shares(plain))
-    torch.testing.assert_close(stack_of(linalg.visible_shares(shifted)), ours, **close)
+    torch.testing.assert_close(shares_of(shifted), shares_of(plain), rtol=0, atol=1e-9)
     torch.testing.assert_close(linalg.visible_scores(shifted), linalg.visible_scores(plain), rtol=0, atol=1e-10)
-    whole = stack_of(linalg.visible_shares(heads()))
-    assert mask is None or (ours - whole).abs().max() > 0.01, "the control: masks matter"
+    assert mask is None or (shares_of(plain) - shares_of(heads())).abs().max() > 0.01, "the control: masks matter"
+    visible = (ALL if mask is None else mask).double()
+    for softcap in (None, 1.0):
+        qk = heads(mask, softcap=softcap)
+        scores = qk.logits * visible
+        scores = (scores - scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)) * visible
+        torch.testing.assert_close(linalg.visible_scores(qk), scores)
+        energies = torch.linalg.svdvals(scores).square()
+        passed = energies.cumsum(-1) / energies.sum(-1, keepdim=True)
+        for share in (0.5, 0.9, 0.99):
+            assert linalg.visible_rank(qk, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
 
 
 @given(st.integers(1, 9), st.floats(0.1, 1.0), st.integers(0, 10**6))
@@ -77,7 +83,7 @@ def test_any_mask_has_its_fit(n, share, seed):
     draw = torch.Generator().manual_seed(seed)
     visible = torch.rand(n, n, generator=draw) < share
     qk = query_key(random(1, n, 3, seed=seed), random(1, n, 3, seed=seed + 1), "tokens", allowed=visible[None])
-    ours = stack_of(linalg.visible_shares(qk))[:, 0]
+    ours = shares_of(qk)[:, 0]
     if (visible.sum(-1) < 2).all():
         assert ours.isnan().all(), "no query compares two keys"
     else:
@@ -89,12 +95,11 @@ def test_cross_attention_has_no_distances():
     hidden[:5, 4:] = False
     for mask in (None, hidden):
         qk = heads(mask, n=12, m=7, part="cross")
-        shares = linalg.visible_shares(qk)
-        assert shares.distance.isnan().all()
+        key, distance, interaction = shares_of(qk)
+        assert distance.isnan().all()
         for head in range(4):
-            ours = shares.key[head].item(), shares.interaction[head].item()
             expected = by_hand(qk.logits[head], torch.ones(12, 7) if mask is None else mask, cross=True)
-            np.testing.assert_allclose(ours, expected[[0, 2]], atol=1e-11)
+            np.testing.assert_allclose([key[head], interaction[head]], expected[[0, 2]], atol=1e-11)
 
 
 def test_every_head_and_sequence_has_its_own_mask():
@@ -102,7 +107,7 @@ def test_every_head_and_sequence_has_its_own_mask():
     by_sequence = query_key(random(4, 2, N, 5), random(4, 2, N, 5, seed=1), "tokens", allowed=masks[:, None])
     by_head = query_key(random(2, 4, N, 5), random(2, 4, N, 5, seed=1), "tokens", allowed=masks.expand(2, 4, N, N))
     for qk, mask_of in ((by_sequence, lambda batch, _: masks[batch]), (by_head, lambda _, head: masks[head])):
-        ours = stack_of(linalg.visible_shares(qk))
+        ours = shares_of(qk)
         for batch, head in np.ndindex(*qk.logits.shape[:2]):
             expected = by_hand(qk.logits[batch, head], mask_of(batch, head))
             np.testing.assert_allclose(ours[:, batch, head], expected, atol=1e-11)
@@ -117,7 +122,7 @@ def test_planted_heads_have_the_planted_shares():
     bias = torch.stack((keys, previous, 0.5 * distances.double(), keys + 5 * random(N, N, seed=5)))
     zero = torch.zeros(4, N, 4)
     qk = query_key(zero, zero, "tokens", allowed=MASKS["causal"][None], bias=bias)
-    by_key, before, linear, noisy = stack_of(linalg.visible_shares(qk)).T
+    by_key, before, linear, noisy = shares_of(qk).T
     torch.testing.assert_close(by_key, torch.tensor([1, 0, 0]).double(), rtol=0, atol=1e-12)
     assert before[2] < 1e-12
     assert before[1] > 0.6
@@ -126,32 +131,13 @@ def test_planted_heads_have_the_planted_shares():
 
 
 def test_without_visible_pairs_there_are_no_shares():
-    alike = random(2, 1, 4, seed=1).expand(2, 20, 4)
-    for qk in (
-        query_key(random(2, 20, 4), alike, "tokens"),
-        query_key(random(2, 20, 4), alike, "tokens", allowed=torch.ones(1, 20, 20, dtype=torch.bool).tril()),
-        query_key(random(2, 1, 4), random(2, 1, 4), "tokens"),
-        query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.eye(5, dtype=torch.bool)[None]),
-        query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.zeros(1, 5, 5, dtype=torch.bool)),
-    ):
-        assert stack_of(linalg.visible_shares(qk)).isnan().all()
+    query, alike = random(2, N, 4), random(2, 1, 4, seed=1).expand(2, N, 4)
+    cases = ((alike, None), (alike, ALL.tril()[None]), (query, torch.eye(N).bool()[None]), (query, ~ALL[None]))
+    without = [query_key(query, key, "tokens", allowed=allowed) for key, allowed in cases]
+    for qk in (*without, query_key(query[:, :1], query[:, :1], "tokens")):
+        assert shares_of(qk).isnan().all()
         assert (linalg.visible_scores(qk) == 0).all()
         assert linalg.visible_rank(qk, 0.9).isnan().all()
-
-
-@each_mask
-def test_the_rank_of_visible_scores(name):
-    mask = MASKS[name]
-    visible = (ALL if mask is None else mask).double()
-    for softcap in (None, 1.0):
-        qk = heads(mask, softcap=softcap)
-        scores = qk.logits * visible
-        scores = (scores - scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)) * visible
-        torch.testing.assert_close(linalg.visible_scores(qk), scores)
-        energies = torch.linalg.svdvals(scores).square()
-        passed = energies.cumsum(-1) / energies.sum(-1, keepdim=True)
-        for share in (0.5, 0.9, 0.99):
-            assert linalg.visible_rank(qk, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
 
 
 def test_sums_over_distances():

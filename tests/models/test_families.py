@@ -1,7 +1,5 @@
 """Tests that the tiny models' attention can fail a test: it is neither uniform nor one-hot, and masked."""
 
-from __future__ import annotations
-
 import families
 import pytest
 import torch
@@ -10,12 +8,12 @@ ATTENTIONS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_a
 ENCODERS = ("bert", "roberta", "distilbert", "albert", "t5", "bart")
 
 
-def read(outputs: object) -> torch.Tensor:
+def read(outputs):
     return outputs.logits if "logits" in outputs else outputs.text_model_output.last_hidden_state
 
 
 @pytest.mark.parametrize("name", families.REACHED)
-def test_attention_of_a_tiny_model_is_sharp_but_not_one_hot_and_masked(name: str) -> None:
+def test_attention_of_a_tiny_model_is_sharp_but_not_one_hot_and_masked(name):
     model = families.build(name)
     model.set_attn_implementation("eager")
     outputs = model(**families.inputs(name, model, batch=3), output_attentions=True)
@@ -43,7 +41,7 @@ def test_attention_of_a_tiny_model_is_sharp_but_not_one_hot_and_masked(name: str
     assert not torch.allclose(expected, read(model(**unmasked))[real], atol=1e-2), "control"
 
 
-def test_same_seed_gives_the_same_model_and_leaves_the_global_state_alone() -> None:
+def test_same_seed_gives_the_same_model_and_leaves_the_global_state_alone():
     for name in families.FAMILIES:
         state = torch.get_rng_state()
         first, second, other = (families.build(name, seed) for seed in (0, 0, 1))

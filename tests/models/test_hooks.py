@@ -9,6 +9,9 @@ from functools import partial
 import families
 import pytest
 import torch
+from loaded import sites_of
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from attnlens.errors import ModelError
 from attnlens.kernels import parsed
@@ -17,25 +20,18 @@ from attnlens.models import hooks
 
 identity = sys.modules[hooks.identity_error.__module__]  # `hooks.survey` is the function of that name
 
-TOKENS = 12
 RBF = hooks.Replacement(parsed("rbf:gamma=1"))
 BOTH = ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
 PARTS = {name: ["decoder"] * 2 for name in families.CAUSAL}
 PARTS |= {"bert": ["encoder"] * 2, "vit": ["encoder"] * 2, "bart": BOTH, "t5": BOTH, "whisper": BOTH}
 
 
-def precise(name):
-    model = families.build(name).double()
-    hooks.allow_float64(model)
-    return model
-
-
-def fed(name, model, **more):
-    return hooks.as_dtype(families.inputs(name, model, **more), torch.float64)
-
-
-def sites_of(model, inputs):
-    return tuple(reached.site for reached in hooks.survey(model, inputs))
+def built(name, dtype=torch.float32, **more):
+    """The tiny model of a family in that precision, and its inputs."""
+    model = families.build(name).to(dtype)
+    if dtype == torch.float64:
+        hooks.allow_float64(model)
+    return model, hooks.as_dtype(families.inputs(name, model, **more), dtype)
 
 
 def change(model, inputs, alter):
@@ -46,10 +42,9 @@ def change(model, inputs, alter):
 
 @pytest.mark.parametrize("name", families.REACHED)
 def test_recomputed_attention_gives_the_familys_outputs_and_needs_its_mask(name):
-    model = precise(name)
-    for padded in (False, True):
-        assert hooks.identity_error(model, fed(name, model, padded=padded)) <= 2e-6
-    inputs = fed(name, model)
+    for padded in (True, False):
+        model, inputs = built(name, torch.float64, padded=padded)
+        assert hooks.identity_error(model, inputs) <= 2e-6
     if name in PARTS:
         assert [site.part for site in sites_of(model, inputs)] == PARTS[name]
     if "decoder" in PARTS.get(name, ()) and name not in ("t5", "whisper"):
@@ -57,60 +52,56 @@ def test_recomputed_attention_gives_the_familys_outputs_and_needs_its_mask(name)
 
 
 def test_a_dropped_argument_or_a_mispaired_key_head_changes_the_outputs():
-    for name, field in (("gemma2", "softcap"), ("gpt_oss", "sinks"), ("t5", "bias")):
-        model = precise(name)
-        assert change(model, fed(name, model), lambda call, field=field: replace(call, **{field: None})) > 1e-3, name
-    model = precise("llama")
-    alter = lambda call: replace(call, key=call.key.flip(1), value=call.value.flip(1))  # noqa: E731  # one expression
-    assert change(model, fed("llama", model), alter) > 1e-3
+    for name, alter in {
+        "gemma2": lambda call: replace(call, softcap=None),
+        "gpt_oss": lambda call: replace(call, sinks=None),
+        "t5": lambda call: replace(call, bias=None),
+        "llama": lambda call: replace(call, key=call.key.flip(1), value=call.value.flip(1)),
+    }.items():
+        assert change(*built(name, torch.float64), alter) > 1e-3, name
 
 
 def test_a_sliding_window_is_in_the_mask_and_a_query_that_sees_nothing_has_an_empty_row():
-    model = precise("mistral")
-    (reached, *_) = hooks.survey(model, fed("mistral", model))
-    assert reached.call.visible().sum(-1).max() == model.config.sliding_window < TOKENS
-    model = families.build("gpt2")
-    inputs = families.inputs("gpt2", model)
+    model, inputs = built("mistral")
+    (reached, *_) = hooks.survey(model, inputs)
+    assert reached.call.visible().sum(-1).max() == model.config.sliding_window < inputs["input_ids"].shape[1] == 12
+    model, inputs = built("gpt2")
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, :4] = 0
     (reached, *_) = hooks.survey(model, inputs)
     attention = reached.call.query_key(reached.site).attention
     assert (attention[0, :, :4] == 0).all()
-    torch.testing.assert_close(attention[0, :, 4:].sum(-1), torch.ones(4, TOKENS - 4, dtype=torch.float64))
+    torch.testing.assert_close(attention[0, :, 4:].sum(-1), torch.ones(4, 8, dtype=torch.float64))
 
 
 def test_sites_are_named_by_path_and_call_and_keep_their_numbers_over_batches():
-    bert, albert = families.build("bert"), families.build("albert")
-    names = [site.name for site in sites_of(bert, families.inputs("bert", bert))]
-    assert names == [f"bert.encoder.layer.{layer}.attention.self" for layer in (0, 1)]
-    inputs, seen = families.inputs("albert", albert), []
-    sites = sites_of(albert, inputs)
+    model, inputs = built("albert")
+    sites, seen = sites_of(model, inputs), []
     assert len({site.path for site in sites}) == 1
     assert [(site.ordinal, site.layer, site.repeated) for site in sites] == [(0, 0, True), (1, 1, True), (2, 2, True)]
     assert len({site.name for site in sites}) == 3
-    with torch.no_grad(), hooks.watch(albert, sites, lambda site, _call: seen.append(site)):
+    with torch.no_grad(), hooks.watch(model, sites, lambda site, _call: seen.append(site)):
         for _ in range(3):
-            hooks.forward(albert, inputs)
+            hooks.forward(model, inputs)
     assert seen == list(sites) * 3
-    inputs = families.inputs("bert", bert)
-    surveyed = hooks.survey(bert, inputs)
+    model, inputs = built("bert")
+    surveyed = hooks.survey(model, inputs)
+    names = [reached.site.name for reached in surveyed]
+    assert names == [f"bert.encoder.layer.{layer}.attention.self" for layer in (0, 1)]
     with hooks.record_inputs(surveyed) as latest:
-        hooks.forward(bert, inputs)
+        hooks.forward(model, inputs)
     for reached in surveyed:
         torch.testing.assert_close(latest[reached.module], reached.arguments["hidden_states"])
 
 
 def test_implementations_and_registered_names_are_restored_even_after_an_error():
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
     def state(model):
         chosen = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
         return chosen, set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())
 
-    model = families.build("clip")
+    model, inputs = built("clip")
     model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
-    inputs, before = families.inputs("clip", model), state(model)
+    before = state(model)
     assert {"eager", "sdpa"} <= {*before[0]}
     hooks.survey(model, inputs)
     with pytest.raises(ZeroDivisionError), hooks.answer_calls(model, lambda _call: 1 / 0):
@@ -120,25 +111,23 @@ def test_implementations_and_registered_names_are_restored_even_after_an_error()
 
 def test_a_model_without_reachable_attention_is_refused_by_name():
     for name, why in (("yoso", "its own attention code"), ("mamba", "no softmax attention")):
-        model = families.build(name)
+        model, inputs = built(name)
         with pytest.raises(ModelError) as refusal:
-            hooks.survey(model, families.inputs(name, model))
-        assert type(model).__name__ in refusal.value.problem
-        assert why in refusal.value.problem
-        assert "Llama" in refusal.value.remedy, "families that work are named"
-        assert "\n" not in refusal.value.problem + refusal.value.remedy
+            hooks.survey(model, inputs)
+        problem, remedy = refusal.value.problem, refusal.value.remedy
+        assert type(model).__name__ in problem
+        assert why in problem
+        assert "Llama" in remedy, "families that work are named"
+        assert "\n" not in problem + remedy
 
 
 def test_replacing_the_kernel_changes_the_chosen_sites_only_and_must_reach_them():
-    model = precise("gpt2")
-    inputs = fed("gpt2", model)
-    sites = sites_of(model, inputs)
-    error = partial(hooks.difference, model, inputs)
+    model, inputs = built("gpt2", torch.float64)
+    sites, error = sites_of(model, inputs), partial(hooks.difference, model, inputs)
     assert error(hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(hooks.OWN)))) < 1e-12
     assert error(hooks.replace(model, sites, {})) < 1e-12
     assert error(hooks.replace(model, sites, dict.fromkeys(sites[1:], RBF))) > 1e-3
-    model = families.build("bart")
-    inputs = families.inputs("bart", model)
+    model, inputs = built("bart")
     sites = sites_of(model, inputs)
     with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, dict.fromkeys(sites, RBF)):
         model.get_encoder()(input_ids=inputs["input_ids"])
@@ -149,8 +138,7 @@ def test_a_module_without_a_softmax_is_distinguished_from_one_that_does_not_run(
         def forward(self, x):
             return x
 
-    model = families.build("bert")
-    inputs = families.inputs("bert", model)
+    model, inputs = built("bert")
     model.bert.idle = HandWrittenAttention()
     assert hooks.run_survey(model, inputs).missed == {"bert.idle": None}
     model.bert.embeddings.by_hand = HandWrittenAttention()
@@ -161,8 +149,7 @@ def test_a_module_without_a_softmax_is_distinguished_from_one_that_does_not_run(
 
 @pytest.mark.parametrize("name", families.REACHED)
 def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
-    model = families.build(name).bfloat16()
-    inputs = hooks.as_dtype(families.inputs(name, model), torch.bfloat16)
+    model, inputs = built(name, torch.bfloat16)
     rounding = hooks.difference(model, inputs, hooks.answer_calls(model, identity.recompute))
     assert rounding > 1e-3 or name == "gemma2", "whose eager attention is ours, step by step"
     largest = identity.largest_site_error(model, inputs, partial(identity.widen, model))
@@ -174,19 +161,18 @@ def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
 
 
 def test_one_attention_module_at_a_time_is_widened():
-    model, wide = families.build("llama").bfloat16(), []
+    (model, inputs), wide = built("llama", torch.bfloat16), []
     largest = max(sum(part.numel() for part in layer.self_attn.parameters()) for layer in model.model.layers)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda *_: wide.append(sum(p.numel() for p in model.parameters() if p.dtype == torch.float64))
         )
-    assert hooks.identity_error(model, families.inputs("llama", model)) < 1e-7
+    assert hooks.identity_error(model, inputs) < 1e-7
     assert set(wide) == {0, largest}
 
 
 def test_a_random_model_or_one_that_stays_in_half_precision_keeps_its_first_error(monkeypatch):
-    model = families.build("bert").bfloat16()
-    inputs = families.inputs("bert", model)
+    model, inputs = built("bert", torch.bfloat16)
     assert hooks.identity_error(model, inputs) < 1e-7, "control"
     half = model.bert.encoder.layer[0].attention.self.query.register_forward_hook(lambda *args: args[-1].bfloat16())
     assert hooks.identity_error(model, inputs) > 1e-5
@@ -202,14 +188,12 @@ def test_a_random_model_or_one_that_stays_in_half_precision_keeps_its_first_erro
 
 
 def test_answers_reach_the_module_contiguous():
-    from transformers.modeling_utils import AttentionInterface
-
-    model, seen = families.build("bert"), []
+    (model, inputs), seen = built("bert"), []
     with hooks.answer_calls(model, lambda call: attend(call, hooks.OWN).transpose(1, 2).contiguous().transpose(1, 2)):
         name = model.config._attn_implementation
         own = AttentionInterface()[name]
         watched = lambda *args, **more: (seen.append(own(*args, **more)[0]) or seen[-1], None)  # noqa: E731
         AttentionInterface._global_mapping[name] = watched
-        hooks.forward(model, families.inputs("bert", model))
+        hooks.forward(model, inputs)
     assert seen
     assert all(part.is_contiguous() for part in seen)

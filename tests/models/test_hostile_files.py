@@ -15,12 +15,12 @@ import families
 import pytest
 import torch
 import transformers
-from hostile import DEEP, each_refused, edited, refused, stored, weights
+from hostile import DEEP, each_refused, edit, edited, refused, stored, weights
 from program import environment_with
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
-from attnlens.models import loading
+from attnlens.models.loading import load
 
 INDEX = "model.safetensors.index.json"
 
@@ -35,19 +35,16 @@ class Payload:
         return (Path.touch, (self.ran,))
 
 
-def load(place, **options):
-    return loading.load(str(place), **options)
-
-
-def raw(name, content, gone="model.safetensors"):
+@edit
+def raw(folder, name, content, gone="model.safetensors"):
     """Write `content` into a file, and remove the file `gone`."""
+    for old in (name, gone):
+        (folder / old).unlink(missing_ok=True)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    def edit(folder):
-        for old in (name, gone):
-            (folder / old).unlink(missing_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    return edit
+def beside(name, content):
+    return raw(name, content, gone="-")
 
 
 def index(shard, name=INDEX):
@@ -55,17 +52,14 @@ def index(shard, name=INDEX):
     return raw(name, json.dumps({"metadata": {}, "weight_map": {"transformer.wte.weight": shard}}))
 
 
-def pickled(name, *more, gone="model.safetensors"):
+@edit
+def pickled(folder, name, *more, gone="model.safetensors"):
     """Store the payload with the weights as a pickle in the place of the file `gone`."""
-
-    def edit(folder):
-        content = {**weights(folder), "x": Payload(folder)}
-        for step in more:
-            step(folder)
-        (folder / gone).unlink(missing_ok=True)
-        torch.save(content, folder / name)
-
-    return edit
+    content = {**weights(folder), "x": Payload(folder)}
+    for step in more:
+        step(folder)
+    (folder / gone).unlink(missing_ok=True)
+    torch.save(content, folder / name)
 
 
 def code(folder, name="own.py"):
@@ -76,8 +70,7 @@ def code(folder, name="own.py"):
 
 def processor(folder):
     for name in ("processor_config.json", "preprocessor_config.json"):
-        settings = {"auto_map": {"AutoProcessor": code(folder)}, "processor_class": "Own"}
-        raw(name, json.dumps(settings), gone="-")(folder)
+        beside(name, json.dumps({"auto_map": {"AutoProcessor": code(folder)}, "processor_class": "Own"}))(folder)
 
 
 def tokenizer(folder):
@@ -85,61 +78,92 @@ def tokenizer(folder):
     edited(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [own, own]}, tokenizer_class="Own")
 
 
-def link(folder):
-    pickled("../outside.bin")(folder)
-    (folder / "model.safetensors").symlink_to("../outside.bin")
+@edit
+def pipe(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
 
 
-def named_by_config(folder):
-    pickled("adapter_model.bin", gone="-")(folder)
-    pickled("pytorch_model.bin")(folder)
-    edited(folder / "config.json", transformers_weights="adapter_model.bin")
+@edit
+def linked(folder, name, target):
+    shutil.copytree(folder, folder.parent / "other", dirs_exist_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+
+
+@edit
+def config(folder, **changes):
+    edited(folder / "config.json", **changes)
+
+
+@edit
+def sparse(folder, name):
+    (folder / name).touch()
+    os.truncate(folder / name, 2**28 + 1)
+
+
+@edit
+def both(folder, *edits):
+    for step in edits:
+        step(folder)
+
+
+@edit
+def safetensors(folder, make):
+    (folder / "model.safetensors").write_bytes(make((folder / "model.safetensors").read_bytes()))
+
+
+@edit
+def tensors(folder, make):
+    stored(folder, make(weights(folder)))
 
 
 BIN_INDEX = "pytorch_model.bin.index.json"
+TWO = pickled("adapter_model.bin", gone="-"), pickled("pytorch_model.bin")
 CODE = tokenizer, processor, partial(code, name="custom_generate/generate.py")
 PICKLES = {
-    "index": (pickled("evil.bin", index("evil.bin")),),
-    "suffix .model": (pickled("w.model", index("w.model")), "'w.model'"),
-    "shard called .safetensors": (pickled("w.safetensors", index("w.safetensors")),),
-    "file called .safetensors": (pickled("model.safetensors"),),
-    "file called .gguf": (pickled("model.gguf"),),
-    "link": (link,),
-    ".bin": (pickled("pytorch_model.bin"),),
+    "index": [pickled("evil.bin", index("evil.bin"))],
+    "suffix .model": [pickled("w.model", index("w.model")), "'w.model'"],
+    "shard called .safetensors": [pickled("w.safetensors", index("w.safetensors"))],
+    "file called .safetensors": [pickled("model.safetensors")],
+    "file called .gguf": [pickled("model.gguf")],
+    "link": [both(pickled("../outside.bin"), linked("model.safetensors", "../outside.bin"))],
+    ".bin": [pickled("pytorch_model.bin")],
 }
 ALLOWED = {
-    "suffix .txt": (pickled("w.txt", index("w.txt")),),
-    ".bin": (pickled("pytorch_model.bin"), "could run code"),  # torch's own text advises loading it anyway
-    ".bin index, outside": (pickled("../evil.bin", index("../evil.bin", BIN_INDEX)),),
-    ".bin index, suffix": (pickled("evil.txt", index("evil.txt", BIN_INDEX)),),
-    "adapter": (pickled("adapter_model.bin", raw("adapter_config.json", "{}"), gone="-"),),
-    "weights of the config": (named_by_config,),
+    "suffix .txt": [pickled("w.txt", index("w.txt"))],
+    ".bin": [pickled("pytorch_model.bin"), "could run code"],  # torch's own text advises loading it anyway
+    ".bin index, outside": [pickled("../evil.bin", index("../evil.bin", BIN_INDEX))],
+    ".bin index, suffix": [pickled("evil.txt", index("evil.txt", BIN_INDEX))],
+    "adapter": [pickled("adapter_model.bin", raw("adapter_config.json", "{}"), gone="-")],
+    "weights of the config": [both(*TWO, config(transformers_weights="adapter_model.bin"))],
 }
 
 
 def test_a_payload_never_runs_and_no_pickle_is_opened_but_an_allowed_one(folder, tmp_path, hub, monkeypatch):
     opened, torch_load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **more: (opened.append(args[0]), torch_load(*args, **more))[1])
-    for number, edit in enumerate(CODE):
+    for number, add_code in enumerate(CODE):
         place = Path(shutil.copytree(folder, tmp_path / f"code{number}" / "gpt2"))
-        edit(place)
+        add_code(place)
         loaded = load(place)
         assert loaded.tokenizer is None or loaded.tokenizer("a")
     each_refused(ModelError, folder, PICKLES, load)
-    tensors = weights(folder)
+    own = weights(folder)
     torch.save({"x": Payload(folder)}, folder / "evil.model")
-    stored(folder, tensors, "part.safetensors")
-    table = dict.fromkeys(tensors, "part.safetensors") | {"x": "evil.model"}
+    stored(folder, own, "part.safetensors")
+    table = dict.fromkeys(own, "part.safetensors") | {"x": "evil.model"}
     raw(INDEX, json.dumps({"metadata": {}, "weight_map": table}))(folder)
     refused(ModelError, lambda: load(folder / "part.safetensors"), "'evil.model'")
     for offline in (False, True):
-        refused(ModelError, lambda offline=offline: load(fake_hub.OPEN, offline=offline), "'evil.model'")
+        refused(ModelError, partial(load, fake_hub.OPEN, offline=offline), "'evil.model'")
     assert hub
     assert not opened
-    stored(folder, tensors)
+    stored(folder, own)
     (folder / INDEX).unlink()
-    each_refused(ModelError, Path(shutil.copytree(folder, tmp_path / "allowed" / "gpt2")), ALLOWED,
-                 partial(load, allow_pickle=True))  # fmt: skip
+    allowed = Path(shutil.copytree(folder, tmp_path / "allowed" / "gpt2"))
+    each_refused(ModelError, allowed, ALLOWED, partial(load, allow_pickle=True))
     assert {Path(path).suffix for path in opened} == {".bin"}
     assert not list(tmp_path.rglob("ran"))
     pickle.loads(pickle.dumps(Payload(folder)))  # noqa: S301  # the control
@@ -180,7 +204,6 @@ print(Path(os.environ["TRACE"]).read_text())
 
 @pytest.fixture
 def with_kernels(folder, tmp_path):
-    """Folders whose configs name kernels from the hub."""
     second, nested = Path(shutil.copytree(folder, tmp_path / "second")), tmp_path / "nested"
     edited(folder / "config.json", attn_implementation="kernels-community/flash-attn2")
     edited(second / "config.json", attn_implementation=None, _attn_implementation="flash_attention_2")
@@ -214,45 +237,6 @@ def test_no_kernel_is_fetched_if_the_package_kernels_is_installed(with_kernels, 
     assert "kernels-community/flash-attn2" in ended.stdout, "the control, transformers alone, fetches it"
 
 
-def pipe(name):
-    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
-
-
-def linked(name, target):
-    def edit(folder):
-        shutil.copytree(folder, folder.parent / "other", dirs_exist_ok=True)
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-
-    return edit
-
-
-def config(**changes):
-    return lambda folder: edited(folder / "config.json", **changes)
-
-
-def beside(name, content):
-    """Write a file, and leave the weights in place."""
-    return raw(name, content, gone="-")
-
-
-def sparse(name):
-    return lambda folder: ((folder / name).touch(), os.truncate(folder / name, 2**28 + 1))
-
-
-def both(*edits):
-    return lambda folder: [edit(folder) for edit in edits]
-
-
-def safetensors(make):
-    return lambda folder: (folder / "model.safetensors").write_bytes(make((folder / "model.safetensors").read_bytes()))
-
-
-def tensors(make):
-    return lambda folder: stored(folder, make(weights(folder)))
-
-
 def doubled(folder):
     first, *others = weights(folder).items()
     stored(folder, dict([first]), "a.safetensors")
@@ -264,41 +248,50 @@ def doubled(folder):
 OWN = "transformer.h.0.attn.c_attn.weight"
 LORA = "base_model.model.h.0"
 SHARD, OBJECT, LARGER = "must name .safetensors files in its folder", "is not a JSON object", "far larger model"
-OUTSIDE, UNNAMED, TORN = "links to a file outside", "does not name any weight files", "not a safetensors file"
+OUTSIDE, UNNAMED = "links to a file outside its folder", "does not name any weight files"
+TORN, BESIDE = "not a safetensors file", ("in addition to the weights", "--adapter")
 # fmt: off
+LINKS = {
+    **{"model.safetensors": "../other/model.safetensors", "additional_chat_templates/a.jinja": "/etc/hosts"},
+    **dict.fromkeys(("config.json", "chat_template.jinja", INDEX), "../other/config.json"),
+    **dict.fromkeys(("tokenizer.json", "source.spm"), "/etc/hostname"),
+}
+VALUES = [
+    *(("n_head", 0), ("n_head", -4), ("n_embd", 0), ("n_layer", 0), ("n_layer", 10**9), ("num_labels", 10**9)),
+    *(("architectures", [5]), ("auto_map", 5)),
+]
+UNNAMED_REASON = [
+    *({"dtype": "load"}, {"n_head": "four"}, {"n_layer": 1.5}, {"model_type": "clip", "text_config": "gpt2"}),
+    {"model_type": "encoder-decoder", "encoder": {"model_type": 3}, "decoder": {}},
+    {"model_type": "detr", "backbone_config": [1, 2], "use_timm_backbone": False},
+    {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": "x"},
+]
+SHARDS = "..\\w.safetensors", "w\0.safetensors", "a" * 100_000 + ".safetensors", INDEX
+LARGE = {"n_layer": 900, "n_positions": 2 * 10**7, "vocab_size": 2 * 10**7, "n_inner": 10**9}
+TEMPLATE, PART = "chat_template.jinja", "shard-00001-model-00001-of-00001.safetensors"
 FAULTS = {
+    **{f"index of {shard!r:.30}": (index(shard), SHARD) for shard in SHARDS},
+    **{f"index, {text}": (raw(INDEX, text), UNNAMED) for text in ("{}", '{"weight_map": {}}', '{"weight_map": ["a"]}')},
+    **{f"link {name}": (linked(name, target), f"{name} {OUTSIDE}") for name, target in LINKS.items()},
+    **{f"pipe {name}": (pipe(name), "it is a pipe") for name in ("model.safetensors", "tokenizer.json", TEMPLATE)},
+    **{f"large {name}": (sparse(name), "larger than 256 MiB") for name in ("config.json", "tokenizer.json", TEMPLATE)},
+    **{f"{name} = {n}": (config(**{name: n}), f"{name} = {n}", "config.json") for name, n in VALUES},
+    **{f"large {name}": (config(**{name: n}), LARGER, f"{name} = {n}") for name, n in LARGE.items()},
+    **{f"config {changes}": (config(**changes),) for changes in UNNAMED_REASON},
+    **{name: (beside(name, ""), *BESIDE) for name in ("adapter_config.json", "adapter_model.safetensors")},
+    **{f"distributed{end}": (beside(f"{PART}{end}", ""), "distributed checkpoint") for end in ("", "\n")},
     "index above the folder": (index("../other.safetensors"), SHARD, "'../other.safetensors'"),
-    "index with a backslash": (index("..\\w.safetensors"), SHARD),
-    "index with NUL": (index("w\0.safetensors"), SHARD),
     "index of a number": (index(3), SHARD, "names 3"),
-    "index of an endless name": (index("a" * 100_000 + ".safetensors"), SHARD),
     "index of what is missing": (index("w.safetensors"), "w.safetensors is missing"),
-    "index of itself": (index(INDEX), SHARD),
-    "index, no map": (raw(INDEX, "{}"), UNNAMED),
-    "index, empty map": (raw(INDEX, '{"weight_map": {}}'), UNNAMED),
-    "index, map is a list": (raw(INDEX, '{"weight_map": ["a"]}'), UNNAMED),
+    "templates are a link outside": (linked("additional_chat_templates", "../other"), OUTSIDE),
     "index, nested": (raw(INDEX, f'{{"weight_map": {DEEP}}}'), OBJECT),
     "index, a pipe": (both(index("x"), pipe(INDEX)), "is a pipe"),
-    "index is a link outside": (linked(INDEX, "../other/config.json"), OUTSIDE),
     "shard is a link outside": (
         both(linked("w.safetensors", "../other/model.safetensors"), index("w.safetensors")), OUTSIDE),
-    "weights are a link outside": (linked("model.safetensors", "../other/model.safetensors"), OUTSIDE),
     "weights are a link to nothing": (linked("model.safetensors", "nothing"), "is missing"),
     "weights are a link to themselves": (linked("model.safetensors", "model.safetensors"), "symbolic links"),
-    "config is a link outside": (linked("config.json", "../other/config.json"), f"config.json {OUTSIDE}"),
     "config is a link to a device": (linked("config.json", "/dev/zero"), "config.json can't be read: it is a "),
-    "tokenizer is a link outside": (linked("tokenizer.json", "/etc/hostname"), f"tokenizer.json {OUTSIDE}"),
-    "template is a link outside": (linked("chat_template.jinja", "../other/config.json"), f"{OUTSIDE} its folder"),
-    "templates are a link outside": (linked("additional_chat_templates", "../other"), OUTSIDE),
-    "one of the templates is": (linked("additional_chat_templates/a.jinja", "/etc/hosts"), OUTSIDE),
-    "vocabulary is a link outside": (linked("source.spm", "/etc/hostname"), OUTSIDE),
-    "weights are a pipe": (pipe("model.safetensors"), "it is a pipe"),
     "config is a pipe": (pipe("config.json"), "config.json can't be read: it is a "),
-    "tokenizer is a pipe": (pipe("tokenizer.json"), "it is a pipe"),
-    "chat template is a pipe": (pipe("chat_template.jinja"), "it is a pipe"),
-    "config is too large": (sparse("config.json"), "larger than 256 MiB"),
-    "tokenizer is too large": (sparse("tokenizer.json"), "larger than 256 MiB"),
-    "template is too large": (sparse("chat_template.jinja"), "larger than 256 MiB"),
     "generation config is no map": (beside("generation_config.json", "[1]"), "generation_config.json"),
     "config of bytes": (beside("config.json", b"\xff\xfe\x00"), OBJECT),
     "config with a byte order mark": (beside("config.json", b"\xef\xbb\xbf{}"), "a byte order mark", "without"),
@@ -310,41 +303,18 @@ FAULTS = {
     "config of one word": (beside("config.json", "null"), OBJECT),
     "model type is a list": (config(model_type=["gpt2"]), "model_type"),
     "model type of 3 MB": (config(model_type="x" * 3_000_000), "config.json (model_type", "can't be read"),
-    "architecture is a number": (config(architectures=[5]), "config.json", "architectures = [5]"),
     "architectures are a word": (config(architectures="GPT2LMHeadModel"), "config.json", "architectures"),
-    "map of code is a number": (config(auto_map=5), "config.json", "auto_map = 5"),
-    "sub-config is a word": (config(model_type="clip", text_config="gpt2"),),
-    "sub-config of another type": (config(model_type="encoder-decoder", encoder={"model_type": 3}, decoder={}),),
     "sub-config without heads": (config(text_config={"num_attention_heads": 0}), "text_config.num_attention_heads = 0"),
-    "backbone of a list": (config(model_type="detr", backbone_config=[1, 2], use_timm_backbone=False),),
-    "rope of a string": (config(model_type="llama", architectures=["LlamaForCausalLM"], rope_scaling="x"),),
     "activation of no name": (config(activation_function="os.system"), "config.json", "os.system"),
-    "dtype of no name": (config(dtype="load"),),
     "epsilon as text": (config(layer_norm_epsilon="x"), "config.json", "layer_norm_epsilon"),
-    "heads as text": (config(n_head="four"),),
-    "a fraction of a layer": (config(n_layer=1.5),),
     "heads that don't divide": (config(n_head=7), "config.json", "num_heads"),
-    "no heads": (config(n_head=0), "config.json", "n_head = 0"),
-    "heads below 0": (config(n_head=-4), "config.json", "n_head = -4"),
-    "no width": (config(n_embd=0), "config.json", "n_embd = 0"),
     "another width": (config(n_embd=16), "can't be loaded"),
-    "no layers": (config(n_layer=0), "config.json", "n_layer = 0"),
     "another vocabulary": (config(vocab_size=300), "config.json", "(vocab_size = 300)"),
     "positions below 0": (config(n_positions=-5), "config.json", "-5"),
     "fewer positions": (config(n_positions=16), "transformer.wpe.weight has size 32 × 24 in the file, but 16 × 24"),
-    "10⁹ layers": (config(n_layer=10**9), "n_layer = 1000000000"),
     "10⁵ layers in a sub-config": (config(text_config={"num_hidden_layers": 10**5}), "text_config.num_hidden"),
     "1e9 layers, a float": (config(n_layer=1e9), "n_layer"),
-    "900 layers": (config(n_layer=900), LARGER, "n_layer = 900"),
-    "2·10⁷ positions": (config(n_positions=2 * 10**7), LARGER, "n_positions = 20000000"),
-    "2·10⁷ tokens": (config(vocab_size=2 * 10**7), LARGER, "vocab_size = 20000000"),
-    "10⁹ labels": (config(num_labels=10**9), "num_labels = 1000000000"),
     "width of 10⁷": (config(n_embd=4 * 10**6), LARGER),
-    "inner width of 10⁹": (config(n_inner=10**9), LARGER, "n_inner"),
-    "adapter beside weights": (beside("adapter_config.json", ""), "in addition to the weights", "--adapter"),
-    "adapter's weights": (beside("adapter_model.safetensors", ""), "in addition to the weights", "--adapter"),
-    "distributed checkpoint": (beside("shard-00001-model-00001-of-00001.safetensors", ""), "distributed checkpoint"),
-    "the same, and a line": (beside("shard-00001-model-00001-of-00001.safetensors\n", ""), "distributed checkpoint"),
     "variant alone": (lambda f: (f / "model.safetensors").rename(f / "model.fp16.safetensors"),
         "in this folder: model.fp16.safetensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
@@ -377,7 +347,7 @@ def test_a_folder_that_can_not_be_used_is_refused(folder):
     refused(ModelError, lambda: load(folder), "Padding_idx")
 
 
-def test_links_within_the_folder_or_named_by_the_user_are_followed(folder, tmp_path):
+def test_links_within_the_folder_from_the_user_or_to_blobs_of_the_hub_cache_are_followed(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "real.safetensors")
     (folder / "model.safetensors").symlink_to("real.safetensors")
     assert load(folder).missing_keys == ()
@@ -385,31 +355,24 @@ def test_links_within_the_folder_or_named_by_the_user_are_followed(folder, tmp_p
     (folder / "model.safetensors").unlink()
     (folder / "step.safetensors").symlink_to("../real.safetensors")
     assert load(folder / "step.safetensors").missing_keys == ()
-
-
-def test_files_of_the_hub_cache_are_links_to_its_blobs_and_are_read(folder, tmp_path):
+    (folder / "step.safetensors").unlink()
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "commit"
-    snapshot.parent.mkdir(parents=True)
+    for place in (blobs, snapshot.parent, folder / "additional_chat_templates"):
+        place.mkdir(parents=True)
     folder.rename(snapshot)
-    blobs.mkdir()
-    (snapshot / "additional_chat_templates").mkdir()
-    (snapshot / "model.safetensors").rename(blobs / "weights")
+    (tmp_path / "real.safetensors").rename(blobs / "weights")
     (snapshot / "model.safetensors").symlink_to(blobs / "weights")
     for number, name in enumerate(("chat_template.jinja", "additional_chat_templates/a.jinja")):
         (blobs / str(number)).write_text("{{ messages }}")
         (snapshot / name).symlink_to(blobs / str(number))
     loaded = load(snapshot)
-    assert loaded.tokenizer is not None
-    assert loaded.missing_keys == ()
+    assert (loaded.tokenizer is None, loaded.missing_keys) == (False, ())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_unreadable_files_are_refused_as_by_the_system(folder):
-    for path in (
-        *(folder / name for name in ("model.safetensors", "config.json", "tokenizer.json")),
-        folder,
-        folder.parent,
-    ):
+    for name in ("model.safetensors", "config.json", "tokenizer.json", ".", ".."):
+        path = folder / name
         mode = path.stat().st_mode
         path.chmod(0)
         try:
@@ -437,6 +400,6 @@ def test_a_file_without_permission_is_named(name, folder, monkeypatch):
 
 def test_names_without_a_model_are_refused():
     for name in ("~nosuchuser/m", "x" * 300, f"some/{'x' * 300}", "x" * 100_000, "a/b/" * 2000):
-        refused(ModelError, lambda name=name: load(name, offline=True))
+        refused(ModelError, partial(load, name, offline=True))
     for name in ("a\0b", "", "@", "@main"):
-        refused(UsageError, lambda name=name: load(name, offline=True))
+        refused(UsageError, partial(load, name, offline=True))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnlens
+from attnlens.lab.study import tables, tasks, units
 from attnlens.models.kernel_transformers import AttentionForm, KernelAttention, KernelTransformerConfig
 
 WIDTH, HEADS, TOKENS = 8, 2, 5
@@ -102,28 +103,23 @@ def test_a_symmetric_product_saves_a_third_of_the_kernels_parameters():
 
 def test_a_saved_model_is_inspected_with_its_own_kernel_unless_it_can_be_negative(tmp_path):
     """The exponential kernel in place of its own would change its outputs, and fail the identity check."""
-    from attnlens.lab.study.tables import SCALES
-    from attnlens.lab.study.tasks import language
-    from attnlens.lab.study.units import TrainingUnit, build_model, save_step
-
-    text = tmp_path / "text.txt"
+    text, scale = tmp_path / "text.txt", tables.SCALES["tiny"]
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)
-    task = language([("text", text.read_text())], replace(SCALES["tiny"], length=24, vocabulary=270))
-    forms = {
+    task = tasks.language([("text", text.read_text())], replace(scale, length=24, vocabulary=270))
+    for name, form in {
         "exponential": AttentionForm(positions="product"),
         "rbf": AttentionForm(kernel="rbf:gamma=1", positions="sum", in_value=True),
         "polynomial": AttentionForm(kernel="polynomial", positions="symmetric product"),
         "linear": AttentionForm(kernel="linear"),
-    }
-    for name, form in forms.items():
-        model = build_model(TrainingUnit(task.name, form, SCALES["tiny"], 1e-3, 1, 0), task)
-        save_step(model, task, tmp_path / name, 0)
-        saved = str(tmp_path / name / "step-000000")
+    }.items():
+        model = units.build_model(units.TrainingUnit(task.name, form, scale, 1e-3, 1, 0), task)
+        units.save_step(model, task, tmp_path / name, 0)
+        arguments = {"model": str(tmp_path / name / "step-000000"), "text": [str(text)], "windows": 2, "length": 16}
         if name == "linear":
             with pytest.raises(attnlens.AttnlensError, match="linear can be negative"):
-                attnlens.inspect(saved, text=[str(text)], windows=2, length=16)
+                attnlens.inspect(**arguments)
             continue
-        report = attnlens.inspect(saved, text=[str(text)], windows=2, length=16)
+        report = attnlens.inspect(**arguments)
         assert report.summary.identity_error < 1e-5
         assert all(head.measures["tokens.entropy"].value is not None for head in report.heads)
         assert ("weights" in str(report.coverage.skipped)) == (name != "exponential"), name

@@ -6,8 +6,9 @@ import families
 import pytest
 import torch
 import transformers as tf
+from factors import check_heads
 from hostile import each_refused, edited, refused, stored, weights
-from quantised import GROUP, HIDDEN, METHODS, encoded, float8, groups, packed, quantised, save_codes, saved
+from quantised import COMPRESSED, GROUP, HIDDEN, METHODS, groups, quantised, saved
 
 import attnlens
 from attnlens.errors import ModelError
@@ -15,7 +16,8 @@ from attnlens.models import loading
 
 inspect = partial(attnlens.inspect, source="weights", analyzers=["symmetry", "spectrum"])
 from_files = partial(inspect, from_files=True)
-Q = "model.layers.0.self_attn.q_proj"
+SITE = "model.layers.0.self_attn"
+Q, WIDE = f"{SITE}.q_proj", 192
 
 
 def check_parameters(place, plain):
@@ -28,78 +30,49 @@ def check_parameters(place, plain):
 
 
 def check_alike(report, expected, relative, absolute):
-    """Check all values of two reports, of which the first is of codes."""
     assert report.model.quantised is not None
-    for one, other in zip(report.heads, expected.heads, strict=True):
-        assert len(other.measures) >= 4
-        for name, measure in other.measures.items():
-            assert one.measures[name].value == pytest.approx(measure.value, rel=relative, abs=absolute), name
+    check_heads(report.heads, expected.heads, relative, absolute)
 
 
-@pytest.mark.parametrize("method", METHODS)
+LIKE_OTHERS = "fp8 per tensor", "gptq, eight bits"
+CASES = [pytest.param(method, marks=pytest.mark.full) if method in LIKE_OTHERS else method for method in METHODS]
+
+
+@pytest.mark.parametrize("method", CASES)
 def test_codes_are_read_as_their_decoded_twin_and_no_other_codes_are_read(method, tmp_path):
     codes, twin = tmp_path / "codes", tmp_path / "twin"
     plain = quantised(codes, method)
-    assert check_parameters(codes, plain).info.quantised == METHODS[method][1]["quant_method"]
+    loaded, deferred, tensors = check_parameters(codes, plain), loading.load(codes, from_files=True), weights(codes)
+    assert loaded.info.quantised == METHODS[method][1]["quant_method"]
     saved(twin)
     stored(twin, plain)
-    report, tensors = inspect(codes), weights(codes)
+    report, read = inspect(loaded), inspect(deferred)
     check_alike(report, inspect(twin), 1e-4, 1e-5)
-    deferred = loading.load(codes, from_files=True)
-    read = attnlens.inspect(deferred, source="weights", analyzers=["symmetry", "spectrum"])
     check_alike(read, report, 1e-6, 1e-9)
-    of_site = {name: part.nbytes for name, part in tensors.items() if Q[:-6] in name}
+    of_site = {name: part.nbytes for name, part in tensors.items() if SITE in name}
     wanted = sum(size for name, size in of_site.items() if "v_proj" not in name and "o_proj" not in name)
     assert deferred.deferred.bytes_read == pytest.approx(wanted, rel=0.05)
     assert wanted < 0.7 * sum(of_site.values()), "a control: the site has more"
-    mlp = {name: part for name, part in tensors.items() if name.startswith("model.layers.0.mlp")}
-    mlp = {name: part for name, part in mlp.items() if not name.endswith(("_shape", "_packed", "state", "nf4"))}
-    stored(codes, tensors | {name: torch.full_like(part, 3) for name, part in mlp.items()})
+    unread = {name: part for name, part in tensors.items() if name.startswith("model.layers.0.mlp")}
+    described = "_shape", "_packed", "state", "nf4"
+    spoilt = {name: torch.full_like(part, 3) for name, part in unread.items() if not name.endswith(described)}
+    stored(codes, tensors | spoilt)
     check_alike(from_files(codes), read, 1e-9, 0)
     edited(codes / "config.json", quantization_config=None)
-    words = "codes", "does not describe the quantisation", "unquantised"
-    refused(ModelError, partial(loading.load, codes), *words)
-
-
-def symmetric(name, weight, zero):
-    """Encode as GPTQ with the zero 8, stored as `zero`."""
-    parts = weight.reshape(weight.shape[0], -1, GROUP)
-    scale = (parts.abs().amax(2) / 7).half().float()
-    codes = (parts / scale[..., None] + 8).round().clamp(0, 15)
-    tensors = {"qweight": packed(codes.reshape(weight.shape), 4).T, "scales": scale.T.half()}
-    tensors |= {"qzeros": packed(torch.full(scale.T.shape, zero), 4)}
-    plain = ((codes - 8) * scale[..., None]).reshape(weight.shape)
-    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
-
-
-SYMMETRIC = {zero: partial(symmetric, zero=zero) for zero in (7, 8)}
-
-
-def symmetric_gptq(place, zero, **settings):
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
-    return save_codes(place, SYMMETRIC[zero], gptq | settings)
-
-
-def blocks(place, side, **settings):
-    """Save a Llama of width 192 in float8 with a scale for each block of that side, and return its decoded tensors."""
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
-    tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=64)).save_pretrained(place)
-    codes, plain = encoded(weights(place), float8("weight_scale_inv", lambda _: (side, side)))
-    stored(place, codes)
-    edited(place / "config.json", quantization_config={"quant_method": "fp8"} | settings)
-    return plain
+    refused(ModelError, partial(loading.load, codes), "codes", "does not describe the quantisation", "unquantised")
 
 
 def test_formats_of_gptq_settings_per_module_and_the_default_block_size_are_applied(tmp_path):
-    for zero, form in ((7, "gptq"), (8, "gptq_v2")):
-        check_parameters(tmp_path / form, symmetric_gptq(tmp_path / form, zero, checkpoint_format=form))
-    dynamic = {"+:.*": {"bits": 4, "group_size": GROUP}}
-    place = tmp_path / "dynamic"
-    check_parameters(place, symmetric_gptq(place, 7, bits=8, group_size=32, dynamic=dynamic))
+    dynamic = {"bits": 8, "group_size": 32, "dynamic": {"+:.*": {"bits": 4, "group_size": GROUP}}}
+    cases = (7, {"checkpoint_format": "gptq"}), (8, {"checkpoint_format": "gptq_v2"}), (7, dynamic)
+    for number, (zero, settings) in enumerate(cases):
+        place = tmp_path / str(number)
+        check_parameters(place, quantised(place, f"zeros stored as {zero}", **settings))
+    for method in LIKE_OTHERS:
+        check_parameters(tmp_path / method, quantised(tmp_path / method, method))
     place = tmp_path / "blocks"
-    check_parameters(place, blocks(place, 128))
-    check_alike(from_files(place), inspect(place), 1e-6, 1e-9)
+    loaded = check_parameters(place, quantised(place, "blocks of 128", WIDE))
+    check_alike(from_files(place), inspect(loaded), 1e-6, 1e-9)
 
 
 def changed(method, **parts):
@@ -108,113 +81,104 @@ def changed(method, **parts):
     def edit(place):
         quantised(place, method)
         tensors = weights(place)
-        names = {part: f"{Q}.{part}" for part in parts}
-        tensors |= {names[part]: tensor for part, tensor in parts.items() if tensor is not None}
-        gone = {names[part] for part, tensor in parts.items() if tensor is None}
-        assert gone <= tensors.keys()
-        stored(place, {name: tensor for name, tensor in tensors.items() if name not in gone})
+        assert {f"{Q}.{part}" for part, tensor in parts.items() if tensor is None} <= tensors.keys()
+        tensors |= {f"{Q}.{part}": tensor for part, tensor in parts.items()}
+        stored(place, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     return edit
 
 
-def contradicting(method, **settings):
-    return lambda place: quantised(place, method, **settings)
+def described(method, **settings):
+    return partial(quantised, method=method, **settings)
 
 
-def gptq_of(zero, **settings):
-    return lambda place: symmetric_gptq(place, zero, **settings)
-
-
-BYTES = torch.zeros(4, dtype=torch.uint8)
-STATE = "weight.quant_state.bitsandbytes__nf4"
+BYTES, STATE = torch.zeros(4, dtype=torch.uint8), "weight.quant_state.bitsandbytes__nf4"
 # fmt: off
 FAULTS = {
     "a scale of another grid": (changed("fp8 in blocks", weight_scale_inv=torch.ones(5, 5)), Q, "do not divide"),
     "float8 without a scale": (changed("fp8 in blocks", weight_scale_inv=None), f"{Q}.weight", "F8_E4M3"),
     "codes without a scale": (changed("gptq", scales=None), Q, "scales is missing"),
     "codes alone": (changed("gptq", scales=None, qzeros=None, g_idx=None), f"{Q}.qweight"),
-    "groups beyond the scales": (
-        changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
+    "groups beyond scales": (changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
     "awq without zero tensors": (changed("awq", qzeros=None), Q, "qzeros is missing"),
-    "another shape": (
-        changed("packed", weight_shape=torch.tensor([HIDDEN, 2**40])), Q, "contain 1099511627776 codes"),
+    "another shape": (changed("packed", weight_shape=torch.tensor([HIDDEN, 2**40])), Q, "contain 1099511627776 codes"),
     "another state": (changed("nf4", **{STATE: BYTES}), Q, "a valid description of its codes is missing"),
     "no values": (changed("nf4", **{"weight.quant_map": None}), Q, "quant_map is missing"),
     "another order": (changed("LLM.int8", weight_format=BYTES[0] + 2), Q, "stored row by row"),
-    "zeros stored as 8 in the first format": (gptq_of(8, checkpoint_format="gptq"), "sym", "proj"),
-    "zeros stored as 7 in the second": (gptq_of(7, checkpoint_format="gptq_v2"), "sym", "proj"),
-    "other bits": (gptq_of(7, bits=8), "bits", "proj"),
-    "other groups": (gptq_of(7, group_size=2 * GROUP), "group_size", "proj"),
-    "one group": (gptq_of(7, group_size=-1), "group_size", "proj"),
-    "in order": (contradicting("gptq", desc_act=False), "desc_act", "proj"),
-    "blocks of 64": (lambda place: blocks(place, 64), "scales do not", "proj"),
-    "blocks of 48": (lambda place: blocks(place, 48, weight_block_size=[64, 64]), "scales do not", "proj"),
-    "one scale instead of blocks": (
-        contradicting("fp8 per tensor", weight_block_size=[20, 20]), "weight_block_size", "proj"),
-    "awq of other groups": (contradicting("awq", group_size=2 * GROUP), "group_size", "proj"),
-    "awq without zeros": (contradicting("awq", zero_point=False), "zero_point", "proj"),
-    "codes of eight bits": (contradicting("nf4", load_in_8bit=True, load_in_4bit=False), "load_in_8bit", "proj"),
-    "codes of four bits": (contradicting("LLM.int8", load_in_8bit=False, load_in_4bit=True), "load_in_4bit", "proj"),
-    "another table": (contradicting("nf4", bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type", "proj"),
-    "no zeros": (contradicting("packed", config_groups=groups(4, symmetric=True)), "symmetric", "proj"),
-    "groups of another size": (contradicting("packed", config_groups=groups(4, group_size=32)), "group_size", "proj"),
-    "int8 of four bits": (contradicting("int8", config_groups=groups(4)), "num_bits", "proj"),
+    "zeros stored as 8 in the first format": (described("zeros stored as 8", checkpoint_format="gptq"), "sym", "proj"),
+    "zeros stored as 7 in the second": (described("zeros stored as 7", checkpoint_format="gptq_v2"), "sym", "proj"),
+    "other bits": (described("zeros stored as 7", bits=8), "bits", "proj"),
+    "other groups": (described("zeros stored as 7", group_size=2 * GROUP), "group_size", "proj"),
+    "one group": (described("zeros stored as 7", group_size=-1), "group_size", "proj"),
+    "in order": (described("gptq", desc_act=False), "desc_act", "proj"),
+    "blocks of 64": (described("blocks of 64", width=WIDE), "scales do not", "proj"),
+    "blocks of 48": (described("blocks of 48", width=WIDE, weight_block_size=[64, 64]), "scales do not", "proj"),
+    "one scale, no blocks": (described("fp8 per tensor", weight_block_size=[20, 20]), "weight_block_size", "proj"),
+    "awq of other groups": (described("awq", group_size=2 * GROUP), "group_size", "proj"),
+    "awq without zeros": (described("awq", zero_point=False), "zero_point", "proj"),
+    "codes of eight bits": (described("nf4", load_in_8bit=True, load_in_4bit=False), "load_in_8bit", "proj"),
+    "codes of four bits": (described("LLM.int8", load_in_8bit=False, load_in_4bit=True), "load_in_4bit", "proj"),
+    "another table": (described("nf4", bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type", "proj"),
+    "no zeros": (described("packed", **groups(4, symmetric=True)), "symmetric", "proj"),
+    "groups of another size": (described("packed", **groups(4, group_size=32)), "group_size", "proj"),
+    "int8 of four bits": (described("int8", **groups(4)), "num_bits", "proj"),
 }
 # fmt: on
 
 
-def test_codes_that_can_not_be_decoded_are_refused(tmp_path):
-    (tmp_path / "model").mkdir()
-    each_refused(ModelError, tmp_path / "model", FAULTS, loading.load, from_files)
+def read_site(place):
+    """Decode the weights of one site from the files, as `inspect` does after its slower survey."""
+    with loading.load(place, from_files=True).deferred.whole(SITE):
+        pass
 
 
-def test_a_scale_beside_plain_weights_is_refused_and_scales_of_activations_are_named(tmp_path):
-    stored(tmp_path, saved(tmp_path) | {f"{Q}.weight_scale": torch.tensor(2.0)})
-    refused(ModelError, lambda: loading.load(tmp_path), f"{Q}.weight_scale")
-    changed("fp8 per tensor", input_scale=torch.tensor(2.0))(tmp_path)
-    assert loading.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
-
-
-UNREAD = ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8", "nosuch", ["fp8"])
-ABSENT = ("gptq", "awq", "bitsandbytes", "fp8")
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+def test_codes_that_can_not_be_decoded_are_refused_and_scales_of_activations_are_named(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    each_refused(ModelError, model, FAULTS, loading.load, read_site)
+    for number, word in ((0, Q), (4, Q), (10, "sym")):
+        refused(ModelError, partial(from_files, tmp_path / f"fault{number}" / "model"), word)
+    stored(model, saved(model) | {f"{Q}.weight_scale": torch.tensor(2.0)})
+    refused(ModelError, partial(loading.load, model), f"{Q}.weight_scale")
+    changed("fp8 per tensor", input_scale=torch.tensor(2.0))(model)
+    assert loading.load(model).info.unexpected == [f"{Q}.input_scale"]
 
 
 def test_unsupported_methods_and_declared_but_absent_codes_are_refused_by_the_method(folder):
-    cases = [({"quant_method": method}, (f"quantised with {method}", "GGUF")) for method in UNREAD]
-    cases += [({"quant_method": method}, (f"with {method}", "but the files contain none")) for method in ABSENT]
+    unread = "torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8", "nosuch", ["fp8"]
+    absent, problem = ("gptq", "awq", "bitsandbytes", "fp8"), "but the files contain none"
+    cases = [({"quant_method": method}, (f"quantised with {method}", "GGUF")) for method in unread]
+    cases += [({"quant_method": method}, (f"with {method}", problem)) for method in absent]
     cases += [({f"load_in_{bits}bit": True}, ("quantised with bitsandbytes",)) for bits in (4, 8)]
     cases += [({"bits": 4}, ("quantised with None", "GGUF")), ("int8", ("quantised with int8", "GGUF"))]
-    cases += [(COMPRESSED, ("nvfp4", "is not supported"))]
     cases += [({"quant_method": "awq", "version": "gemv"}, ("gemv", "is not supported"))]
+    cases += [(COMPRESSED | {"format": "nvfp4-pack-quantized"}, ("nvfp4", "is not supported"))]
     for settings, words in cases:
         edited(folder / "config.json", quantization_config=settings, vision_config=None)
-        refused(ModelError, lambda: loading.load(str(folder)), *words)
+        refused(ModelError, partial(loading.load, folder), *words)
         edited(folder / "config.json", quantization_config=None, vision_config={"quantization_config": settings})
-        refused(ModelError, lambda: loading.load(str(folder)), "vision_config.quantization_config")
+        refused(ModelError, partial(loading.load, folder), "vision_config.quantization_config")
 
 
 def test_codes_without_settings_are_never_read_as_numbers_unless_they_are_masks_or_positions(folder):
     whole = weights(folder)
     coded = [name for name in whole if name.endswith(("c_attn.weight", "c_fc.weight"))]
-    kinds = torch.int8, torch.uint8, torch.bool, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2
-    for kind in kinds:
+    for kind in (torch.int8, torch.uint8, torch.bool, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2):
         codes = {name: (whole[name] / whole[name].abs().max() * 127).round().to(kind) for name in coded}
         scales = {f"{name}_scale": whole[name].abs().max() / 127 for name in coded}
         stored(folder, whole | codes | scales)
-        words = "transformer.h.0.attn.c_attn.weight and 3 more", "codes"
-        refused(ModelError, lambda: loading.load(str(folder)), *words)
-    bias = {"transformer.h.1.attn.c_attn.bias": torch.ones(72, dtype=torch.int8)}
-    stored(folder, whole | bias)
-    refused(ModelError, lambda: loading.load(str(folder)), "c_attn.bias as I8")
-    torch.save(whole | bias, folder / "pytorch_model.bin")
+        refused(ModelError, partial(loading.load, folder), "transformer.h.0.attn.c_attn.weight and 3 more", "codes")
+    coded_bias = whole | {"transformer.h.1.attn.c_attn.bias": torch.ones(72, dtype=torch.int8)}
+    stored(folder, coded_bias)
+    refused(ModelError, partial(loading.load, folder), "c_attn.bias as I8")
+    torch.save(coded_bias, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refused(ModelError, lambda: loading.load(str(folder), allow_pickle=True), "c_attn.bias as int8")
+    refused(ModelError, lambda: loading.load(folder, allow_pickle=True), "c_attn.bias as int8")
     stored(folder, whole | {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)})
-    assert loading.load(str(folder)).unused_keys == ()
+    assert loading.load(folder).unused_keys == ()
     families.build("bert").save_pretrained(folder)
     stored(folder, weights(folder) | {"bert.embeddings.position_ids": torch.arange(64)[None]})
-    assert loading.load(str(folder)).missing_keys == ()
+    assert loading.load(folder).missing_keys == ()
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of the codes in order (E2M1)
@@ -237,7 +201,7 @@ def test_mxfp4_is_decoded(tmp_path):
     stored(tmp_path, tensors)
     plain = ["model.layers.*.self_attn", "lm_head", "model.embed_tokens", "model.layers.*.mlp.router"]
     edited(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": plain})
-    loaded = loading.load(str(tmp_path))
+    loaded = loading.load(tmp_path)
     assert (loaded.missing_keys, loaded.unused_keys, loaded.info.quantised) == ((), (), "mxfp4")
     assert len(expected) == 2
     for name, values in expected.items():

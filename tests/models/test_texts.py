@@ -1,14 +1,10 @@
 """Tests how texts are read, cut into windows or lines, chosen, wrapped in special tokens, padded and refused."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import families
 import loaded as support
@@ -19,42 +15,40 @@ import torch
 import transformers
 
 import attnlens
-from attnlens.errors import AttnlensError, TextError, UsageError
-from attnlens.models import loading, texts
-from attnlens.models.texts import sequences
-from attnlens.models.texts.sequences import BLOCKS, DEMO, LONGEST, position_limit, thin_text
+from attnlens.errors import TextError, UsageError
+from attnlens.models import texts
+from attnlens.models.texts import Content, sequences
 
 WRAPS = {"bert": (1, 1), "roberta": (1, 1), "albert": (1, 1), "t5": (0, 1), "llama": (1, 0), "gpt2": (0, 0)}
 """Number of special tokens before and after a text, by tokenizer."""
 PROSE = "the cat sat on the mat, the dog lay by the door.\n\nit was a quiet evening, and no one came.\n" * 20
 LINES = "a cat\nthe dog lay by the door\n\n   \nhe\r\nand so on and on, no end\n"
+windows_and_lines = pytest.mark.parametrize("pack", [True, False], ids=["windows", "lines"])
 
 
-def loaded(name: str, tokenizer: Any = None, model: Any = None) -> loading.Loaded:
+def loaded(name, tokenizer=None, model=None):
     model = support.loaded(families.build(name) if model is None else model)
     return replace(model, tokenizer=tokenizer, tokenizer_problem="" if tokenizer else "its files are missing")
 
 
-def reader(name: str) -> loading.Loaded:
+def reader(name, **sizes):
     """A small GPT-2 (whatever the tokenizer: it takes any ids), or T5, which reads a text twice."""
-    return loaded(name, tiny.tokenizer(name), None if name == "t5" else tiny.gpt2(vocab_size=300))
+    return loaded(name, tiny.tokenizer(name), None if name == "t5" else tiny.gpt2(**{"vocab_size": 300} | sizes))
 
 
-def content(text: str, name: str = "a text") -> texts.Content:
-    return texts.Content(text, name)
+def cut(model, text, *, skip_noise=0, apart=None, **options):
+    """The batches of a string, a text or a list of texts."""
+    contents = text if isinstance(text, list) else [Content(text, "a text") if isinstance(text, str) else text]
+    options = texts.Cut(**{"placement": "first"} | options)
+    return texts.batches(model, contents, options, skip_noise=skip_noise, apart_from=apart)
 
 
-def cut(model: loading.Loaded, contents: Any, *, skip_noise: int = 0, apart: Any = None, **options: Any) -> Any:
-    several = contents if isinstance(contents, list) else [content(contents) if type(contents) is str else contents]
-    options = {"placement": "first"} | options
-    return texts.batches(model, several, texts.Cut(**options), skip_noise=skip_noise, apart_from=apart)
+def rows(batches):
+    return [row for batch in batches for row in batch.inputs["input_ids"].tolist()]
 
 
-def rows(batches: texts.Batches, name: str = "input_ids") -> list[list[int]]:
-    return [row for batch in batches for row in batch.inputs[name].tolist()]
-
-
-def refused(kind: type[AttnlensError], call: Any, *args: Any, **options: Any) -> AttnlensError:
+def refused(kind, call, *args, **options):
+    """The error of a call, which says in one line what is wrong, and in another what to do."""
     with pytest.raises(kind) as caught:
         call(*args, **options)
     assert "\n" not in caught.value.problem
@@ -62,17 +56,27 @@ def refused(kind: type[AttnlensError], call: Any, *args: Any, **options: Any) ->
     return caught.value
 
 
-def test_files_and_standard_input_are_read_as_separate_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_standard_input_are_read_as_separate_texts(tmp_path, monkeypatch):
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("first")
     two.write_text("second\n")
-    assert texts.read_each([str(one), str(two)]) == (content("first", "one.txt"), content("second\n", "two.txt"))
+    assert texts.read_each([str(one), str(two)]) == (Content("first", "one.txt"), Content("second\n", "two.txt"))
     assert texts.read_each([]) == ()
     one.write_text(PROSE + "naïve\n", encoding="utf-8")
     (record,) = cut(reader("gpt2"), [*texts.read_each([str(one)])], tokens=16).texts
     assert (record.name, record.sha256) == ("one.txt", hashlib.sha256(one.read_bytes()).hexdigest())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
-    assert texts.read_each(["-"]) == (content("naïve\n", "stdin"),)
+    assert texts.read_each(["-"]) == (Content("naïve\n", "stdin"),)
+
+
+def test_unusable_and_repeated_files_are_refused_with_the_reason(tmp_path):
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    cases = {b"": "empty", b" \n\t\n": "empty", b"abc\0def": "binary", b"caf\xe9 au lait": "not UTF-8"}
+    for stored, words in cases.items():
+        one.write_bytes(stored)
+        assert words in refused(TextError, texts.read_each, [str(one)]).problem, stored
+    for path, words in ((two, "No such file"), (tmp_path, "directory")):
+        assert words in refused(TextError, texts.read_each, [str(path)]).problem
     one.write_text("first")
     two.write_text("first")
     for paths in ([one, two], [one, one]):
@@ -81,34 +85,25 @@ def test_files_and_standard_input_are_read_as_separate_texts(tmp_path: Path, mon
         assert error.remedy == "Give each text only once."
 
 
-def test_unusable_files_are_refused_with_the_reason(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    cases = {b"": "empty", b" \n\t\n": "empty", b"abc\0def": "binary", b"caf\xe9 au lait": "not UTF-8"}
-    for stored, words in cases.items():
-        path.write_bytes(stored)
-        assert words in refused(TextError, texts.read_each, [str(path)]).problem, stored
-    assert "No such file" in refused(TextError, texts.read_each, [str(tmp_path / "nowhere.txt")]).problem
-    assert "directory" in refused(TextError, texts.read_each, [str(tmp_path)]).problem
-
-
-def test_built_in_sample_has_three_kinds_of_text_and_one_for_demo() -> None:
+def test_built_in_sample_has_three_kinds_of_text_and_one_for_demo():
     sample = texts.sample("bert-base-uncased")
     assert [text.name for text in sample] == ["King James passages", "attnlens documentation", "attnlens source code"]
     assert all(len(text.text.encode()) >= 30_000 for text in sample)
-    assert texts.sample("demo") == texts.sample(str(DEMO / "checkpoints" / "step-00030")) == sample[:1]
+    step = sequences.DEMO / "checkpoints" / "step-00030"
+    assert texts.sample("demo") == texts.sample(str(step)) == sample[:1]
 
 
-def numbered(count: int) -> texts.Content:
+def numbered(count):
     """A text whose lines and windows of four letters are all different."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    return content("".join(f"{letters[i // 26]}{letters[i % 26]}z\n" for i in range(count)))
+    return Content("".join(f"{letters[i // 26]}{letters[i % 26]}z\n" for i in range(count)), "a text")
 
 
-@pytest.mark.parametrize("pack", [True, False], ids=["windows", "lines"])
-def test_each_text_gives_an_equal_share_and_a_short_one_all_it_has(pack: bool) -> None:
+@windows_and_lines
+def test_each_text_gives_an_equal_share_and_a_short_one_all_it_has(pack):
     model, lengths = reader("gpt2"), {"the": 40, "cat": 1, "dog": 40}
-    parts = [content(f"{word} and so on, and on and on.\n" * lines, word) for word, lines in lengths.items()]
-    options: dict[str, Any] = {"tokens": 12, "batch_size": 4, "pack": pack}
+    parts = [Content(f"{word} and so on, and on and on.\n" * lines, word) for word, lines in lengths.items()]
+    options = {"tokens": 12, "batch_size": 4, "pack": pack}
     alone = [rows(cut(model, part, **options)) for part in parts]
     batches, short = cut(model, parts, sequences=9, **options), len(alone[1])
     assert short < 3
@@ -116,16 +111,15 @@ def test_each_text_gives_an_equal_share_and_a_short_one_all_it_has(pack: bool) -
     assert batches.parts == tuple(name for name, count in zip(lengths, counts, strict=True) for _ in range(count))
     assert rows(batches) == [row for part, count in zip(alone, counts, strict=True) for row in part[:count]]
     assert [(text.name, len(text.windows)) for text in batches.texts] == list(zip(lengths, counts, strict=True))
-    assert batches.texts[1].available == short
-    assert batches.left_out == ()
+    assert (batches.texts[1].available, batches.left_out) == (short, ())
     assert cut(model, parts, sequences=2, **options).left_out == ("dog",)
 
 
-@pytest.mark.parametrize("pack", [True, False], ids=["windows", "lines"])
-def test_spread_windows_lie_evenly_over_the_text(pack: bool) -> None:
+@windows_and_lines
+def test_spread_windows_lie_evenly_over_the_text(pack):
     """Systematic sampling: neighbours lie ⌊n/k⌋ or ⌈n/k⌉ apart, and over the seeds every window comes up alike."""
     model, text, times = reader("gpt2"), numbered(103), [0] * 103
-    options: dict[str, Any] = {"tokens": 4, "sequences": 10, "pack": pack}
+    options = {"tokens": 4, "sequences": 10, "pack": pack}
     for seed in range(60):
         (record,) = cut(model, text, seed=seed, placement="spread", **options).texts
         assert record.available == 103
@@ -141,10 +135,10 @@ def test_spread_windows_lie_evenly_over_the_text(pack: bool) -> None:
     assert len({after - before for before, after in pairwise(drawn[0])}) > 2
 
 
-def test_other_windows_of_a_text_are_disjoint_turns_at_their_numbers() -> None:
+def test_other_windows_of_a_text_are_disjoint_turns_at_their_numbers():
     model, text = reader("gpt2"), numbered(60)
     evaluated = cut(model, text, tokens=4, sequences=16, placement="spread", seed=3)
-    more: dict[str, Any] = {"tokens": 4, "sequences": 36, "placement": "spread", "apart": evaluated}
+    more = {"tokens": 4, "sequences": 36, "placement": "spread", "apart": evaluated}
     turns = [cut(model, text, turn=(turn, 3), **more) for turn in range(3)]
     windows = [set(part.texts[0].windows) for part in (evaluated, *turns)]
     assert [len(part) for part in windows] == [16, 12, 12, 12]
@@ -156,17 +150,19 @@ def test_other_windows_of_a_text_are_disjoint_turns_at_their_numbers() -> None:
     assert "no windows besides" in refused(TextError, cut, model, text, tokens=4, apart=everything).problem
 
 
-def test_a_very_long_text_is_thinned_to_blocks_spread_over_it() -> None:
-    text = content("".join(f"{number:07d} " for number in range(LONGEST // 4)))
-    spread, first = thin_text(text, spread=True).text, thin_text(text, spread=False).text
-    assert len(spread) == LONGEST + BLOCKS - 1
-    assert spread.endswith(text.text[-100:])
-    assert spread.startswith(text.text[: LONGEST // BLOCKS] + "\n")
-    assert first == text.text[:LONGEST]
-    assert thin_text(content(text.text[:LONGEST]), spread=True).text == text.text[:LONGEST]
+def test_a_very_long_text_is_thinned_to_blocks_spread_over_it(monkeypatch):
+    longest, blocks = 2**17, sequences.BLOCKS
+    monkeypatch.setattr(sequences, "LONGEST", longest)
+    text = "".join(f"{number:07d} " for number in range(longest // 4))
+    spread, first = (sequences.thin_text(Content(text, "a text"), spread=spread).text for spread in (True, False))
+    assert len(spread) == longest + blocks - 1
+    assert spread.endswith(text[-100:])
+    assert spread.startswith(text[: longest // blocks] + "\n")
+    assert first == text[:longest]
+    assert sequences.thin_text(Content(first, "a text"), spread=True).text == first
 
 
-def test_repeated_share_counts_tokens_in_runs_of_several_sequences() -> None:
+def test_repeated_share_counts_tokens_in_runs_of_several_sequences():
     model = reader("gpt2")
     once = cut(model, numbered(600), tokens=32, sequences=10).ids
     again = cut(model, "and so on and so forth, " * 99, tokens=32, sequences=40).ids
@@ -175,9 +171,9 @@ def test_repeated_share_counts_tokens_in_runs_of_several_sequences() -> None:
     assert texts.repeated_share(model.tokenizer, again) > 0.5
 
 
-def test_a_foreign_text_is_refused_unless_allowed_even_beside_readable_ones() -> None:
-    model, foreign = reader("bert"), content("ж ш щ " * 40, "foreign.txt")
-    several = [content(PROSE, "one.txt"), foreign, content(PROSE * 2, "two.txt")]
+def test_a_foreign_text_is_refused_unless_allowed_even_beside_readable_ones():
+    model, foreign = reader("bert"), Content("ж ш щ " * 40, "foreign.txt")
+    several = [Content(PROSE, "one.txt"), foreign, Content(PROSE * 2, "two.txt")]
     for contents in (foreign, several):
         error = refused(TextError, cut, model, contents, tokens=16, sequences=6)
         assert "88% of the tokens of foreign.txt" in error.problem
@@ -193,10 +189,11 @@ def test_a_foreign_text_is_refused_unless_allowed_even_beside_readable_ones() ->
     assert len(texts.foreign_notes({"at": 0.1, "below": 0.0999})) == 1
 
 
-def test_a_text_is_tokenized_once_until_it_is_cut_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_tokenized_once_until_it_is_cut_another_way(monkeypatch):
     calls, original = [], sequences.cut_windows
     monkeypatch.setattr(sequences, "cut_windows", lambda *args, **more: calls.append(more) or original(*args, **more))
-    text, model, options = content(PROSE), reader("gpt2"), {"tokens": 16, "sequences": 4, "placement": "spread"}
+    text, model = Content(PROSE, "a text"), reader("gpt2")
+    options = {"tokens": 16, "sequences": 4, "placement": "spread"}
     evaluated = cut(model, text, **options)
     beside = cut(model, text, apart=evaluated, **options | {"sequences": 8})
     assert len(calls) == 1
@@ -208,7 +205,7 @@ def test_a_text_is_tokenized_once_until_it_is_cut_another_way(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", WRAPS)
-def test_windows_and_lines_are_wrapped_as_the_tokenizer_wraps_a_text(name: str) -> None:
+def test_windows_and_lines_are_wrapped_as_the_tokenizer_wraps_a_text(name):
     tokenizer, model, (before, after) = tiny.tokenizer(name), reader(name), WRAPS[name]
     bare, whole = (tokenizer(PROSE, add_special_tokens=special)["input_ids"] for special in (False, True))
     assert whole[before : len(whole) - after] == bare
@@ -220,7 +217,6 @@ def test_windows_and_lines_are_wrapped_as_the_tokenizer_wraps_a_text(name: str) 
     assert all(batch.inputs["attention_mask"].all() and {*batch.lengths} == {16} for batch in batches)
     sentence = tokenizer("the cat sat on the mat.")["input_ids"]
     assert rows(cut(model, "the cat sat on the mat.", tokens=len(sentence))) == [sentence]
-
     lines = ["a cat", "the dog lay by the door", "he", "and so on and on, no end"]
     expected = [tokenizer(line, truncation=True, max_length=14)["input_ids"] for line in lines]
     assert len({len(row) for row in expected}) > 1
@@ -235,7 +231,7 @@ def test_windows_and_lines_are_wrapped_as_the_tokenizer_wraps_a_text(name: str) 
     assert cut(model, LINES, tokens=14, pack=False, sequences=2).sequences == 2
 
 
-def test_a_short_text_gives_fewer_windows_with_a_note_and_short_lines_are_left_out() -> None:
+def test_a_short_text_gives_fewer_windows_with_a_note_and_short_lines_are_left_out():
     for letters, windows in ((10, 1), (39, 3), (40, 4)):
         batches = cut(reader("gpt2"), "a" * letters, tokens=10)
         assert (batches.sequences, batches.tokens, len(batches)) == (windows, 10, 1)
@@ -244,68 +240,69 @@ def test_a_short_text_gives_fewer_windows_with_a_note_and_short_lines_are_left_o
     assert [batch.lengths for batch in cut(reader("gpt2"), "a\nbc\n\nd\nefg\n", pack=False)] == [(2, 3)]
 
 
-def test_padded_lines_give_the_outputs_of_each_line_alone() -> None:
+def test_padded_lines_give_the_outputs_of_each_line_alone():
     for name in ("bert", "gpt2"):
         model = loaded(name, tiny.tokenizer(name), tiny.gpt2() if name == "gpt2" else None)
         (batch,), alone = cut(model, LINES, pack=False), cut(model, LINES, pack=False, batch_size=1)
         logits = model.model(**batch.inputs).logits
         for row, length, one in zip(logits, batch.lengths, alone, strict=True):
             assert torch.allclose(row[:length], model.model(**one.inputs).logits[0], atol=1e-5)
-    tokenizer = tiny.tokenizer("gpt2")
-    assert tokenizer.pad_token_id is None, "it pads with its end instead"
-    assert set(batch.inputs["input_ids"][batch.inputs["attention_mask"] == 0].tolist()) == {tokenizer.eos_token_id}
+    assert model.tokenizer.pad_token_id is None, "it pads with its end instead"
+    assert {*batch.inputs["input_ids"][batch.inputs["attention_mask"] == 0].tolist()} == {model.tokenizer.eos_token_id}
 
 
-def test_unusable_lengths_are_refused() -> None:
-    gpt2, bert = reader("gpt2"), reader("bert")
-    cases: list[Any] = [
+def test_unusable_lengths_and_tokenizers_are_refused():
+    gpt2, bert, missing = reader("gpt2"), reader("bert"), "no usable tokenizer: its files are missing"
+    largest = max(max(row) for row in rows(cut(gpt2, PROSE, tokens=16)))
+    for kind, words, model, text, options in (
         (UsageError, "at most 32 tokens", gpt2, PROSE, {"tokens": 33}),
         (UsageError, "special tokens need 2", bert, PROSE, {"tokens": 2}),
         (UsageError, "special tokens need 2", bert, PROSE, {"tokens": 2, "pack": False}),
         (TextError, "has 1 tokens", gpt2, "a", {"tokens": 10}),
         (TextError, "has 9 tokens", gpt2, "abcdefghi", {"tokens": 10}),
         (TextError, "No line", gpt2, "a\nb\n", {"pack": False}),
-    ]
-    for kind, words, model, text, options in cases:
+        *((TextError, missing, loaded(name), PROSE, {}) for name in ("gpt2", "t5", "clip", "whisper")),
+        *((TextError, f"has only {n}", reader("gpt2", vocab_size=n), PROSE, {"tokens": 16}) for n in (60, largest)),
+    ):
         assert words in refused(kind, cut, model, text, **options).problem
     assert cut(bert, PROSE, tokens=3).tokens == 3, "control: room for one token"
+    assert cut(reader("gpt2", vocab_size=largest + 1), PROSE, tokens=16)
     for option, number in (("windows", 0), ("batch_size", 0), ("length", 0), ("length", 1)):
         with pytest.raises(UsageError, match=option):
             attnlens.inspect("demo", **{option: number})
 
 
-def test_default_length_is_the_models_limit_up_to_128() -> None:
+def test_default_length_is_the_models_limit_up_to_128():
     assert cut(reader("gpt2"), PROSE).tokens == 32
-    assert cut(loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(n_positions=200)), PROSE).tokens == 128
-    assert position_limit(families.build("t5")) is None, "its positions are relative"
+    assert cut(reader("gpt2", n_positions=200), PROSE).tokens == 128
+    assert sequences.position_limit(families.build("t5")) is None, "its positions are relative"
     for name in ("bert", "roberta", "gpt2", "opt", "bart", "clip", "whisper", "distilbert"):
         model = families.build(name)
-        limit = position_limit(model)
+        limit = sequences.position_limit(model)
         assert limit == (62 if name == "roberta" else 64), name
         model(**families.inputs(name, model, tokens=limit))
         with pytest.raises((IndexError, ValueError, RuntimeError)):
             model(**families.inputs(name, model, tokens=limit + 3))
 
 
-def test_a_decoder_reads_the_same_text_shifted() -> None:
-    bare = transformers.BartModel(families.build("bart").config)
-    for name, start, model in (("t5", 0, None), ("bart", 2, None), ("bart", 2, bare)):
+def test_a_decoder_reads_the_same_text_shifted():
+    t5, bare = families.build("t5"), transformers.BartModel(families.build("bart").config)
+    for name, start, model in (("t5", 0, t5), ("bart", 2, None), ("bart", 2, bare)):
         model = loaded(name, tiny.tokenizer("t5"), model)
-        for pack in (True, False):
-            for batch in cut(model, LINES * 9, tokens=10, pack=pack, batch_size=4):
-                ids, shifted = batch.inputs["input_ids"], batch.inputs["decoder_input_ids"]
-                real = batch.inputs["decoder_attention_mask"].bool()
-                assert (shifted[:, 0] == start).all()
-                assert torch.equal(shifted[:, 1:][real[:, 1:]], ids[:, :-1][real[:, 1:]])
-                assert real.sum(1).tolist() == list(batch.lengths)
-                model.model(**batch.inputs)
-    t5 = families.build("t5")
+        windows, lines = (cut(model, LINES * 9, tokens=10, pack=pack, batch_size=4) for pack in (True, False))
+        for batch in (*windows, *lines):
+            ids, shifted = batch.inputs["input_ids"], batch.inputs["decoder_input_ids"]
+            real = batch.inputs["decoder_attention_mask"].bool()
+            assert (shifted[:, 0] == start).all()
+            assert torch.equal(shifted[:, 1:][real[:, 1:]], ids[:, :-1][real[:, 1:]])
+            assert real.sum(1).tolist() == list(batch.lengths)
+            model.model(**batch.inputs)
     t5.config.decoder_start_token_id = t5.generation_config.decoder_start_token_id = None
     error = refused(TextError, texts.placeholder, loaded("t5", tiny.tokenizer("t5"), t5), 9, 0)
     assert "valid start token" in error.problem
 
 
-def test_pixels_are_noise_that_depends_on_seed_and_number_alone() -> None:
+def test_pixels_are_noise_that_depends_on_seed_and_number_alone():
     model = loaded("vit")
     batches = cut(model, "", sequences=5, batch_size=2)
     pixels = torch.cat([batch.inputs["pixel_values"] for batch in batches])
@@ -315,8 +312,7 @@ def test_pixels_are_noise_that_depends_on_seed_and_number_alone() -> None:
     assert all(batch.lengths == () for batch in batches)
     again, other = (cut(model, "", sequences=5, seed=seed) for seed in (0, 1))
     assert torch.equal(again.batches[0].inputs["pixel_values"], pixels)
-    assert again.texts == batches.texts
-    assert other.texts != batches.texts
+    assert again.texts == batches.texts != other.texts
     behind = cut(model, "", sequences=3, skip_noise=2).batches[0].inputs["pixel_values"]
     assert torch.equal(pixels[2:], behind)
     model.model(**batches.batches[0].inputs)
@@ -324,50 +320,36 @@ def test_pixels_are_noise_that_depends_on_seed_and_number_alone() -> None:
     assert cut(half, "", sequences=2).batches[0].inputs["pixel_values"].dtype == torch.bfloat16
 
 
-def test_clip_and_whisper_get_noise_and_text() -> None:
-    clip = loaded("clip", tiny.tokenizer("bert"))
+def test_clip_and_whisper_get_noise_and_text():
+    clip, whisper = (loaded(name, tiny.tokenizer("bert")) for name in ("clip", "whisper"))
     batches = cut(clip, PROSE, tokens=10, sequences=6, batch_size=4)
     assert [set(batch.inputs) for batch in batches] == [{"pixel_values", "input_ids", "attention_mask"}] * 2
     assert [len(batch.inputs["pixel_values"]) for batch in batches] == [4, 2]
     assert [text.name for text in batches.texts] == ["a text", "random pixels"]
     clip.model(**batches.batches[0].inputs)
-
-    whisper = loaded("whisper", tiny.tokenizer("bert"))
     (batch,) = batches = cut(whisper, PROSE, tokens=10, sequences=3)
     assert batch.inputs["input_features"].shape == (3, 8, 30)
-    beginning = tiny.tokenizer("bert")(PROSE, truncation=True, max_length=10)["input_ids"]
+    beginning = whisper.tokenizer(PROSE, truncation=True, max_length=10)["input_ids"]
     assert batch.inputs["decoder_input_ids"][0].tolist() == beginning
     assert [text.name for text in batches.texts] == ["a text", "random sound"]
     whisper.model(**batch.inputs)
 
 
-def test_missing_and_foreign_tokenizers_are_refused() -> None:
-    for name in ("gpt2", "t5", "clip", "whisper"):
-        assert "no usable tokenizer: its files are missing" in refused(TextError, cut, loaded(name), PROSE).problem
-    foreign = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(vocab_size=60))
-    assert "has only 60" in refused(TextError, cut, foreign, PROSE, tokens=16).problem
-    largest = max(max(row) for row in rows(cut(reader("gpt2"), PROSE, tokens=16)))
-    fitting, small = (loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(vocab_size=largest + more)) for more in (1, 0))
-    assert cut(fitting, PROSE, tokens=16)
-    refused(TextError, cut, small, PROSE, tokens=16)
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_tokenizer_with_dropout_cuts_a_text_the_same_way_each_time(pack: bool, capfd: Any) -> None:
-    tokenizer = tiny.tokenizer("gpt2")
-    merged = tokenizers.models.BPE({**tokenizer.get_vocab(), "ab": 257}, [("a", "b")], dropout=0.5)
-    tokenizer.backend_tokenizer.model = merged
-    model = loaded("gpt2", tokenizer, tiny.gpt2(vocab_size=258))
+@windows_and_lines
+def test_a_tokenizer_with_dropout_cuts_a_text_the_same_way_each_time(pack, capfd):
+    model = reader("gpt2")
+    backend, words = model.tokenizer.backend_tokenizer, {**model.tokenizer.get_vocab(), "ab": 257}
+    backend.model = tokenizers.models.BPE(words, [("a", "b")], dropout=0.5)
     first, *others = [rows(cut(model, "abababababab\n" * 40, tokens=8, sequences=4, pack=pack)) for _ in range(3)]
     assert all(other == first for other in others)
     assert any(257 in row for row in first)
-    assert tokenizer.backend_tokenizer.model.dropout == 0.5
-    tokenizer.model_max_length = 32
+    assert backend.model.dropout == 0.5
+    model.tokenizer.model_max_length = 32
     cut(model, PROSE, tokens=16)
     assert capfd.readouterr() == ("", ""), "transformers does not warn about the length"
 
 
-def test_a_placeholder_needs_no_tokenizer_and_fits_every_family() -> None:
+def test_a_placeholder_needs_no_tokenizer_and_fits_every_family():
     for name in families.FAMILIES:
         model = loaded(name)
         assert texts.reads_text(model) is (name != "vit"), name
@@ -381,19 +363,18 @@ def test_a_placeholder_needs_no_tokenizer_and_fits_every_family() -> None:
         model.model(**batch.inputs)
 
 
-def test_an_image_size_of_a_hostile_config_is_refused() -> None:
+def test_an_image_size_of_a_hostile_config_is_refused():
     assert texts.media_of(families.build("vit")).names == {"pixel_values"}, "control"
     for size in (100_000, -1, 2.5, "many", [3, None]):
-        model = loaded("vit", model=families.build("vit"))
+        model = loaded("vit")
         model.model.config.__dict__["image_size"] = size
         assert "The config requires pixel_values" in refused(TextError, texts.placeholder, model, 2, 0).problem
 
 
-def test_some_passes_lie_evenly_among_all() -> None:
+def test_some_passes_lie_evenly_among_all():
     batches = cut(reader("gpt2"), PROSE, sequences=9, tokens=8, batch_size=2)
     for wanted, sizes in ((1, [2]), (5, [2, 2, 2]), (9, [2, 2, 2, 2, 1]), (99, [2, 2, 2, 2, 1])):
         some = batches.some(wanted)
-        assert [batch.size for batch in some] == sizes
-        assert some.sequences == sum(sizes)
+        assert ([batch.size for batch in some], some.sequences) == (sizes, sum(sizes))
         places = [next(at for at, batch in enumerate(batches) if batch is one) for one in some]
         assert places == [index * len(batches) // len(sizes) for index in range(len(sizes))]

@@ -1,54 +1,48 @@
 """Tests that traced attention is the model's own, against the interface's capture and naive scores."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import families
 import model_types
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnlens.analyzers import registry
-from attnlens.analyzers.registry import Analyzer
 from attnlens.errors import UnreadableError
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks
 from attnlens.models.trace import trace_attention
 from attnlens.models.trace.mode import find_lead
-from attnlens.records import Call, Site
+from attnlens.records import Site
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""
-MORE = [
-    *("arcee", "biogpt", "camembert", "cohere2", "electra", "ernie", "exaone4", "gemma", "glm", "glm4"),
-    *("granite", "helium", "jamba", "m2m_100", "mixtral", "nemotron", "olmo", "olmo2", "persimmon", "phi"),
-    *("seed_oss", "stablelm", "starcoder2", "xlm-roberta"),
-]
+MORE = model_types.listed(
+    "arcee biogpt camembert cohere2 electra ernie exaone4 gemma glm glm4 granite helium jamba m2m_100 mixtral nemotron "
+    "olmo olmo2 persimmon phi seed_oss stablelm starcoder2 xlm-roberta"
+)
 """Other model types of the interface."""
 HEADS, WIDTH, TOKENS = 3, 4, 6
 
 
-def collect(model: nn.Module, run: Callable[[], object]) -> tuple[list[Call], list[str]]:
+def collect(model, run):
     """The calls that are traced while `run` runs the model, and the reasons for unreadable modules."""
-    calls: list[Call] = []
+    calls = []
     with torch.no_grad(), trace_attention(model, lambda call: calls.append(call) or call.value, prove=True) as refused:
         run()
     return calls, list(refused.values())
 
 
-@pytest.mark.parametrize("name", BOTH + MORE)
-def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name: str) -> None:
+@pytest.mark.parametrize("name", [*BOTH, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name):
     if name in families.FAMILIES:
         model = families.build(name)
         inputs = families.inputs(name, model, padded=name != "vit")
     else:
-        model = model_types.build(name).eval()
-        ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
-        inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+        model = model_types.build(name)
+        inputs = model_types.plain_inputs(model)
     expected = hooks.survey(model, inputs)
     with hooks.implementation(model, "eager"):
         calls, reasons = collect(model, lambda: hooks.forward(model, inputs))
@@ -61,7 +55,7 @@ def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name: str) -> Non
         assert torch.equal(call.paired_value, reached.call.paired_value)
 
 
-def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason() -> None:
+def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason():
     why = {"gpt_oss": "its softmax has the axes", "gemma2": "its scores are not a multiple of ⟨query, key⟩"}
     for name, start in why.items():
         model = families.build(name)
@@ -71,14 +65,14 @@ def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason() -> None:
         assert [reason.startswith(start) for reason in reasons] == [True, True], reasons
 
 
-def surveyed(name: str) -> tuple[nn.Module, dict[str, Tensor], list[hooks.SiteCall]]:
+def surveyed(name):
     model = families.build(name).double()
     inputs = families.inputs(name, model)
     return model, inputs, hooks.survey(model, inputs)
 
 
 @pytest.mark.parametrize("name", families.TRACED)
-def test_sites_of_a_hand_written_family_are_traced_and_answered(name: str) -> None:
+def test_sites_of_a_hand_written_family_are_traced_and_answered_and_biases_do_not_enter_the_shares(name):
     model, inputs, sites = surveyed(name)
     assert [reached.site.traced for reached in sites] == [True, True]
     assert hooks.run_survey(model, inputs).missed == {}
@@ -91,24 +85,20 @@ def test_sites_of_a_hand_written_family_are_traced_and_answered(name: str) -> No
         assert [reached.site for reached in half] == [reached.site for reached in whole]
         for one, other in zip(half, whole, strict=True):
             assert one.call.scale == pytest.approx(other.call.scale, rel=1e-6), dtype
-
-
-@pytest.mark.parametrize("name", families.TRACED)
-def test_position_biases_do_not_enter_the_shares(name: str) -> None:
-    listed = [part for part in registry.list_analyzers() if part.source == "tokens" and isinstance(part, Analyzer)]
-    checked = 0
-    for reached in surveyed(name)[2]:
-        query_key = reached.call.query_key(reached.site)
+    of_tokens = [part for part in registry.list_analyzers() if part.source == "tokens"]
+    analyzers = [part for part in of_tokens if any("share_" in measure.name for measure in part.measures)]
+    assert analyzers
+    for query_key in (reached.call.query_key(reached.site) for reached in sites):
         assert (query_key.bias is None) == (name in ("gptj", "gpt_neo"))
-        for analyzer in listed:
+        for analyzer in analyzers:
             biased, bare = analyzer.function(query_key), analyzer.function(replace(query_key, bias=None))
-            for share in (share for share in biased if "share_" in share and share != "tokens.share_first"):
+            shares = [share for share in biased if "share_" in share and share != "tokens.share_first"]
+            assert shares
+            for share in shares:
                 assert torch.equal(biased[share].nan_to_num(), bare[share].nan_to_num()), share
-                checked += 1
-    assert checked
 
 
-def test_biases_of_bloom_and_deberta_are_their_own_terms_of_positions() -> None:
+def test_biases_of_bloom_and_deberta_are_their_own_terms_of_positions():
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     _, inputs, sites = surveyed("bloom")
@@ -132,7 +122,7 @@ def test_biases_of_bloom_and_deberta_are_their_own_terms_of_positions() -> None:
 class Attention(nn.Module):
     """Attention written by hand, with functions that change its scores and apply its weights."""
 
-    def __init__(self, scores: Callable[..., Tensor], weigh: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, scores, weigh=None):
         super().__init__()
         self.query, self.key, self.value, self.other = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4))
         self.mix = nn.Parameter(torch.randn(HEADS, HEADS))
@@ -140,30 +130,30 @@ class Attention(nn.Module):
         self.positions = nn.Parameter(torch.randn(HEADS, TOKENS, WIDTH))
         self.scores, self.weigh = scores, weigh or (lambda self, weights, value: weights @ value)
 
-    def heads(self, map_: nn.Linear, x: Tensor) -> Tensor:
+    def heads(self, map_, x):
         return map_(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         query, key, value = (self.heads(map_, hidden_states) for map_ in (self.query, self.key, self.value))
         weights = self.scores(self, query, key, hidden_states).softmax(-1)
         return self.weigh(self, weights, value).transpose(1, 2).flatten(2)
 
 
-def product(query: Tensor, key: Tensor) -> Tensor:
+def product(query, key):
     return query @ key.transpose(-1, -2)
 
 
-def traced(module: nn.Module) -> tuple[list[Call], list[str]]:
+def traced(module):
     """The calls traced in a module on random tokens, none if it is refused, and the reasons."""
     calls, reasons = collect(module, lambda: module(tokens().to(next(module.parameters()).dtype)))
     return ([] if reasons else calls), reasons
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randn(2, TOKENS, HEADS * WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-READ: dict[str, Callable[..., Tensor]] = {
+READ = {
     "plain": lambda self, q, k, x: product(q, k) / 2,
     "in place": lambda self, q, k, x: product(q, k).mul_(0.25).add_(1),
     "einsum": lambda self, q, k, x: torch.einsum("bhid,bhjd->bhij", q, k),
@@ -185,29 +175,38 @@ READ: dict[str, Callable[..., Tensor]] = {
 }
 SUM, MULTIPLE = "its scores are a sum of 2 products of queries", "its scores are not a multiple of ⟨query, key⟩"
 OF_INPUTS, PAIRS = "the factor of its scores depends on its inputs", "the factor of its scores is not the same for all"
-REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "two products": (lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k), SUM),
+CHANGED, TWICE = "its output differs from softmax(scores)", "its attention weights are not applied to the values"
+REFUSED = {
+    "two products": (SUM, lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k)),
     "disentangled, with a learned mix": (
-        lambda self, q, k, x: self.temperature * product(q, k) + self.mix[0, 0] * product(k, self.heads(self.other, x)),
         SUM,
+        lambda self, q, k, x: self.temperature * product(q, k) + self.mix[0, 0] * product(k, self.heads(self.other, x)),
     ),
-    "heads mixed": (lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k)), MULTIPLE),
-    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), MULTIPLE),
-    "a factor of the inputs": (lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None], OF_INPUTS),
-    "added to nothing": (lambda _, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean()), OF_INPUTS),
-    "a factor for each pair": (lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS), PAIRS),
-    "transposed": (lambda self, q, k, x: product(q, k).mT.contiguous(), PAIRS),
-    "not a number": (lambda self, q, k, x: product(q, k) + 0 * torch.inf, "NaN is added to its scores"),
-    "a column more": (lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1), "its softmax has the axes"),
+    "heads mixed": (MULTIPLE, lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k))),
+    "a cap": (MULTIPLE, lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2)),
+    "a factor of the inputs": (OF_INPUTS, lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None]),
+    "added to nothing": (OF_INPUTS, lambda self, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean())),
+    "a factor for each pair": (PAIRS, lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS)),
+    "transposed": (PAIRS, lambda self, q, k, x: product(q, k).mT.contiguous()),
+    "not a number": ("NaN is added to its scores", lambda self, q, k, x: product(q, k) + 0 * torch.inf),
+    "a column more": (
+        "its softmax has the axes",
+        lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1),
+        lambda self, weights, value: weights[..., :-1] @ value,
+    ),
+    "changed weights": (CHANGED, READ["plain"], lambda self, weights, value: (weights * self.temperature) @ value),
+    "two sums": (TWICE, READ["plain"], lambda self, weights, value: weights @ value + weights @ (value + 1)),
+    "a sum of a sum": (TWICE, READ["plain"], lambda self, weights, value: weights @ (weights @ value)),
 }
+"""The reason, and functions for the scores and for what the weights are applied to."""
 
 
-def write(target: Tensor, scores: Tensor) -> Tensor:
+def write(target, scores):
     target[..., : scores.shape[-1]] = scores
     return target
 
 
-def test_one_product_is_read_however_it_is_written() -> None:
+def test_one_product_is_read_however_it_is_written():
     for name, scores in READ.items():
         torch.manual_seed(0)
         module, x = Attention(scores), tokens()
@@ -222,50 +221,35 @@ def test_one_product_is_read_however_it_is_written() -> None:
         assert (call.bias is not None) == (name in ("baddbmm", "a term of positions", "less its maximum")), name
 
 
-CHANGED = "its output differs from softmax(scores)"
-TWICE = "its attention weights are not applied to the values"
-WEIGHED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "changed weights": (lambda self, weights, value: (weights * self.temperature) @ value, CHANGED),
-    "two sums": (lambda self, weights, value: weights @ value + weights @ (value + 1), TWICE),
-    "a sum of a sum": (lambda self, weights, value: weights @ (weights @ value), TWICE),
-}
-
-
-def test_anything_else_is_refused_with_the_reason() -> None:
-    for name, (scores, why) in REFUSED.items():
+def test_anything_else_is_refused_with_the_reason():
+    cases = [(name, torch.float32) for name in REFUSED]
+    for name, dtype in (*cases, ("changed weights", torch.bfloat16), ("changed weights", torch.float16)):
+        why, *functions = REFUSED[name]
         torch.manual_seed(0)
-        narrow = (lambda self, weights, value: weights[..., :-1] @ value) if name == "a column more" else None
-        calls, reasons = traced(Attention(scores, narrow))
+        calls, reasons = traced(Attention(*functions).to(dtype))
         assert not calls, name
         assert [reason.startswith(why) for reason in reasons] == [True], (name, reasons)
-    cases = [(name, torch.float32) for name in WEIGHED] + [("changed weights", torch.bfloat16)]
-    for name, dtype in (*cases, ("changed weights", torch.float16)):
-        weigh, why = WEIGHED[name]
-        torch.manual_seed(0)
-        calls, reasons = traced(Attention(READ["plain"], weigh).to(dtype))
-        assert not calls, name
-        assert reasons[0].startswith(why), (name, reasons)
 
 
-def test_a_choice_among_experts_is_not_attention() -> None:
+def test_a_choice_among_experts_is_not_attention():
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.router, self.experts = nn.Linear(12, 4), nn.Parameter(torch.randn(4, 12))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.router(x).softmax(-1) @ self.experts
 
     assert traced(Experts()) == ([], [])
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_torchs_multi_head_attention_is_traced(weighted: bool) -> None:
+def test_torchs_multi_head_attention_is_traced(weighted):
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(HEADS * WIDTH, HEADS, batch_first=True).eval(), tokens()
     with torch.no_grad():
         expected, probabilities = module(x, x, x, need_weights=True, average_attn_weights=False)
-        outputs: list[Tensor] = []
+        outputs = []
         (call,), reasons = collect(module, lambda: outputs.append(module(x, x, x, need_weights=weighted)[0]))
         assert not reasons
         assert torch.allclose(outputs[0], expected, atol=1e-6)
@@ -290,7 +274,7 @@ LEADS = [
 """(leading axes, queries, keys, axes of the input, axis of the heads, heads)."""
 
 
-def test_heads_are_distinguished_from_sequences_and_windows_or_refused() -> None:
+def test_heads_are_distinguished_from_sequences_and_windows_or_refused():
     for shape, queries, keys, axes, axis, heads in LEADS:
         lead = find_lead(shape, queries, keys, axes)
         assert (lead.axis, lead.heads) == (axis, heads), shape
@@ -303,7 +287,7 @@ def test_heads_are_distinguished_from_sequences_and_windows_or_refused() -> None
             find_lead(shape, 16, 32 if shape == (2, 4) else 16, axes)
 
 
-def test_gradients_flow_through_answers_and_no_hook_stays_behind() -> None:
+def test_gradients_flow_through_answers_and_no_hook_stays_behind():
     torch.manual_seed(0)
     module, x = Attention(READ["a factor for each head"]), tokens().requires_grad_()
     own = torch.autograd.grad(module(x).square().sum(), x)[0]

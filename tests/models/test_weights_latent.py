@@ -1,20 +1,15 @@
 """Tests that latent attention is read as two forms, whose matrices are products of the module's parameters."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import model_types
 import pytest
 import torch
 import transformers as tf
-from factors import agrees, factors_of, random_inputs, random_model
+from factors import agrees, factors_of, probes, random_inputs, random_model
 from heads import dense, random
 from loaded import loaded
-from torch import Tensor, nn
 
 import attnlens
 from attnlens.analyzers.symmetry import of_weights
@@ -22,8 +17,8 @@ from attnlens.errors import NotBilinearError
 from attnlens.models import hooks, weights
 from attnlens.models.weights import probe as probing
 from attnlens.models.weights import query_key_maps
-from attnlens.models.weights.probe import Maps, Probe, float64_weights, linear, norms_inside, smallest
 
+close = torch.testing.assert_close
 SIZES = {
     "vocab_size": 99, "hidden_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
     "intermediate_size": 56, "moe_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -32,56 +27,57 @@ SIZES = {
 LATENTS = ("q_a_layernorm", "kv_a_layernorm")
 
 
-def deepseek(**changes: Any) -> Any:
+def deepseek(**changes):
     return random_model(tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**SIZES | changes)))
 
 
-def attention_of(model: Any) -> Any:
+def attention_of(model):
     return model.model.layers[0].self_attn
 
 
 @pytest.mark.parametrize("rank", [16, None], ids=["queries of a latent", "queries of the inputs"])
-def test_matrices_of_both_forms_are_products_of_the_parameters(rank: int | None) -> None:
+def test_matrices_of_both_forms_are_products_of_the_parameters(rank):
     model = deepseek(q_lora_rank=rank)
     module, (factors,) = attention_of(model), factors_of(model)
-    query = module.q_proj.weight if rank is None else (
-        module.q_b_proj.weight @ torch.diag(module.q_a_layernorm.weight) @ module.q_a_proj.weight
-    )  # fmt: skip
+    if rank is None:
+        query = module.q_proj.weight
+    else:
+        query = module.q_b_proj.weight @ torch.diag(module.q_a_layernorm.weight) @ module.q_a_proj.weight
     down, shared = module.kv_a_proj_with_mqa.weight.split([16, 8])
     key = module.kv_b_proj.weight.view(4, 22, 16)[:, :12] @ torch.diag(module.kv_a_layernorm.weight) @ down
     query, (nope, rope) = query.view(4, 20, 40), factors.parts
     assert factors.latent
     assert factors.query_key.query.shape == nope.query.shape
-    torch.testing.assert_close(dense(nope), factors.scale * query[:, :12].mT @ key, rtol=0, atol=1e-6)
+    close(dense(nope), factors.scale * query[:, :12].mT @ key, rtol=0, atol=1e-6)
     # the two of a pair stand side by side or half the part apart, as the layer has it: M(0) is the same
-    torch.testing.assert_close(dense(rope), factors.scale * query[:, 12:].mT @ shared, rtol=0, atol=1e-6)
+    close(dense(rope), factors.scale * query[:, 12:].mT @ shared, rtol=0, atol=1e-6)
     assert nope.rotation is None
     assert len(rope.rotation.pairs) == 4
     assert agrees(model)
 
 
-def test_parts_are_weighed_by_the_keys_latent_and_their_sum_is_not_a_form() -> None:
+def test_parts_are_weighed_by_the_keys_latent_and_their_sum_is_not_a_form():
     model = deepseek()
     module, (factors,) = attention_of(model), factors_of(model)
     (nope, rope), x, y = (dense(part)[0] for part in factors.parts), random(1, 40), random(6, 40, seed=1)
 
-    def rms(latent: Tensor, norm: Any) -> Tensor:
+    def rms(latent, norm):
         return (latent.square().mean(-1) + norm.variance_epsilon).sqrt()
 
     lengths = rms(y @ module.kv_a_proj_with_mqa.weight[:16].T, module.kv_a_layernorm)
     expected = ((x @ nope @ y.T) / lengths + x @ rope @ y.T)[0] / rms(module.q_a_proj(x), module.q_a_layernorm)
-    calls: list[Any] = []
+    calls = []
     still = torch.ones(1, 2, 8, dtype=torch.float64), torch.zeros(1, 2, 8, dtype=torch.float64)
     with hooks.answer_calls(model, lambda call: calls.append(call) or call.value.transpose(1, 2)):
         for token in y:
             module(torch.stack((x[0], token))[None], position_embeddings=still, attention_mask=None)
     scores = torch.stack([call.scale * call.query[0, 0, 0] @ call.key[0, 0, 1] for call in calls])
-    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
+    close(scores, expected, rtol=1e-6, atol=1e-6)
     ratio = scores / (x @ (nope + rope) @ y.T)[0]
     assert (ratio / ratio[0] - 1).abs().max() > 0.05, "control: not a positive multiple of one form"
 
 
-def test_planted_latent_attention_has_definiteness_one_and_minus_one() -> None:
+def test_planted_latent_attention_has_definiteness_one_and_minus_one():
     model = deepseek()
     module = attention_of(model)
     module.q_a_proj.weight.copy_(module.kv_a_proj_with_mqa.weight[:16])
@@ -95,7 +91,7 @@ def test_planted_latent_attention_has_definiteness_one_and_minus_one() -> None:
     assert of_weights(factors_of(model)[0].query_key)["weights.definiteness"][0] < 0.99, "control: gains count"
 
 
-def enlarged(model: Any) -> Any:
+def enlarged(model):
     """The model with queries and keys 60 times as large, gains and biases neither 1 nor 0."""
     draw = torch.Generator().manual_seed(1)
     for name, part in model.eval().requires_grad_(False).named_parameters():
@@ -106,17 +102,12 @@ def enlarged(model: Any) -> Any:
     return model
 
 
-def probes(model: Any) -> list[Probe]:
-    sites = hooks.survey(model, random_inputs(model, 1))
-    return [smallest(Probe(model, site, float64_weights(site.module), site.layout)) for site in sites]
-
-
-def read(probe: Probe, reader: Callable[..., Maps | None] = probing.match_weights) -> Maps | None:
-    with linear(norms_inside(probe.target.module)):
+def read(probe, reader=probing.match_weights):
+    with probing.linear(probing.norms_inside(probe.target.module)):
         return reader(probe)
 
 
-def distance(probe: Probe, maps: Maps | None) -> float:
+def distance(probe, maps):
     """The largest relative difference of W_Q, W_K and biases from the Jacobian's."""
     expected = read(probe, lambda probe: query_key_maps._differentiate(probe, None))
     parts = ("query", "key", "query_bias", "key_bias")
@@ -125,32 +116,32 @@ def distance(probe: Probe, maps: Maps | None) -> float:
     return max(float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300)) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k25", "kimi_linear", "minicpm3", "longcat_flash", "youtu"])
-def test_products_are_the_jacobian(name: str) -> None:
+CASES = ["deepseek_v3", "kimi_k25", "kimi_linear", "minicpm3", "longcat_flash", "youtu"]
+CASES += [{}, {"attention_bias": True}, {"q_lora_rank": None}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_are_the_jacobian_also_with_biases_and_gains_of_zero(case):
     """A latent of queries and keys, of keys alone, with scales behind them."""
-    sites = probes(enlarged(model_types.build(name)))
+    if isinstance(case, str):
+        model = enlarged(model_types.build(case))
+    else:
+        model = enlarged(deepseek(**case))
+        attention_of(model).kv_a_layernorm.weight[2:5] = 0
+    sites = probes(model)
     assert sites
     for probe in sites:
         assert distance(probe, read(probe)) <= 1e-12
         with torch.no_grad():
             spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
         assert distance(probe, read(replace(probe, weights=spoilt))) > 1e-9, "control"
+        with pytest.raises(ZeroDivisionError), probing._record_inner_inputs(probe.target.module):
+            raise ZeroDivisionError
+        assert not any(part._forward_pre_hooks for part in probe.target.module.modules()), "hooks are removed"
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"q_lora_rank": None}], ids=str)
-def test_products_with_biases_gains_of_zero_and_without_a_latent_of_queries(changes: dict[str, Any]) -> None:
-    model = enlarged(deepseek(**changes))
-    attention_of(model).kv_a_layernorm.weight[2:5] = 0
-    (probe,) = probes(model)
-    assert distance(probe, read(probe)) <= 1e-12
-    read(probe)
-    with pytest.raises(ZeroDivisionError), probing._record_inner_inputs(probe.target.module):
-        raise ZeroDivisionError
-    assert not any(part._forward_pre_hooks for part in probe.target.module.modules()), "hooks are removed"
-
-
-def test_a_report_has_the_numbers_of_the_jacobian_and_names_the_nope_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(model: Any, disabled: str, result: Callable[..., None]) -> Tensor:
+def test_a_report_has_the_numbers_of_the_jacobian_and_names_the_nope_part(monkeypatch):
+    def measured(model, disabled, result):
         with monkeypatch.context() as patch:
             patch.setattr(query_key_maps, disabled, result)
             report = attnlens.inspect(loaded(model), source="weights", length=7)
@@ -160,13 +151,13 @@ def test_a_report_has_the_numbers_of_the_jacobian_and_names_the_nope_part(monkey
         numbers += [number for head in report.heads for curve in head.curves.values() for number in curve]
         return torch.tensor([*numbers, *report.summary.layer_symmetry], dtype=torch.float64)
 
-    def unused(*_args: object) -> None:
+    def unused(*_args):
         raise AssertionError("differentiated")
 
     model = deepseek()
     ours, theirs = measured(model, "_differentiate", unused), measured(model, "match_weights", lambda _probe: None)
     assert len(ours) > 90
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    close(ours, theirs, rtol=1e-9, atol=1e-12)
     attention_of(model).q_a_layernorm.weight[0] *= 1.001
     changed = measured(model, "_differentiate", unused)
     assert not torch.allclose(changed, theirs, rtol=1e-9, atol=1e-12), "control"
@@ -178,25 +169,25 @@ def test_a_report_has_the_numbers_of_the_jacobian_and_names_the_nope_part(monkey
 
 @pytest.mark.parametrize("latent", LATENTS)
 @pytest.mark.parametrize("kind", ["norm with a bias", "SiLU"])
-def test_a_nonlinear_step_between_the_matrices_is_not_read(kind: str, latent: str) -> None:
+def test_a_nonlinear_step_between_the_matrices_is_not_read(kind, latent):
     model = deepseek()
     norm = getattr(attention_of(model), latent)
-    biased = random_model(nn.LayerNorm(len(norm.weight)))
-    setattr(attention_of(model), latent, biased if kind == "norm with a bias" else nn.Sequential(norm, nn.SiLU()))
+    biased = random_model(torch.nn.LayerNorm(len(norm.weight)))
+    step = biased if kind == "norm with a bias" else torch.nn.Sequential(norm, torch.nn.SiLU())
+    setattr(attention_of(model), latent, step)
     assert read(probes(model)[0]) is None
-    sites = (hooks.survey(model, random_inputs(model, tokens)) for tokens in (1, 7))
-    (error,) = weights.factors(model, *sites)
+    (error,) = weights.factors(model, *(hooks.survey(model, random_inputs(model, tokens)) for tokens in (1, 7)))
     assert isinstance(error, NotBilinearError)
 
 
 @pytest.mark.parametrize("latent", LATENTS)
-def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_that_is_left_out_is_refused(latent, monkeypatch):
     (probe,) = probes(deepseek(kv_lora_rank=12))
     assert read(probe) is not None
     gain, original = getattr(probe.target.module, latent).weight, probing._record_inner_inputs
 
     @contextmanager
-    def without(module: nn.Module) -> Iterator[list[Tensor]]:
+    def without(module):
         with original(module) as inputs:
             yield inputs
             inputs[:] = [part / gain if part.shape[-1] == len(gain) else part for part in inputs]

@@ -34,12 +34,11 @@ def test_a_symlink_stays_and_its_target_is_replaced_while_a_hard_link_is_cut(tmp
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
     target.parent.mkdir()
     link.symlink_to(target)
-    for exists in (False, True):
-        before = target.stat().st_ino if exists else None
+    for content in (b"old", b"new"):
+        before = target.stat().st_ino if target.exists() else None
         check_writable(link)
-        write_atomically(link, b"new" if exists else b"old")
-        assert link.is_symlink()
-        assert target.read_bytes() == (b"new" if exists else b"old")
+        write_atomically(link, content)
+        assert (link.is_symlink(), target.read_bytes()) == (True, content)
         assert target.stat().st_ino != before, "replaced at once, not written over"
     (tmp_path / "output").hardlink_to(target)
     write_atomically(tmp_path / "output", b"output")
@@ -75,13 +74,8 @@ def test_unwritable_paths_are_refused_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("none/file")
-    for name, words in (
-        ("loop", "symbolic links"),
-        ("file/below", "does not exist"),
-        ("dangling", "does not exist"),
-        ("x" * 300, "too long"),
-        (".", "it is a folder"),
-    ):
+    places = {"loop": "symbolic links", "file/below": "does not exist", "dangling": "does not exist"}
+    for name, words in (places | {"x" * 300: "too long", ".": "it is a folder"}).items():
         with pytest.raises(OutputError, match=words):
             check_writable(tmp_path / name)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)

@@ -20,36 +20,30 @@ KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""
 
 
-def heavy_libraries_after(statement: str) -> set[str]:
-    """Return which heavy libraries a fresh interpreter has loaded after a statement."""
-    program = f"import sys; {statement}; print(*({{'torch', 'transformers', 'matplotlib'}} & {{*sys.modules}}))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return set(run.stdout.split())
-
-
 def test_commands_answer_without_loading_a_heavy_library():
+    """A fresh interpreter imports what they import, then the maths, then the analyses, preloaded for workers."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
     names = [name.removesuffix(".__init__") for name in names]
     light = [name for name in names if any(f"{name}.".startswith(f"attnlens.{each}.") for each in LIGHT)]
     assert len(light) > 40
-    assert heavy_libraries_after(f"import {', '.join(light)}") == set()
-    assert heavy_libraries_after("import attnlens.maths.linalg") == {"torch"}
-    assert heavy_libraries_after("import attnlens.cli.analyses") >= {"torch", "transformers"}, "preloaded for workers"
+    show = "print(*({'torch', 'transformers', 'matplotlib'} & {*sys.modules}))"
+    steps = [
+        f"import {modules}; {show}" for modules in (", ".join(light), "attnlens.maths.linalg", "attnlens.cli.analyses")
+    ]
+    program = [sys.executable, "-c", "\n".join(["import sys", *steps])]
+    run = subprocess.run(program, capture_output=True, text=True, check=True)
+    commands, maths, analyses = (set(line.split()) for line in run.stdout.split("\n")[:-1])
+    assert (commands, maths) == (set(), {"torch"})
+    assert analyses >= {"torch", "transformers"}
 
 
 def kinds_asked(source: str) -> set[str]:
     """Return the fields of a report that conditions read to tell which kind it is."""
-    fields = set()
-    for node in ast.walk(ast.parse(source)):
-        tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else []
-        tests += [test for loop in getattr(node, "generators", []) for test in loop.ifs]
-        for test in tests:
-            fields |= {
-                part.attr
-                for part in ast.walk(test)
-                if isinstance(part, ast.Attribute) and part.attr in KINDS and ast.unparse(part.value).endswith("report")
-            }
-    return fields
+    nodes = list(ast.walk(ast.parse(source)))
+    tests = [node.test for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    tests += [test for node in nodes for loop in getattr(node, "generators", []) for test in loop.ifs]
+    read = [part for test in tests for part in ast.walk(test) if isinstance(part, ast.Attribute)]
+    return {part.attr for part in read if part.attr in KINDS and ast.unparse(part.value).endswith("report")}
 
 
 def test_only_sections_asks_what_kind_of_report_it_has():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from views import absent
 
 import attnlens
 from attnlens.analyzers import registry
@@ -15,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
 COMMANDS = {"inspect", "compare", "swap-kernel", "ranks", "heal", "converge", "check", "doctor", "reproduce", "report"}
 COMMANDS |= {"list", "explain"}
-
-
 SPEC = importlib.util.spec_from_file_location("pages", SITE / "pages.py")
 PAGES = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(PAGES)
@@ -33,22 +32,18 @@ def reference():
     return PAGES.build_reference()
 
 
-def test_the_navigation_names_every_page_once():
+def test_the_navigation_names_every_page_once_and_no_other(reference):
     pages = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")}
     assert pages - NAMED == set(), "add it to docs/site/navigation.md"
     lines = (SITE / "navigation.md").read_text().splitlines()
     assert all(lines.count(page) == 1 for page in NAMED)
-
-
-def test_the_navigation_names_existing_pages(reference):
     pages = {str(path.relative_to(ROOT).with_suffix("")) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
-    assert NAMED - pages == {page for page in NAMED if page.startswith("reference/")}
-    assert {f"{page.removeprefix('reference/')}.md" for page in NAMED if page.startswith("reference/")} <= set(
-        reference
-    )
+    written = {page for page in NAMED if page.startswith("reference/")}
+    assert NAMED - pages == written
+    assert {f"{page.removeprefix('reference/')}.md" for page in written} <= set(reference)
 
 
-def test_each_measure_kernel_and_command_has_its_page(reference):
+def test_each_measure_kernel_command_and_public_name_has_its_page(reference):
     shelves = {
         "measures": {*registry.measure_infos(), *(info.name for info in DISTANCES)},
         "kernels": {*kernels(), *TIES, *FILTERS, *HYBRIDS},
@@ -58,33 +53,25 @@ def test_each_measure_kernel_and_command_has_its_page(reference):
         written = {name.removeprefix(f"{shelf}/").removesuffix(".md") for name in reference if name.startswith(shelf)}
         assert written == {*names, "index"}
         for name in names:
-            page, index = reference[f"{shelf}/{name}.md"], reference[f"{shelf}/index.md"]
+            page = reference[f"{shelf}/{name}.md"]
             assert page.startswith(f"# {name}\n\n")
             assert len(page) > 100
-            assert f"({name}.md)" in index
-            assert f"\n{name}\n" in index
+            assert not absent(reference[f"{shelf}/index.md"], f"({name}.md)", f"\n{name}\n")
     for name, command in PAGES.find_commands().items():
         words = {word for option in command.params if option.param_type_name == "option" for word in option.opts}
-        assert all(f"`{word}`" in reference[f"commands/{name}.md"] for word in words), name
+        assert not absent(reference[f"commands/{name}.md"], *(f"`{word}`" for word in words)), name
     assert "attnlens explain MEASURE" in reference["commands/explain.md"]
     assert "[tokens.share_key](tokens.share_key.md)" in reference["measures/tokens.share_skew.md"]
     for name, text in reference.items():
         for target in re.findall(r"\]\(([^)]+\.md)\)", text) if name.startswith("measures/") else ():
             assert f"measures/{target}" in reference
+    public = [name for name in attnlens.__all__ if callable(getattr(attnlens, name))]
+    assert not absent(reference["api.md"], *(f":: attnlens.{name}\n" for name in public))
 
 
-def test_the_api_has_every_public_function_and_class(reference):
-    for name in attnlens.__all__:
-        if callable(getattr(attnlens, name)):
-            assert f":: attnlens.{name}\n" in reference["api.md"]
-
-
-def test_markup_is_escaped_except_code():
+def test_markup_is_escaped_except_code_and_sources_are_those_of_the_repository(reference, tmp_path):
     written = PAGES._escape_marked("a <b> | *c* `d|e` `f`, `g")
     assert written == r"a &#60;b&#62; &#124; &#42;c&#42; `d\|e` `f`, &#96;g"
-
-
-def test_the_sources_are_those_of_the_repository(reference, tmp_path):
     PAGES.write_sources(tmp_path)
     for path in (ROOT / "docs").glob("*.[mp]*"):
         assert (tmp_path / "docs" / path.name).read_bytes() == path.read_bytes()

@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 import torch
 from torch import ones, zeros
-from watch import unwatched
+from watch import once, unwatched
 
 from attnlens import kernels
 from attnlens.analyzers.ksvd import _cumulative_curves
@@ -30,13 +30,13 @@ MODULES = [
     if name not in {f"attnlens.kernels.attention.{file}" for file in UNWATCHED}
 ]
 SITE = Site(path="attn", ordinal=0, layer=0, part="encoder")
-NONE = torch.tensor([0, 0])
+QKV = zeros(1, 2, 5, 4), zeros(1, 2, 5, 4), zeros(1, 2, 6, 4)
 WRONG = {
     "analyzers": lambda: _cumulative_curves("attention", zeros(())),
     "analyzers.selection": lambda: StoredSequence(0, zeros(2, 5, 4), zeros(5, 4), (), {}),
     "attention": lambda: running(zeros(1, 2, 5, 4), ones(1, 2, 6).bool()),
-    "attention, laid out": lambda: attend(call(value=zeros(1, 2, 6, 4)), kernels.parsed("rbf")),
-    "attsvm": lambda: attsvm.selection(zeros(2, 3, 4), zeros(3, 4), NONE),
+    "attention, laid out": lambda: attend(Call(*QKV, scale=1.0), kernels.parsed("rbf")),
+    "attsvm": lambda: attsvm.selection(zeros(2, 3, 4), zeros(3, 4), torch.tensor([0, 0])),
     "attsvm.nuclear": lambda: attsvm.nuclear_rank(zeros(3)),
     "attsvm.nuclear, numpy": lambda: Constraints(*[zeros(3, 2).numpy()] * 4),
     "kernels": lambda: kernels.parsed("rbf").log(zeros(1, 2, 5, 4), zeros(1, 3, 5, 4), 1.0),
@@ -47,16 +47,13 @@ WRONG = {
 }
 
 
-def call(**other: torch.Tensor) -> Call:
-    return Call(**{"query": zeros(1, 2, 5, 4), "key": zeros(1, 2, 5, 4), "value": zeros(1, 2, 5, 4)} | other, scale=1.0)
-
-
 def test_a_wrong_shape_raises_in_every_package_but_for_users():
     for wrong_call in WRONG.values():
         with pytest.raises(jaxtyping.TypeCheckError):
             wrong_call()
     with unwatched(), pytest.raises(RuntimeError):
         WRONG["ksvd"]()
+    assert jaxtyping.jaxtyped is once, "it also decorates functions inside functions, at each call of the outer one"
 
 
 def test_every_file_of_the_packages_is_watched_but_four():

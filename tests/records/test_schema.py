@@ -20,21 +20,13 @@ from attnlens.report.report import Report, read_report
 
 OLD = Path(__file__).parents[1] / "data" / "version1"
 """Files that attnlens wrote before version 2, one of each kind, shortened."""
-KINDS = {
-    "inspection": "inspection",
-    "swap": "swap",
-    "swap-budget": "swap",
-    "comparison": "comparison",
-    "doctor": "doctor",
-    "experiments": "experiments",
-    "studies": "studies",
-}
-READ = {**dict.fromkeys(KINDS, read_report), "plan": read_plan, "baseline": read_baseline}
+NAMES = ("inspection", "swap", "swap-budget", "comparison", "doctor", "experiments", "studies")
+READ = {**dict.fromkeys(NAMES, read_report), "plan": read_plan, "baseline": read_baseline}
+KINDS = {name: name.partition("-")[0] for name in NAMES}
 
 
 def old(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((OLD / f"{name}.json").read_text())
-    return document
+    return json.loads((OLD / f"{name}.json").read_text())
 
 
 def test_the_files_of_version_1_are_of_every_kind() -> None:
@@ -83,27 +75,22 @@ def test_an_unknown_version_is_refused_by_its_name(tmp_path: Path) -> None:
             READ[name](tmp_path / "r.json")
 
 
-ODD: list[object] = [None, 0, 1e308, "x", [], [0], {}, {"settings": 1}, [[]], True, "swap"]
-
-
 @pytest.mark.parametrize("name", READ)
 def test_a_hostile_file_of_version_1_is_read_or_refused(name: str, tmp_path: Path) -> None:
     """Each field of the file, one after the other, has a value of another type."""
     fields = [*old(name), "promised", "reasons", "more_swaps", "plan", "selections", "swap", "experiments"]
-    for field in dict.fromkeys(fields):
-        for value in ODD:
-            (tmp_path / "r.json").write_text(json.dumps(old(name) | {field: value}))
-            with suppress(UsageError):
-                READ[name](tmp_path / "r.json")
+    values: list[object] = [None, 0, 1e308, "x", [], [0], {}, {"settings": 1}, [[]], True, "swap"]
+    for field, value in product(dict.fromkeys(fields), values):
+        (tmp_path / "r.json").write_text(json.dumps(old(name) | {field: value}))
+        with suppress(UsageError):
+            READ[name](tmp_path / "r.json")
 
 
 def test_a_report_without_exactly_the_body_of_its_kind_is_refused(tmp_path: Path) -> None:
     plain, swap = json.loads(synthetic_report(1, 1).to_json()), json.loads(several().to_json())["swap"]
+    experiments = {"experiments": old("experiments")["experiments"]}
     for document, message in (
-        (
-            old("swap") | {"experiments": old("experiments")["experiments"]},
-            "a report of kind swap must not have the field experiments",
-        ),
+        (old("swap") | experiments, "a report of kind swap must not have the field experiments"),
         (plain | {"kind": "swap"}, "a report of kind swap needs the field swap"),
         (plain | {"kind": "ranks"}, "kind: Input should be 'inspection'"),
         (plain | {"kind": None}, "kind: Input should be 'inspection'"),

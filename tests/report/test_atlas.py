@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 import loaded
 import pytest
 import torch
-from program import DEMO, invoke
+from program import DEMO
 from reports import synthetic_report
 from safetensors.torch import load_file, save_file
 from views import page, summary
@@ -15,14 +15,12 @@ from views import page, summary
 import attnlens
 from attnlens.analyzers import registry
 from attnlens.report import atlas
-from attnlens.report.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
-from attnlens.report.report import read_report
+from attnlens.report.atlas import LEVELS, Distribution, Subject
 from attnlens.report.sections import layers as typical
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.shapes import Shapes
 
 ENCODER = Subject("encoder", "absolute", 128, pack=True)
-DECODER = Subject("decoder", "rotary", 128, pack=True)
 
 
 def entry(name):
@@ -31,12 +29,9 @@ def entry(name):
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report():
     """The report of the shipped demo under the atlas' settings, by the analyzers that are quick."""
-    path = tmp_path_factory.mktemp("demo") / "demo.json"
-    result = invoke("inspect", "demo", "--json", path)
-    assert result.returncode == 0, result.stderr
-    return read_report(path)
+    return attnlens.inspect("demo")
 
 
 def test_the_file_names_its_sources_and_is_small():
@@ -46,7 +41,7 @@ def test_the_file_names_its_sources_and_is_small():
     assert {"attnlens", "date"} <= set(contents)
     assert len(contents["models"]) == 7
     for model in contents["models"]:
-        assert all(len(file["sha256"]) == 64 for file in [*model["files"], *model["texts"]])
+        assert {len(file["sha256"]) for file in [*model["files"], *model["texts"]]} == {64}
         assert {"architecture", "layers", "heads", "tokens", "sequences", "windows", "seed"} <= set(model)
 
 
@@ -60,9 +55,8 @@ def test_demo_in_the_atlas_is_the_shipped_demo_with_the_same_values(report):
     for name in names:
         values = sorted(head.measures[name].value for head in report.heads if head.measures[name].value is not None)
         count, *quantiles = model["measures"][name]["all"]
-        assert count == len(values)
-        ours = [quantiles[0], quantiles[LEVELS.index(50)], quantiles[-1]]
-        naive = [values[0], (values[15] + values[16]) / 2, values[-1]]
+        ours = [count, quantiles[0], quantiles[LEVELS.index(50)], quantiles[-1]]
+        naive = [len(values), values[0], (values[15] + values[16]) / 2, values[-1]]
         assert ours == pytest.approx(naive, rel=1e-3, abs=1e-5), name
 
 
@@ -74,11 +68,10 @@ def test_percentages_of_heads_below_a_value_are_those_of_the_values_themselves(r
         spread = next(model for model in atlas.models() if model.name == "demo").measures[name]["all"]
         exact = [100 * (bisect_left(values, one) + bisect_right(values, one)) / 2 / len(values) for one in values]
         off += [abs(spread.below(one) - percent) for one, percent in zip(values, exact, strict=True)]
-    assert max(off) < 7
-    assert sum(off) / len(off) < 1.5
+    assert (max(off) < 7, sum(off) / len(off) < 1.5) == (True, True), off
 
 
-def test_every_spread_rises_and_so_does_every_percentile():
+def test_every_spread_rises_and_so_does_every_percentile_and_heads_of_one_value_share_the_middle():
     spreads = [spread for model in atlas.models() for depths in model.measures.values() for spread in depths.values()]
     for spread in spreads:
         assert list(spread.quantiles) == sorted(spread.quantiles)
@@ -87,9 +80,6 @@ def test_every_spread_rises_and_so_does_every_percentile():
         percents = [spread.below(value) for value in steps]
         assert percents == sorted(percents)
         assert (percents[0], percents[-1]) == (0, 100)
-
-
-def test_heads_of_one_value_share_the_middle_of_their_percentages():
     assert Distribution(8, (1.0,) * len(LEVELS)).below(1.0) == 50
     half = Distribution(8, (0.0,) * 10 + (1.0,) * 9).below(0.0)
     assert half == 28.125, "half of 4.5 of 8: quantiles are linear between heads"
@@ -98,42 +88,33 @@ def test_heads_of_one_value_share_the_middle_of_their_percentages():
 
 def test_every_lineage_counts_once_however_many_heads_and_models_it_has():
     def model(name, lineage, heads):
-        return TrainedModel(name, lineage, "encoder", "absolute", 128, True, heads, 1, frozenset({name}), {})
+        return atlas.TrainedModel(name, lineage, "encoder", "absolute", 128, True, heads, 1, frozenset({name}), {})
 
     low = Distribution(1000, tuple(map(float, range(len(LEVELS)))))
     high = Distribution(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
-    of_three = Reference((model("a", "x", 1000), model("b", "x", 1000), model("c", "y", 10)), (low, low, high))
+    of_three = atlas.Reference((model("a", "x", 1000), model("b", "x", 1000), model("c", "y", 10)), (low, low, high))
     assert of_three.percentile(50.0) == 50, "two tuned models of 2,000 heads weigh as one of 10 heads"
     assert "2010 heads of 3 trained encoders" in typical.place(of_three, 50.0)
 
 
-@pytest.mark.parametrize(
-    ("measure", "subject", "reason"),
-    [
-        ("weights.symmetry", ENCODER, None),
-        ("weights.unheard", ENCODER, "the atlas has no weights.unheard"),
-        (
-            "tokens.entropy",
-            Subject("cross", "absolute", 128, pack=True),
-            "the atlas has no trained model with heads of part cross",
-        ),
-        ("tokens.entropy", Subject("encoder", "absolute", 128, pack=False), "do not read windows"),
-        ("tokens.entropy", Subject("encoder", "absolute", 64, pack=True), "windows of 64 tokens"),
-        ("weights.symmetry", Subject("encoder", "bias", 128, pack=True), "positions bias"),
-    ],
-)
-def test_what_has_no_reference_has_a_reason(measure, subject, reason):
-    value, why = atlas.percentile(measure, "all", subject, 0.5)
-    assert (value is None) == (why is not None) == (reason is not None)
-    assert reason is None or reason in why
-
-
-@pytest.mark.parametrize("name", ["weights.norm", "weights.effective_rank", "weights.decay", "tokens.logit_rank90"])
-def test_what_goes_with_a_models_size_is_not_compared(name):
-    assert name in entry("demo")["measures"]
-    reference = atlas.reference(name, "all", ENCODER)
-    assert (reference.percentile(1.0), reference.models) == (None, ())
-    assert reference.reason == f"it depends on {registry.find_measure(name).sized_by}"
+def test_what_has_no_reference_has_a_reason():
+    assert atlas.percentile("weights.symmetry", "all", ENCODER, 0.5)[1] is None
+    assert atlas.percentile("weights.symmetry", "all", ENCODER, 0.5)[0] is not None
+    for measure, subject, reason in (
+        ("weights.unheard", ("encoder", "absolute", 128, True), "the atlas has no weights.unheard"),
+        ("tokens.entropy", ("cross", "absolute", 128, True), "the atlas has no trained model with heads of part cross"),
+        ("tokens.entropy", ("encoder", "absolute", 128, False), "do not read windows"),
+        ("tokens.entropy", ("encoder", "absolute", 64, True), "windows of 64 tokens"),
+        ("weights.symmetry", ("encoder", "bias", 128, True), "positions bias"),
+    ):
+        value, why = atlas.percentile(measure, "all", Subject(*subject), 0.5)
+        assert value is None
+        assert reason in why
+    for name in ("weights.norm", "weights.effective_rank", "weights.decay", "tokens.logit_rank90"):
+        assert name in entry("demo")["measures"]
+        reference = atlas.reference(name, "all", ENCODER)
+        assert (reference.percentile(1.0), reference.models) == (None, ())
+        assert reference.reason == f"it depends on {registry.find_measure(name).sized_by}"
 
 
 def models(measure, *subject):
@@ -141,7 +122,7 @@ def models(measure, *subject):
 
 
 def test_models_are_compared_by_positions_and_window_and_never_with_themselves(report):
-    rotary = atlas.reference("weights.symmetry", "all", DECODER).models
+    rotary = models("weights.symmetry", "decoder", "rotary", 128, True).values()
     assert {model.positions for model in rotary} == {"rotary"}
     assert not models("weights.symmetry", "decoder", "rotary", 256, True)
     assert models("weights.symmetry", "encoder", "absolute", 256, True), "without rotation no window is in the form"
@@ -181,19 +162,25 @@ def test_a_copy_is_recognised_by_the_values_of_its_heads_and_another_model_is_no
     assert lineages_of(report) == {"demo"}
     assert lineages_of(report, "encoder") == set()
     assert lineages_of(attnlens.inspect("demo", source="weights", layers=[1])) == {"demo"}
-    copy = attnlens.inspect(rewrite(tmp_path / "copy", coarse), windows=8)
+    few = {"windows": 8, "analyzers": ["symmetry"]}
+    copy = attnlens.inspect(rewrite(tmp_path / "copy", coarse), **few)
     assert atlas.subject_of(copy, "decoder").lineages == {"demo"}
     torch.manual_seed(0)
     other = rewrite(tmp_path / "other", lambda weight: torch.randn_like(weight) * weight.std())
-    assert lineages_of(attnlens.inspect(other, windows=8)) == set()
+    assert lineages_of(attnlens.inspect(other, **few)) == set()
 
 
 @pytest.mark.full
 def test_a_copy_is_recognised_by_its_weights_its_texts_or_both(tmp_path):
     for source in ("weights", "tokens"):
         assert lineages_of(attnlens.inspect("demo", source=source)) == {"demo"}
-    same = attnlens.inspect(rewrite(tmp_path / "same", lambda weight: weight), windows=8)
-    assert atlas.subject_of(same, "decoder").lineages == {"demo"}
+    for name, change, known in (
+        ("same", lambda weight: weight, {"demo"}),
+        ("coarse", coarse, {"demo"}),
+        ("other", lambda weight: torch.randn_like(weight) * weight.std(), set()),
+    ):
+        copy = attnlens.inspect(rewrite(tmp_path / name, change), windows=8)
+        assert atlas.subject_of(copy, "decoder").lineages == known
 
 
 @pytest.mark.full
@@ -215,7 +202,7 @@ def test_depths_are_thirds_of_the_layers_of_each_part_and_shared_weights_have_no
     shared = entry("rxnmapper")
     assert set(shared["measures"]["weights.symmetry"]) == {"all"}
     assert shared["measures"]["weights.symmetry"]["all"][0] == shared["heads"] / shared["layers"]
-    assert set(shared["measures"]["tokens.entropy"]) == {*DEPTHS, "all"}
+    assert set(shared["measures"]["tokens.entropy"]) == {*atlas.DEPTHS, "all"}
 
 
 def test_summary_and_page_place_the_median_head_among_other_models(report):
@@ -231,7 +218,7 @@ def test_summary_and_page_place_the_median_head_among_other_models(report):
         assert "Compared with trained models" not in summary(other)
 
 
-def test_the_page_has_a_percentile_for_each_head_if_there_is_one(report):
+def test_the_page_has_a_percentile_for_each_head_and_percentiles_are_ordinals(report):
     measures = {measure["name"]: measure for measure in explorer(Shapes(report))["measures"]}
     entropies = measures["tokens.entropy"]
     assert len(entropies["typical"]) == 32
@@ -240,8 +227,5 @@ def test_the_page_has_a_percentile_for_each_head_if_there_is_one(report):
     places = [entropies["typical"][head] for head in order]
     assert places == sorted(entropies["typical"][:8]), "within one depth it rises"
     assert measures["weights.norm"]["typical"] == []
-
-
-def test_percentiles_are_ordinals():
     numbers = {1: "1st", 2: "2nd", 3: "3rd", 11: "11th", 12: "12th", 13: "13th", 22: "22nd"}
     assert {number: typical.ordinal(number) for number in numbers} == numbers

@@ -1,13 +1,10 @@
 """Tests what experiments and series of checkpoints say in tables, pages, rows and pictures."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,62 +21,72 @@ from experiment_reports import (
     training,
 )
 from hostile_reports import STEERING, hostile_experiments
-from matplotlib.axes import Axes
-from views import check_layout, draw
+from views import absent, check_layout, draw
 
 from attnlens.errors import UsageError
-from attnlens.records import Curve, Experiment
+from attnlens.records import Curve
 from attnlens.report import export
 from attnlens.report.pictures import experiments as pictures
 from attnlens.report.pictures.charts import panel_figure
-from attnlens.report.pictures.experiments import draw_trajectories, experiment_overview, experiment_panels
+from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
 from attnlens.report.pictures.style import house_style
 from attnlens.report.render import terminal
-from attnlens.report.render.terminal import console
-from attnlens.report.report import Report, read_report
+from attnlens.report.report import read_report
+from attnlens.report.sections import experiments as sections
 from attnlens.report.sections import facts
-from attnlens.report.sections.experiments import changed_measures, format_label, measures_of, setting
 
-NOTHING: dict[str, Any] = {"published": None, "tolerance": None, "bounds": {}}
+NOTHING = {"published": None, "tolerance": None, "bounds": {}}
 
 
-def row(text: str, *words: str) -> list[str]:
+def row(text, *words):
     return next(line.split() for line in text.splitlines() if line.split()[: len(words)] == list(words))
 
 
-def flowing(report: Report) -> str:
+def rows_of_csv(report):
+    return list(csv.DictReader(io.StringIO(views.csv(report))))
+
+
+def flowing(report):
     return " ".join(views.summary(report).split())
 
 
-def of_curves(curves: dict[str, list[float]], **shown: Any) -> Experiment:
+def of_curves(values, **shown):
     """An experiment whose curves have these values."""
-    return converging(
-        curves={of: curve([1.0 + n for n in range(len(v))], np.array(v), **shown) for of, v in curves.items()}
-    )
+    return converging(curves={name: curve([*range(1, len(v) + 1)], np.array(v), **shown) for name, v in values.items()})
 
 
-def panel_axes(report: Report, number: int = 0) -> Axes:
+def overview_of(report):
+    with house_style():
+        return experiment_overview(report)
+
+
+def panel_axes(experiment, number=0):
+    report = experiment_report(experiment)
     with house_style():
         return panel_figure(report, experiment_panels(report)[number]).axes[0]
+
+
+def trajectory_axes(series, name):
+    return draw(lambda axes: pictures.draw_trajectories(axes, experiment=series, name=name)).axes[0]
 
 
 def test_every_figure_stands_beside_the_published_with_its_verdict():
     report = experiment_report(converging(), golden(), failing(), command="reproduce")
     text = views.summary(report)
-    ours = ["W", "to", "Frobenius", "0.991", "±", "0.0021", "0.992", "0.010", "pass"]
-    assert row(text, "local", "convergence")[2:] == ours
-    assert row(text, "golden", "instances")[2:] == ["vis1", "‖W‖_F", "8.6857350", "8.6857350", "1.0e-06", "pass"]
-    assert row(text, "largest", "gap") == ["largest", "gap", "3.2e-13", "≤", "0", "1.0e-09", "pass"]
-    assert row(text, "rank") == ["rank", "1", "1", "exact", "pass"]
-    assert row(text, "failing", "norm")[5] == "FAIL"
-    assert row(text, "gap")[-1] == "FAIL"
+    for words, cells in (
+        (("local", "convergence"), "W to Frobenius 0.991 ± 0.0021 0.992 0.010 pass"),
+        (("golden", "instances"), "vis1 ‖W‖_F 8.6857350 8.6857350 1.0e-06 pass"),
+        (("largest", "gap"), "3.2e-13 ≤ 0 1.0e-09 pass"),
+        (("rank",), "1 1 exact pass"),
+    ):
+        assert row(text, *words)[len(words) :] == cells.split()
+    assert (row(text, "failing", "norm")[5], row(text, "gap")[-1]) == ("FAIL", "FAIL")
     assert "failing: rank, because the solver stopped" in text
     assert "trials 100, 1.2 s)" in flowing(report), "a line may end anywhere in it"
     assert "COMPLETE" not in text, "no model was read"
-    for written in (views.markdown(report), views.page(report)):
-        assert "FAIL" in written
-        assert "3 of 3 experiments compared with published figures; missed by failing." in written
-    rows = list(csv.DictReader(io.StringIO(views.csv(report))))
+    missed = "3 of 3 experiments compared with published figures; missed by failing."
+    assert not any(absent(write(report), "FAIL", missed) for write in (views.markdown, views.page))
+    rows = rows_of_csv(report)
     assert len(rows) == 10
     first = {"experiment": "local convergence", "figure": "W to Frobenius", "ours": "0.991", "error": "0.0021"}
     assert rows[0] == first | {"published": "0.992", "bound": "within", "tolerance": "0.01", "verdict": "pass"}
@@ -95,14 +102,12 @@ def test_only_published_figures_are_judged():
         ([failing(), golden(), other[0]], "2 of 3 experiments compared with published figures; missed by failing."),
     ):
         report = experiment_report(*experiments)
-        assert sentence in views.summary(report)
+        assert sentence in " ".join(views.summary(report).split())
         assert sentence in views.markdown(report)
-        with house_style():
-            assert any(sentence in text.get_text() for text in experiment_overview(report).texts)
+        assert any(sentence in text.get_text() for text in overview_of(report).texts)
     text = views.summary(experiment_report(of_head()))
-    assert "nothing published to compare with" in text
-    assert "verdict" not in text
-    assert "pass" not in text
+    unpublished = "nothing published to compare with"
+    assert absent(text, unpublished, "verdict", "pass") == ["verdict", "pass"]
 
 
 def test_a_report_names_the_model_of_each_experiment():
@@ -111,13 +116,13 @@ def test_a_report_names_the_model_of_each_experiment():
     line = "one, two: demo; three: anew; all others: one-layer attention (synthetic)"
     title = "one-layer attention (synthetic) + demo + anew"
     assert (facts.title(report), facts.ran_on(report)) == (title, line)
-    texts = [views.summary(report), views.page(report), unescape(views.markdown(report))]
+    figure = overview_of(report)
+    drawn = " ".join(text.get_text() for text in figure.texts)
     with house_style():
-        figure = experiment_overview(report)
-        texts.append(" ".join(text.get_text() for text in figure.texts))
         check_layout(figure)
-    assert all(title in text and line in text for text in texts)
-    assert "one: Are solved instances solved again? (on demo, 1.2 s)" in texts[0]
+    for text in (views.summary(report), views.page(report), unescape(views.markdown(report)), drawn):
+        assert not absent(text, title, line)
+    assert "one: Are solved instances solved again? (on demo, 1.2 s)" in views.summary(report)
     assert facts.ran_on(experiment_report(golden(model="demo"))) == "golden instances: demo", "no others to speak of"
     plain = experiment_report(converging())
     assert (facts.title(plain), facts.ran_on(plain)) == ("one-layer attention (synthetic)", "")  # the control
@@ -143,9 +148,8 @@ def test_a_series_shows_the_main_measures_and_all_in_its_details():
     assert max(map(len, views.summary(report, 100).splitlines())) <= 100
     assert "8 of 40 checkpoints are shown" in views.summary(series_report(checkpoints=40))
     assert "are shown" not in views.summary(series_report(checkpoints=8))  # the control
-    rows = list(csv.DictReader(io.StringIO(views.csv(series_report(2, 3)))))
-    assert len(rows) == 2 * 3 * 5 * 7
-    assert rows[1]["training step"] == "30"
+    rows = rows_of_csv(series_report(2, 3))
+    assert (len(rows), rows[1]["training step"]) == (2 * 3 * 5 * 7, "30")
     assert set(rows[0]) == {"layer", "head", "measure", "training step", "value", "se"}
 
 
@@ -153,12 +157,31 @@ def test_a_measure_that_never_changes_is_left_out():
     series = training()
     constant = curve(series.curves["loss"].steps, np.full(7, 16.0))
     more = series.model_copy(update={"curves": series.curves | {"weights.constant": constant, "mine: null": constant}})
-    assert {"weights.constant", "mine: null"} <= set(measures_of(more)), "a name makes no null"
-    assert "weights.symmetry: null" not in measures_of(more)
-    assert "weights.constant" not in changed_measures(more)
+    assert {"weights.constant", "mine: null"} <= set(sections.measures_of(more)), "a name makes no null"
+    assert "weights.symmetry: null" not in sections.measures_of(more)
+    assert "weights.constant" not in sections.changed_measures(more)
 
 
-def test_strangers_strings_are_text_and_nothing_else(tmp_path: Path):
+def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart():
+    for report, several in ((series_report(1, 1), False), (series_report(2, 1), True)):
+        assert ("quartiles" in views.summary(report)) == several
+        assert ("uartiles" in views.markdown(report)) == several
+        bars = [inner for axes in overview_of(report).axes for inner in axes.child_axes]
+        assert len(bars) == 2 * several, "one per row"
+        assert any("coloured" in panel.caption for panel in experiment_panels(report)) == several
+
+
+def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_their_names():
+    names = {"W_mm_d4": 1.0, "vis1 ‖W‖_F": 2.0, "weights.decay_rate": 3.0}
+    older = golden(final=names, settings={"accepted_d4": 0.25}, **NOTHING)
+    assert [sections.format_label(older, name) for name in names] == ["W mm d4", "vis1 ‖W‖_F", "weights.decay_rate"]
+    assert sections.setting(older, "accepted_d4") == "accepted d4 0.25"
+    labels = {"W_mm_d4": "W_mm, d = 4", "accepted_d4": "accepted, d = 4"}
+    text = flowing(experiment_report(older.model_copy(update={"labels": labels})))
+    assert not absent(text, "W_mm, d = 4 1", "(accepted, d = 4: 0.25, 1.2 s)")
+
+
+def test_strangers_strings_are_text_and_no_piped_line_ends_in_blanks(tmp_path, capsys):
     report = hostile_experiments()
     page, marked = views.page(report), views.markdown(report)
     assert views.runs_its_own_script_alone(page)
@@ -169,30 +192,34 @@ def test_strangers_strings_are_text_and_nothing_else(tmp_path: Path):
         assert not any(cell.startswith(("=", "+", "@")) for cell in cells)
     paths = views.save_pictures(report, tmp_path / "pictures")
     assert all(path.parent == tmp_path / "pictures" and re.fullmatch(r"[\w.-]+", path.name) for path in paths)
+    report = experiment_report(converging(), failing())
+    terminal.console().print(terminal.document(export.summary(report)))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert re.search(" $", views.summary(report), re.MULTILINE)  # the control
 
 
 @pytest.mark.parametrize(
-    "report",
+    ("report", "drawn"),
     [
-        experiment_report(converging(), of_head()),
-        pytest.param(experiment_report(converging(), selecting(), golden(), of_head()), marks=pytest.mark.full),
-        pytest.param(series_report(), marks=pytest.mark.full),
+        (experiment_report(converging(), of_head()), 2),
+        *(pytest.param(report, None, marks=pytest.mark.full) for report in
+          (experiment_report(converging(), selecting(), golden(), of_head()), series_report())),
     ],
-)
-def test_a_report_comes_back_from_json_and_draws_the_same_pictures(report: Report, tmp_path: Path):
+)  # fmt: skip
+def test_a_report_comes_back_from_json_and_draws_the_same_pictures(tmp_path, report, drawn):
     report.write_json(tmp_path / "report.json")
     again = read_report(tmp_path / "report.json")
     assert again.experiments[0].meets("W to Frobenius") == report.experiments[0].meets("W to Frobenius")
     assert again.to_json() == report.to_json()
     assert views.summary(again) == views.summary(report)
-    one, other = views.save_pictures(again, tmp_path / "a"), views.save_pictures(again, tmp_path / "b")
+    one, other = (export.drawings(again, tmp_path / name) for name in "ab")
     assert [path.name for path in one] == [path.name for path in other]
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, other, strict=True))
-    assert (tmp_path / "a" / "overview.png").read_bytes().startswith(b"\x89PNG")
     assert len(one) > 4
-
-
-def test_nothing_to_draw_is_refused():
+    assert one[tmp_path / "a" / "overview.png"]().startswith(b"\x89PNG")
+    for path in [*one][:drawn]:
+        assert one[path]() == other[tmp_path / "b" / path.name](), path.name
     with pytest.raises(UsageError, match="no curves"):
         views.save_pictures(experiment_report(golden(**NOTHING)), Path("nowhere"))
 
@@ -202,128 +229,110 @@ def test_nothing_to_draw_is_refused():
     [
         experiment_report(converging(), selecting(), golden(), failing()),
         series_report(),
-        pytest.param(experiment_report(of_head()), marks=pytest.mark.full),
-        pytest.param(series_report(12, 12), marks=pytest.mark.full),
+        *(pytest.param(each, marks=pytest.mark.full) for each in (experiment_report(of_head()), series_report(12, 12))),
     ],
 )
-def test_no_two_texts_of_a_page_overlap(report: Report):
+def test_no_two_texts_of_a_page_overlap(report):
     with house_style():
         for figure in (experiment_overview(report), *(panel_figure(report, p) for p in experiment_panels(report)[:3])):
             check_layout(figure)
 
 
-@pytest.mark.parametrize(
-    ("ours", "bound", "expected"),
-    [(1.05, "within", 0.5), (9.0, "within", 3), (-9.0, "at most", -3), (None, "within", -3), (0.9, "within", -1)],
-)
-def test_the_distance_to_the_published_is_counted_in_tolerances(ours, bound, expected):
-    made = golden(final={"x": ours}, published={"x": 1.0}, tolerance={"x": 0.1}, bounds={"x": bound}, reasons={})
-    assert pictures.deviation(made, "x") == pytest.approx(expected)
-
-
-def test_an_exact_figure_is_at_0_or_at_the_edge_and_nothing_else_is_shaded():
-    fields = {"published": {"x": 2.0}, "bounds": {}}
-    for ours, expected in ((2.0, 0), (3.0, 3)):
-        assert pictures.deviation(golden(final={"x": ours}, tolerance=None, **fields), "x") == expected
+def test_the_distance_to_the_published_is_counted_in_tolerances_or_at_the_edge():
+    fields = {"published": {"x": 2.0}, "reasons": {}}
+    for ours, bound, tolerance, expected in (
+        (2.05, "within", 0.1, 0.5),
+        (9.0, "within", 0.1, 3),
+        (-9.0, "at most", 0.1, -3),
+        (None, "within", 0.1, -3),
+        (1.9, "within", 0.1, -1),
+        (2.0, "within", None, 0),
+        (3.0, "within", None, 3),
+    ):
+        allowed = {"tolerance": tolerance and {"x": tolerance}, "bounds": {"x": bound} if tolerance else {}}
+        made = golden(final={"x": ours}, **fields, **allowed)
+        assert pictures.deviation(made, "x") == pytest.approx(expected), (ours, bound, tolerance)
     widths = []
     for tolerance in (None, {"x": 0.5}):
-        (band,) = panel_axes(experiment_report(golden(final={"x": 2.0}, tolerance=tolerance, **fields))).collections
+        (band,) = panel_axes(golden(final={"x": 2.0}, tolerance=tolerance, bounds={}, **fields)).collections
         widths.append(float(np.ptp(band.get_paths()[0].vertices[:, 0])))
-    assert widths[0] < 0.1
+    assert widths[0] < 0.1, "nothing but the exact figure is shaded"
     assert widths[1] == pytest.approx(2)  # the control
 
 
 def test_every_published_figure_has_its_row_or_is_counted_as_left_out():
-    def many(count: int) -> Report:
+    for count, shown in ((47, 47), (200, 80)):
         figures = {f"figure {number}": 1.0 for number in range(count)}
         tolerance = dict.fromkeys(figures, 1.0)
-        return experiment_report(
-            golden(final=figures | {"figure 7": 1.5}, published=figures, tolerance=tolerance, bounds={})
-        )
-
-    assert len(panel_axes(many(47)).get_yticks()) == 47
-    assert "of" not in experiment_panels(many(47))[0].note.split()
-    axes = panel_axes(many(200))
-    assert len(axes.get_yticks()) == 80
+        many = golden(final=figures | {"figure 7": 1.5}, published=figures, tolerance=tolerance, bounds={})
+        axes, note = panel_axes(many), experiment_panels(experiment_report(many))[0].note
+        assert len(axes.get_yticks()) == shown
+        assert ("of" in note.split()) == (shown < count)
     assert any(text.get_text().endswith("figure 7") for text in axes.get_yticklabels())
-    assert experiment_panels(many(200))[0].note.endswith("80 of 200 with the largest deviations")
+    assert note.endswith("80 of 200 with the largest deviations")
 
 
-@pytest.mark.parametrize(
-    ("steps", "scale"),
-    [
+def test_steps_that_span_factors_are_drawn_by_factors_and_named_at_both_ends():
+    for steps, scale in (
         ([0.0, 30, 100, 3000], "symlog"),
         ([1.0, 10, 100], "log"),
         ([1.0, 2, 3], "linear"),
         ([0.0, 1, 2], "linear"),
         (np.linspace(1, 16, 16).tolist(), None),
         (np.linspace(0.25, 4, 16).tolist(), None),
-    ],
-)
-def test_steps_that_span_factors_are_drawn_by_factors_and_named_at_both_ends(steps, scale):
-    axes = draw(lambda axes: pictures.scale_steps(axes, steps, "step")).axes[0]
-    assert scale in (axes.get_xscale(), None)
-    ticks = list(axes.get_xticks())
-    assert (ticks[0], ticks[-1]) == (steps[0], steps[-1])
-    if len(steps) == 16:
-        assert len(ticks) >= 4
-        assert all(tick == int(tick) for tick in ticks) == (steps[0] == 1)
+    ):
+        axes = draw(pictures.scale_steps, steps, "step").axes[0]
+        assert scale in (axes.get_xscale(), None)
+        ticks = list(axes.get_xticks())
+        assert (ticks[0], ticks[-1]) == (steps[0], steps[-1])
+        if len(steps) == 16:
+            assert len(ticks) >= 4
+            assert all(tick == int(tick) for tick in ticks) == (steps[0] == 1)
 
 
-@pytest.mark.parametrize(
-    ("values", "bounded", "scale"),
-    [
+def test_values_that_span_factors_are_drawn_by_factors_and_none_have_a_note():
+    for values, bounded, scale in (
         ([3.0, 1e-2, 1e-40, 0.0], False, "log"),
         ([0.0, 0.1, 1.0, 100.0], False, "log"),
         ([3.0, 2.0, 1.0, 0.5], False, "linear"),
         ([0.0, 0.001, 0.1, 0.5, 0.99], False, "log"),
         ([0.0, 0.001, 0.1, 0.5, 0.99], True, "linear"),
         ([-1.0, 0.001, 10.0, 100.0], False, "linear"),
-    ],
-)
-def test_values_that_span_factors_are_drawn_by_factors(values, bounded, scale):
-    report = experiment_report(of_curves({"correlation": values}, bounded=bounded))
-    axes = panel_axes(report)
-    assert axes.get_yscale() == scale
-    if scale == "log":
-        low, high = axes.get_ylim()
-        assert max(values) < high < 2 * max(values)
-        assert low > 1e-17
-        assert np.nanmin(axes.lines[0].get_ydata()) > 0
-        assert "Not shown: values of 0" in experiment_panels(report)[0].caption
+    ):
+        experiment = of_curves({"correlation": values}, bounded=bounded)
+        axes = panel_axes(experiment)
+        assert axes.get_yscale() == scale, values
+        if scale == "log":
+            low, high = axes.get_ylim()
+            assert max(values) < high < 2 * max(values)
+            assert low > 1e-17
+            assert np.nanmin(axes.lines[0].get_ydata()) > 0
+            assert "Not shown: values of 0" in experiment_panels(experiment_report(experiment))[0].caption
+    for median, notes in (([None, None], ["no value"]), ([None, 0.5], [])):
+        axes = panel_axes(converging(curves={"x": Curve(steps=[1, 2], median=median)}))
+        assert [text.get_text() for text in axes.texts if text.get_text() == "no value"] == notes
+        assert (list(axes.get_yticks()) == []) == bool(notes)
 
 
 def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning():
     series = training()
     for name, bands in (("weights.symmetry", 1), ("tokens.entropy", 0)):
-        axes = draw(lambda axes, name=name: draw_trajectories(axes, experiment=series, name=name)).axes[0]
+        axes = trajectory_axes(series, name)
         assert len([fill for fill in axes.collections if type(fill).__name__ == "FillBetweenPolyCollection"]) == bands
         black = [line for line in axes.lines if line.get_color() == "black"]
         np.testing.assert_allclose(black[0].get_ydata(), series.curves[name].median)
-
-    def with_nulls(*names: str) -> str:
-        nulls = {
-            f"{name}: null": curve(series.curves[name].steps, np.full(7, 0.1), 0.02, null_of=name) for name in names
-        }
-        curves = {name: made for name, made in series.curves.items() if made.null_of is None} | nulls
-        update = {"experiments": [series.model_copy(update={"curves": curves})]}
-        return flowing(series_report().model_copy(update=update))
-
+    own = {name: made for name, made in series.curves.items() if made.null_of is None}
     rotated, random = "the value expected by chance (the head", "the value expected by chance (random W_Q, W_K)"
-    assert f"null: {rotated} randomly rotated), mean" in with_nulls("selection.efficiency")
-    assert f"null: {random}, mean" in with_nulls("weights.symmetry")
-    assert f"{random}, for selection.* {rotated}" in with_nulls("weights.symmetry", "selection.efficiency")
-    assert "null" not in with_nulls()  # the control
-
-
-def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart():
-    for report, several in ((series_report(1, 1), False), (series_report(2, 1), True)):
-        assert ("quartiles" in views.summary(report)) == several
-        assert ("uartiles" in views.markdown(report)) == several
-        with house_style():
-            bars = [inner for axes in experiment_overview(report).axes for inner in axes.child_axes]
-        assert len(bars) == 2 * several, "one per row"
-        assert any("coloured" in panel.caption for panel in experiment_panels(report)) == several
+    for names, words in (
+        (["selection.efficiency"], f"null: {rotated} randomly rotated), mean"),
+        (["weights.symmetry"], f"null: {random}, mean"),
+        (["weights.symmetry", "selection.efficiency"], f"{random}, for selection.* {rotated}"),
+        ([], None),  # the control
+    ):
+        nulls = {f"{name}: null": curve(own[name].steps, np.full(7, 0.1), 0.02, null_of=name) for name in names}
+        update = {"experiments": [series.model_copy(update={"curves": own | nulls})]}
+        text = flowing(series_report().model_copy(update=update))
+        assert words in text if words else "null" not in text
 
 
 def test_heads_that_leave_the_frame_are_counted():
@@ -336,8 +345,7 @@ def test_heads_that_leave_the_frame_are_counted():
     series = series.model_copy(update={"trajectories": lines})
     panels = experiment_panels(report.model_copy(update={"experiments": [series]}))
     (panel,) = [panel for panel in panels if panel.stem == "tokens.entropy"]
-    axes = draw(lambda axes: draw_trajectories(axes, experiment=series, name="tokens.entropy")).axes[0]
-    low, high = axes.get_ylim()
+    low, high = trajectory_axes(series, "tokens.entropy").get_ylim()
     beyond = sum(min(line.values) < low or max(line.values) > high for line in lines if line.measure == panel.stem)
     assert high < 50
     assert beyond > 1
@@ -346,52 +354,25 @@ def test_heads_that_leave_the_frame_are_counted():
 
 
 def test_curves_of_one_quantity_or_picture_share_their_axes():
-    assert {name: list(curves) for name, curves in pictures.groups(of_head()).items()} == {
+    def titled(experiment):
+        return {title: list(curves) for title, curves in pictures.groups(experiment).items()}
+
+    assert titled(of_head()) == {
         "correlation": ["correlation: from zero", "correlation: from M"],
         "norm": ["norm: from zero"],
         "selection kept": ["selection kept"],
         "KL": ["KL to one-hot"],
     }
-    assert [len(curves) for curves in pictures.groups(converging()).values()] == [4]
-    report = experiment_report(of_head())
-    labels = [panel_axes(report, number).get_ylabel() for number in range(4)]
+    assert [len(curves) for curves in titled(converging()).values()] == [4]
+    labels = [panel_axes(of_head(), number).get_ylabel() for number in range(4)]
     assert labels == ["correlation", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
-    assert panel_axes(experiment_report(of_curves({"rank": [3.0, 3.0]}))).get_ylabel() == ""  # the control
+    assert panel_axes(of_curves({"rank": [3.0, 3.0]})).get_ylabel() == ""  # the control
     values = {"a_b": [2.0, 3.0], "norm: from M": [0.5, 0.7]}
-    one = of_curves(values, quantity="rank")
+    one, pictured = of_curves(values, quantity="rank"), of_curves(values, quantity="rank", picture="ranks")
     assert pictures.groups(one) == {"": one.curves}
-    pictured = of_curves(values, quantity="rank", picture="ranks")
     assert pictures.groups(pictured) == {"ranks": pictured.curves}
-    apart = {title: list(curves) for title, curves in pictures.groups(of_curves(values)).items()}
-    assert apart == {"a b": ["a_b"], "norm: from M": ["norm: from M"]}, "of unknown quantities"
+    assert titled(of_curves(values)) == {"a b": ["a_b"], "norm: from M": ["norm: from M"]}, "of unknown quantities"
     for made, dashed in ((one, []), (of_curves(values, quantity="rank", published=True), ["--", "--"])):
-        lines = panel_axes(experiment_report(made)).lines
+        lines = panel_axes(made).lines
         assert [line.get_label() for line in lines] == ["a b", "norm: from M"]
         assert [line.get_linestyle() for line in lines if line.get_linestyle() != "-"] == dashed
-
-
-def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_their_names():
-    names = {"W_mm_d4": 1.0, "vis1 ‖W‖_F": 2.0, "weights.decay_rate": 3.0}
-    older = golden(final=names, settings={"accepted_d4": 0.25}, **NOTHING)
-    assert [format_label(older, name) for name in names] == ["W mm d4", "vis1 ‖W‖_F", "weights.decay_rate"]
-    assert setting(older, "accepted_d4") == "accepted d4 0.25"
-    labels = {"W_mm_d4": "W_mm, d = 4", "accepted_d4": "accepted, d = 4"}
-    text = flowing(experiment_report(older.model_copy(update={"labels": labels})))
-    assert "W_mm, d = 4 1" in text
-    assert "(accepted, d = 4: 0.25, 1.2 s)" in text
-
-
-def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]):
-    report = experiment_report(converging(), failing())
-    console().print(terminal.document(export.summary(report)))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 10
-    assert [line for line in lines if line != line.rstrip()] == []
-    assert re.search(" $", views.summary(report), re.MULTILINE)  # the control
-
-
-def test_curves_without_any_value_have_a_note_and_no_numbers_at_their_side():
-    for median, notes in (([None, None], ["no value"]), ([None, 0.5], [])):
-        axes = panel_axes(experiment_report(converging(curves={"x": Curve(steps=[1, 2], median=median)})))
-        assert [text.get_text() for text in axes.texts if text.get_text() == "no value"] == notes
-        assert (list(axes.get_yticks()) == []) == bool(notes)

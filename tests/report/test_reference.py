@@ -6,17 +6,17 @@ import heads
 import pytest
 import torch
 from program import invoke
+from views import absent
 
 from attnlens.analyzers import registry
 from attnlens.analyzers.registry import DISTANCES, GatheringPlace, MeasureInfo
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
 from attnlens.maths import linalg
-from attnlens.report.sections.reference import explanation, kernel_pages, measure_pages
+from attnlens.report.sections.reference import demo_heads, explanation, kernel_pages, measure_list, measure_pages
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
 ITEMS = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")
-OPTIONAL = ("ksvd", "selec", "ext", "adapter", "features")
 
 
 def test_every_measure_and_every_kernel_has_its_page():
@@ -27,13 +27,11 @@ def test_every_measure_and_every_kernel_has_its_page():
         assert (page.title, page.lines) == (name, (INFOS[name].meaning,))
         assert [word for word in ITEMS if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
-        assert ("--analyzer" in facts["runs"]) == name.startswith(OPTIONAL)
+        assert ("--analyzer" in facts["runs"]) == name.startswith(("ksvd", "selec", "ext", "adapter", "features"))
     pages = kernel_pages()
     assert set(pages) == {*kernels(), *TIES, *FILTERS, *HYBRIDS}
     for name, page in pages.items():
-        assert page.title == name
-        assert page.lines[0]
-        assert "source" in dict(page.items)
+        assert (page.title, bool(page.lines[0]), "source" in dict(page.items)) == (name, True, True)
     assert set(measure_pages()).isdisjoint(pages)
     ends = {name.partition(".")[2] for name in INFOS}
     assert ends & set(pages) == {"rank"}, "the kernel, which stands before features.rank"
@@ -52,17 +50,8 @@ def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
         assert float(parts.negative) == pytest.approx(share)
 
 
-def test_what_to_do_can_be_typed():
-    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
-    assert len(advised) > 5
-    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
-    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
-    assert names <= set(INFOS)
-
-
-@pytest.mark.parametrize(
-    ("name", "item", "fact"),
-    [
+def test_a_page_has_the_facts_of_the_registry_and_what_to_do_can_be_typed():
+    for name, item, fact in (
         ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K)"),
         ("selection.margin", "null", "the value expected by chance (the head randomly rotated)"),
         ("tokens.entropy", "null", "none"),
@@ -81,10 +70,13 @@ def test_what_to_do_can_be_typed():
         ("adapter.change", "runs", "if the model has an adapter, or with --analyzer adaptation"),
         ("rbf", "parameters", "gamma: the inverse width γ (> 0)"),
         ("window", "keys kept", "|i − j| < w"),
-    ],
-)
-def test_a_page_has_the_facts_of_the_registry(name, item, fact):
-    assert dict(explanation(name).items)[item].startswith(fact)
+    ):
+        assert dict(explanation(name).items)[item].startswith(fact), name
+    advised = {word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)}
+    assert len(advised) > 5
+    assert all(parsed(word) for word in advised - {"rank"})  # whose rank a budget chooses
+    names = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
+    assert names <= set(INFOS)
 
 
 def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
@@ -103,27 +95,56 @@ def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
 
     registry.gathering("mine", "tokens", [MeasureInfo("mine.posed", "a meaning", "x")])(begin)
     facts = dict(explanation("mine.posed").items)
-    assert facts["analyzer"] == "mine: Is it so?"
-    assert facts["definitions"] == "x is the unknown of the formula."
+    assert (facts["analyzer"], facts["definitions"]) == ("mine: Is it so?", "x is the unknown of the formula.")
     assert facts["error"].startswith("posed once")
 
 
-def test_a_name_without_its_source_is_enough_if_it_is_unique():
+def test_the_program_explains_a_measure_whose_name_is_unique():
+    shown = invoke("explain", "tokens.share_skew")
+    assert shown.returncode == 0, shown.stderr
+    assert not absent(shown.stdout, "‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1")
+    written = invoke("explain", "tokens.share_skew", "--markdown").stdout
+    assert written.startswith("### tokens.share_skew\n")
+    assert "- formula&#58; " in written
+    assert invoke("explain").returncode == 2
     assert explanation("definite") == explanation("tokens.definite")
     with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
         explanation("rank90")
-    assert all(name in refusal.value.remedy for name in ("weights.rank90", "tokens.rank90", "ksvd.rank90"))
+    assert not absent(refusal.value.remedy, "weights.rank90", "tokens.rank90", "ksvd.rank90")
     for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
         with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
             explanation(name)
         assert len(refusal.value.problem) < 120
 
 
-def test_the_program_explains_a_measure():
-    shown = invoke("explain", "tokens.share_skew")
-    assert shown.returncode == 0, shown.stderr
-    assert all(word in shown.stdout for word in ("‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1"))
-    written = invoke("explain", "tokens.share_skew", "--markdown").stdout
-    assert written.startswith("### tokens.share_skew\n")
-    assert "- formula&#58; " in written
-    assert invoke("explain").returncode == 2
+def test_explanations_say_first_in_plain_words_what_values_mean_and_give_example_heads(inspected):
+    """Each measure of a plain inspect says what a low and a high value mean, before any formula."""
+    for analyzer in registry.list_analyzers():
+        for info in analyzer.measures:
+            if analyzer.by_default and info.headline:
+                facts = [word for word, _ in explanation(info.name).items]
+                assert facts[:4] == ["low", "high", "in demo", "what to do"] or "in demo" not in facts, info.name
+                assert facts.index("high") < facts.index("what to do") < facts.index("formula")
+    for name, (low, high) in demo_heads().items():
+        if name.startswith("weights.") and name != "weights.layer_symmetry":
+            values = {(head.layer, head.head): head.measures[name].value for head in inspected.heads}
+            assert values[low.layer, low.head] == pytest.approx(min(values.values()), rel=1e-3)
+            assert values[high.layer, high.head] == pytest.approx(max(values.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("word", "title"),
+    [("sink", "tokens.share_first"), ("share_key", "tokens.share_key"), ("Peaked", "tokens.entropy"), ("rbf", "rbf")],
+)
+def test_words_that_users_search_for_lead_to_their_measure(word, title):
+    shown = invoke("explain", word)
+    assert shown.returncode == 0 or "several measures" in shown.stderr
+    assert title in shown.stdout + shown.stderr
+    assert "Did you mean symmetry" in invoke("explain", "symetry").stderr
+
+
+def test_the_list_of_measures_begins_with_those_of_a_plain_inspect():
+    names = [cell.split("\n")[0] for cell in measure_list(registry.measure_infos().values()).table.names[0].cells]
+    default = [info.name for each in registry.list_analyzers() if each.by_default for info in each.measures]
+    assert set(names[: len(default)]) == set(default)
+    assert registry.find_measure(names[0]).headline

@@ -1,4 +1,7 @@
-"""Tests that each refusal names the true cause: what can't run, was not run, is random, was never tested."""
+"""Tests that numbers exist or a true reason: what can't run, was not run, is random or degenerate, was never tested."""
+
+import itertools
+import math
 
 import families
 import model_types
@@ -6,10 +9,11 @@ import pytest
 import tiny
 import torch
 import transformers as tf
+import views
 from loaded import BARE, family, loaded, sites_of
 
 import attnlens
-from attnlens.errors import IdentityError, ModelError, TextError
+from attnlens.errors import AttnlensError, IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.models import hooks, texts
 from attnlens.models.texts import sequences
@@ -19,6 +23,7 @@ from attnlens.runs.swap import sites as gates
 
 FEW = {"length": 12, "windows": 2}
 SWAP = FEW | BARE
+full = pytest.mark.full
 
 
 def of_type(name):
@@ -29,12 +34,20 @@ def inputs_of(model, length, sequences=1):
     return texts.placeholder(model, length, 0, sequences=sequences).batches[0].inputs
 
 
-def test_a_model_that_is_random_itself_is_named_so_and_not_misread():
+def test_what_a_model_does_itself_is_not_blamed_on_attnlens_or_the_kernel():
     bert = family("bert")
-    inputs = inputs_of(bert, 8)
+    inputs = inputs_of(bert, 12, 2)
+    kernel = dict.fromkeys(sites_of(bert.model, inputs), hooks.Replacement(parsed("rbf")))
+    variant = lambda: hooks.replace(bert.model, tuple(kernel), kernel)  # noqa: E731
     assert checks.prove_identity(bert, inputs)[0] < 1e-5
-    passes = iter(range(1, 100))
-    bert.model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
+    assert gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
+    # a model that mixes all tokens, padding too, before its attention
+    embeddings = bert.model.bert.embeddings
+    mixing = embeddings.register_forward_hook(lambda _m, _a, output: output + output.mean(1, keepdim=True))
+    assert "even under the model's own kernel" in gates.leaks(bert, tuple(kernel), inputs, variant, 0)["mask_error"]
+    mixing.remove()
+    passes = itertools.count(1)
+    embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
     with pytest.raises(IdentityError, match="the model is not deterministic"):
         checks.prove_identity(bert, inputs)
 
@@ -44,11 +57,9 @@ def test_what_a_model_draws_is_the_same_in_every_pass_and_outside_nothing_change
     inputs = inputs_of(mae, 2)
     with torch.no_grad():
         assert not torch.equal(mae.model(**inputs)[0], mae.model(**inputs)[0]), "the control: it is random"
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
+    before = torch.get_rng_state()
     assert hooks.repeat_error(mae.model, inputs) == 0.0
-    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(torch.get_rng_state(), before)
     assert hooks.identity_error(mae.model, inputs) < 1e-5
 
 
@@ -67,7 +78,7 @@ def test_a_forward_pass_uses_no_cache_and_restores_the_settings():
     ("name", "problem"),
     [
         ("mimi_decoder", "cannot generate latents for a MimiDecoder"),
-        ("gemma4_audio", "cannot generate input_features for a Gemma4Audio"),
+        pytest.param("gemma4_audio", "cannot generate input_features for a Gemma4Audio", marks=full),
         ("xmod", "can't run on input_ids and attention_mask: ValueError: Input language unknown"),
     ],
 )
@@ -79,33 +90,25 @@ def test_inputs_that_attnlens_can_not_generate_are_named(name, problem):
         assert "--source" not in caught.value.remedy, "weights are read from a running model too"
 
 
-def test_a_tower_that_does_not_run_is_named_and_not_swapped():
+def test_a_tower_that_does_not_run_is_skipped_and_attention_that_cannot_be_read_prevents_a_swap():
     voxtral = of_type("voxtral")
     skipped = attnlens.inspect(voxtral, **FEW).coverage.skipped
     assert {(skip.site.split(".")[1], skip.reason) for skip in skipped} == {("audio_tower", checks.NOT_RUN)}
-    swap = attnlens.swap_kernel(voxtral, "exponential", **SWAP)
-    assert swap.coverage.analysed == 8
-    assert {skip.reason for skip in swap.coverage.skipped} == {checks.NOT_RUN}
-
-
-def test_attention_that_runs_and_cannot_be_read_prevents_a_swap_of_all_layers():
+    coverage = attnlens.swap_kernel(voxtral, "exponential", **SWAP).coverage
+    assert (coverage.analysed, {skip.reason for skip in coverage.skipped}) == (8, {checks.NOT_RUN})
     led = of_type("led")  # its encoder attends in overlapping chunks
     with pytest.raises(ModelError, match="can't be swapped: its softmax has the axes"):
         attnlens.swap_kernel(led, "exponential", **SWAP)
     assert attnlens.swap_kernel(led, "exponential", layers=[0], **SWAP).coverage.analysed == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("llama", "rotary"), ("nanochat", "rotary"), ("hunyuan_v1_dense", "unknown"), ("dinov3_vit", "rotary")],
-)
-def test_the_position_is_rotary_absolute_or_unknown(name, expected):
-    for dtype in (torch.float32, torch.bfloat16):
-        model = of_type(name)
-        model.model.to(dtype)
-        options = {"windows": 2} if name == "dinov3_vit" else FEW
-        report = attnlens.inspect(model, analyzers=["symmetry"], **options)
-        assert report.model.conventions.position == expected
+def test_the_position_is_rotary_absolute_or_unknown():
+    for name in ("llama", "nanochat", "hunyuan_v1_dense", "dinov3_vit"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model, options = of_type(name), {"length": 12} if name != "dinov3_vit" else {}
+            model.model.to(dtype)
+            report = attnlens.inspect(model, analyzers=["symmetry"], windows=1, **options)
+            assert report.model.conventions.position == ("unknown" if "hunyuan" in name else "rotary"), name
     assert attnlens.inspect(family("bert"), source="weights", length=12).model.conventions.position == "absolute"
 
 
@@ -144,32 +147,105 @@ def test_what_a_model_reads_is_found_in_its_config_or_its_modules(monkeypatch):
     assert texts.vocabulary(model_types.build("canine")) is None
 
 
-def test_a_leak_of_the_model_itself_is_not_blamed_on_the_kernel():
-    bert = family("bert")
-    inputs = inputs_of(bert, 12, 2)
-    kernel = dict.fromkeys(sites_of(bert.model, inputs), hooks.Replacement(parsed("rbf")))
-    variant = lambda: hooks.replace(bert.model, tuple(kernel), kernel)  # noqa: E731
-    assert gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
-    # a model that mixes all tokens, padding too, before its attention
-    bert.model.bert.embeddings.register_forward_hook(lambda _m, _a, output: output + output.mean(1, keepdim=True))
-    assert "even under the model's own kernel" in gates.leaks(bert, tuple(kernel), inputs, variant, 0)["mask_error"]
-
-
 def test_swins_windows_are_averaged_by_image():
     config = tf.SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
     swin = loaded(model_types.sharpened(tf.SwinModel(config).eval().requires_grad_(False)))
     report = attnlens.inspect(swin, windows=3, analyzers=["symmetry"])
     assert report.coverage.complete
-    assert all(head.measures["tokens.share_key"].n == 3 for head in report)
+    assert {head.measures["tokens.share_key"].n for head in report} == {3}
     assert {check.verdict for check in attnlens.doctor(swin).doctor} == {"agrees"}
 
 
 def test_a_matcher_that_finds_nothing_to_attend_to_is_refused():
     model = model_types.build("lightglue")
-    inputs = {"pixel_values": torch.randn(1, 2, 3, 224, 224, generator=torch.Generator().manual_seed(0))}
+    inputs = {"pixel_values": torch.randn(1, 2, 3, 96, 96, generator=torch.Generator().manual_seed(0))}
     assert hooks.survey(model, inputs)
     for module in model.modules():
         if hasattr(module, "keypoint_threshold"):
             module.keypoint_threshold = 2.0  # of a probability
     with pytest.raises(ModelError, match="does not run attention on this input"):
         hooks.survey(model, inputs)
+
+
+def scale(factor):
+    return lambda model: [parameter.mul_(factor) for parameter in model.parameters()]
+
+
+def put(value):
+    return lambda model: model.transformer.h[1].attn.c_attn.weight[3].index_fill_(0, torch.tensor(5), value)
+
+
+def keyless(model):
+    for block in model.transformer.h:
+        block.attn.c_attn.weight[:, :64] = 0
+        block.attn.c_attn.bias[:64] = 0
+
+
+def identical(model):
+    for block in model.transformer.h:
+        weight = block.attn.c_attn.weight
+        weight.copy_(torch.cat([weight[:, 32 * part : 32 * part + 8].repeat(1, 4) for part in range(3)], 1))
+
+
+CHANGES = {
+    **{"all zero": scale(0.0), "1e-40": scale(1e-40), "1e30": scale(1e30), "all NaN": scale(math.nan)},
+    **{"one NaN": put(math.nan), "one Inf": put(math.inf)},
+    **{"no queries and keys": keyless, "identical heads": identical},
+}
+SIZES = {"one head": {"n_head": 1}, "head_dim 1": {"n_head": 32}, "one layer": {"n_layer": 1}}
+TINY = {"windows": 2, "length": 16}
+VERBS = {
+    "inspect": lambda model: attnlens.inspect(model, **TINY),
+    "ksvd": lambda model: attnlens.inspect(model, analyzers=["ksvd"], **TINY),
+    "doctor": lambda model: attnlens.doctor(model, **TINY),
+    "rbf": lambda model: attnlens.swap_kernel(model, ["rbf", "linear"], allow_signed=True, **TINY),
+    "rank": lambda model: attnlens.swap_kernel(model, "rank:1", **TINY, **BARE),
+    "sweep": lambda model: attnlens.swap_kernel(model, "rbf", sweep="layers", **TINY, **BARE),
+    "head": lambda model: attnlens.converge_head(model, head=(0, 0), iterations=5, **TINY),
+}
+NOT_FINITE = dict.fromkeys(("rbf", "rank", "sweep"), "contains NaN or Inf")
+REFUSED = {
+    "all zero": {"head": "no query sees two different tokens"},
+    "1e-40": {"head": "no query sees two different tokens"},
+    "no queries and keys": {"head": "the largest scores are tied in all"},
+    "all NaN": {"head": "NaN or Inf in every sequence", **dict.fromkeys(("inspect", "ksvd"), "contains NaN or Inf")},
+    "1e30": dict.fromkeys(("inspect", "ksvd", "rbf", "rank", "sweep", "head"), "overflow"),
+}
+SOME = {
+    **{"all zero": ["ksvd", "doctor"], "1e-40": ["head"], "1e30": ["rbf"], "all NaN": ["ksvd"], "one head": ["rbf"]},
+    **{"one NaN": ["inspect", "rank"], "one Inf": ["sweep"], "no queries and keys": ["sweep"]},
+    **{"identical heads": ["head"], "head_dim 1": ["ksvd"], "one layer": ["rank"]},
+}
+EACH = [pytest.param({name: VERBS}, marks=full, id=name) for name in (*CHANGES, *SIZES)]
+
+
+def degenerate(name):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4} | SIZES.get(name, {})
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes)).eval()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight *= 60
+        CHANGES.get(name, scale(1))(model)
+    return loaded(model, tiny.tokenizer("gpt2"))
+
+
+@pytest.mark.parametrize("cases", [pytest.param(SOME, id="some"), *EACH])
+def test_a_degenerate_model_is_measured_or_refused_with_the_true_reason(cases, tmp_path):
+    for name, verb in ((name, verb) for name, verbs in cases.items() for verb in verbs):
+        problems = (NOT_FINITE if name in ("all NaN", "one NaN", "one Inf") else {}) | REFUSED.get(name, {})
+        if verb in problems:
+            with pytest.raises(AttnlensError, match=problems[verb]):
+                VERBS[verb](degenerate(name))
+            continue
+        report = VERBS[verb](degenerate(name))
+        report.write_json(tmp_path / "report.json")  # which can't hold NaN
+        assert attnlens.read_report(tmp_path / "report.json").to_json() == report.to_json()
+        for head in report.heads:
+            for measure, value in head.measures.items():
+                assert (value.value is None) == (value.reason is not None), (name, verb, measure)
+        if verb == "inspect" and name in ("one NaN", "one Inf"):
+            skipped = [skip.heads for skip in report.coverage.skipped if "contains NaN or Inf" in skip.reason]
+            assert {head for heads in skipped for head in heads} == {0}
+        if verb in ("inspect", "rbf", "sweep"):
+            assert views.save_pictures(report, tmp_path / "page.png")

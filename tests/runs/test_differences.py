@@ -13,7 +13,7 @@ from attnlens.models import hooks
 from attnlens.models.texts import Content
 from attnlens.models.texts.targets import Fed
 from attnlens.runs import differences
-from attnlens.runs.differences import Continued, Prompts, agreement, continue_prompts, of_file, prompts_of
+from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, prompts_of
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 4, "length": 48, "controls": False}
@@ -79,10 +79,8 @@ def test_texts_that_end_at_the_same_token_agree_to_the_end():
 
 def test_the_median_is_the_lower_one_and_counts_prompts_that_never_differ(demo):
     own = continue_prompts(demo.model, prompts(demo.model, 6), 6)
-    own.tokens[0, 0] += 1
-    own.tokens[2, 1] += 1
-    own.tokens[3, 2] += 1
-    result = agreement(demo.model, Continued(own.prompts, own.tokens, own.ends), nullcontext)
+    own.tokens[[0, 2, 3], [0, 1, 2]] += 1
+    result = agreement(demo.model, own, nullcontext)
     assert result.until == [0, 2, 3, 6, 6, 6]
     assert (result.median, result.quartiles, result.never) == (3, (2, 6), 3)
 
@@ -100,9 +98,9 @@ def test_padding_on_the_left_changes_no_continuation(demo):
 def test_prompts_are_first_halves_spread_over_the_windows(demo):
     ids = torch.arange(40 * 10).reshape(40, 10)
     passes = [Fed({"input_ids": part}, None) for part in (ids[:30], ids[30:])]
-    spread = prompts_of(demo.model, passes, "causal", None)
-    assert spread.ids.shape == (16, 5)
-    assert spread.ids[:, 0].tolist() == [10 * (number * 40 // 16) for number in range(16)]
+    spread = prompts_of(demo.model, passes, "causal", None).ids
+    assert spread.shape == (16, 5)
+    assert spread[:, 0].tolist() == [10 * (number * 40 // 16) for number in range(16)]
     mask = torch.ones_like(ids[:4])
     mask[0, 3:] = 0
     lines = prompts_of(demo.model, [Fed({"input_ids": ids[:4], "attention_mask": mask}, None)], "causal", None)

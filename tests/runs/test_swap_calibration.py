@@ -17,7 +17,6 @@ from attnlens.models.texts import sequences as overlap
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 8, "length": 64, "batch_size": 4, "placement": "first"} | BARE
-CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
 OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
 """Text that no evaluation here reaches."""
@@ -58,7 +57,7 @@ def test_the_share_is_that_of_a_search_token_by_token(evaluated, calibrated):
     assert share == (pytest.approx(shared / total) if total else 0)
 
 
-def test_runs_reach_across_windows_of_one_text_and_not_across_texts():
+def test_runs_reach_across_windows_of_one_text_and_not_across_texts_or_lines(demo):
     class Tokenizer:
         all_special_ids = (999,)
 
@@ -75,18 +74,13 @@ def test_runs_reach_across_windows_of_one_text_and_not_across_texts():
         (31 / 32, [[7, *range(120, 151)]], [text]),  # the first word can be cut differently
         (15 / 16, [[7, *range(120, 135)]], [text]),
         (0, [[7, 8, *range(120, 150)]], [text]),  # the control: two other tokens
-        (0, [], []),
-        (0, [[]], [[1] * 40]),
-        (0, [[1] * 40], [[]]),
+        *((0, [], []), (0, [[]], [[1] * 40]), (0, [[1] * 40], [[]])),
         (0, [[1] * 7], [[1] * 40]),  # seven tokens prove nothing
         (1, [[1] * 8], [[1] * 40]),
     ):
         assert overlap.shared_share(Tokenizer(), own, others) == pytest.approx(expected), (own, others)
-
-
-def test_consecutive_windows_are_one_passage_and_lines_are_not(demo):
-    for more, lengths in (({"tokens": 16, "placement": "first"}, [128]), ({"tokens": 16}, [16] * 8)):
-        cut = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=8, **more))
+    for more, lengths in (({"placement": "first"}, [128]), ({}, [16] * 8)):
+        cut = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8, **more))
         assert [len(passage) for passage in texts.passages([cut])] == lengths
     lines = texts.batches(demo, texts.sample("demo"), texts.Cut(pack=False, sequences=8, placement="first"))
     assert texts.passages([lines]) == lines.ids
@@ -108,7 +102,8 @@ def test_the_evaluated_text_moved_by_two_words_is_refused(demo, tmp_path, monkey
 
 
 def test_copies_of_parts_are_refused_by_their_share_and_short_ones_noted(demo, tmp_path):
-    evaluated = demo.tokenizer.decode(list(chain(*texts.batches(demo, texts.sample("demo"), CUT).ids)))
+    cut = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
+    evaluated = demo.tokenizer.decode(list(chain(*texts.batches(demo, texts.sample("demo"), cut).ids)))
     assert OWN.startswith(evaluated)
     for share in (0.5, 0.2):
         with pytest.raises(TextError, match="of the evaluated tokens") as refusal:
@@ -118,37 +113,40 @@ def test_copies_of_parts_are_refused_by_their_share_and_short_ones_noted(demo, t
         fitted(demo, write(tmp_path, f"Two words {OWN}"), pack=False)
     (note,) = shared_notes(fitted(demo, write(tmp_path, f"{OWN[40:160]}\n{FAR}")))
     assert 5 < float(note.split(" %")[0]) < 10
-    assert not shared_notes(fitted(demo, write(tmp_path, FAR)))
+    assert not shared_notes(fitted(demo, write(tmp_path, FAR), length=24))
     assert not shared_notes(fitted(family("vit"), windows=4, length=None, placement="spread"))
 
 
-def test_texts_with_a_common_formula_are_accepted(demo, tmp_path, monkeypatch):
-    """The control: at half the length of a run, the formula alone would have them refused."""
+def test_texts_with_a_common_formula_are_accepted_and_repetitive_ones_need_another_for_calibration(
+    demo, tmp_path, monkeypatch
+):
+    text = write(tmp_path, f"{OWN[:800]}\n" * 40)
+    with pytest.raises(TextError, match=r"is repetitive: 100 %(.|\n)*--text"):
+        fitted(demo, text=text)
+    assert fitted(demo, write(tmp_path, FAR, "far.txt"), text=text, length=24).swap.loss is not None
     formula = "And it came to pass in those days, that the word was heard."
     assert 12 < len(demo.tokenizer(formula)["input_ids"]) < overlap.RUN
     parts = [f"\n{formula} ".join(part.split("\n")) for part in (OWN[:8000], FAR)]
     own, other = (write(tmp_path, part, f"{number}.txt") for number, part in enumerate(parts))
     assert not shared_notes(fitted(demo, other, text=own))
-    monkeypatch.setattr(overlap, "RUN", 12)
+    monkeypatch.setattr(overlap, "RUN", 12)  # the control: the formula alone would have them refused
     with pytest.raises(TextError, match="of the evaluated tokens"):
         fitted(demo, other, text=own)
 
 
-def test_a_repetitive_text_needs_another_for_calibration(demo, tmp_path):
-    text = write(tmp_path, f"{OWN[:800]}\n" * 40)
-    with pytest.raises(TextError, match="is repetitive: 100 %") as refusal:
-        fitted(demo, text=text)
-    assert "--text" in refusal.value.remedy
-    assert fitted(demo, write(tmp_path, FAR, "far.txt"), text=text).swap.loss is not None
-
-
-@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}], ids=str)
-def test_the_evaluated_text_and_its_copies_are_refused(tmp_path, more):
+def test_the_evaluated_text_its_copies_and_two_texts_of_one_content_are_refused(demo, tmp_path):
     own, copy = write(tmp_path, OWN), write(tmp_path, OWN, "copy.txt")
     for text, other in ((own, own), (own, copy), ((), own)):
-        with pytest.raises(TextError, match="is the same as the evaluation text") as refusal:
-            swap_or_heal("demo", "rbf", text=text, calibration=other, **more)
-        assert "windows that are not evaluated" in refusal.value.remedy
+        for more in ({"fit": True}, {"train": 1}):
+            with pytest.raises(TextError, match="is the same as the evaluation text") as refusal:
+                swap_or_heal("demo", "rbf", text=text, calibration=other, **more)
+            assert "windows that are not evaluated" in refusal.value.remedy
+    first, copy = write(tmp_path, FAR), write(tmp_path, FAR, "copy.txt")
+    for again in (first, copy):
+        with pytest.raises(TextError, match="have the same content"):
+            fitted(demo, [first, again])
+    paths = [write(tmp_path, content, name) for name, content in (("a/t.txt", "one\n"), ("b/t.txt", "two\n"))]
+    assert [part.name for part in texts.read_each([*paths, write(tmp_path, "three\n")])] == [*paths, "other.txt"]
 
 
 def test_without_a_named_text_other_windows_are_read(demo, tmp_path):
@@ -165,40 +163,29 @@ def test_without_a_named_text_other_windows_are_read(demo, tmp_path):
     assert "other windows of" not in other, "another text of the same name"
 
 
-def test_texts_of_one_name_are_two_and_of_one_content_are_refused(demo, tmp_path):
-    paths = [write(tmp_path, content, name) for name, content in (("a/t.txt", "one\n"), ("b/t.txt", "two\n"))]
-    assert [part.name for part in texts.read_each([*paths, write(tmp_path, "three\n")])] == [*paths, "other.txt"]
-    first, copy = write(tmp_path, FAR), write(tmp_path, FAR, "copy.txt")
-    for again in (first, copy):
-        with pytest.raises(TextError, match="have the same content"):
-            fitted(demo, [first, again])
-
-
 def test_a_budget_needs_enough_text_without_repetition(tmp_path, monkeypatch):
     """A long text does not hide that there is no estimate for a short one."""
     monkeypatch.setattr(search, "SEQUENCES", 32)
-    far, short, brief = (
-        write(tmp_path, text, name)
-        for name, text in {"far.txt": FAR, "short.txt": FAR[:800].upper(), "brief.txt": FAR[:1300]}.items()
-    )
+    monkeypatch.setattr(search, "DEFAULT_WINDOWS", 1)
+    contents = {"far": FAR, "short": FAR[:800].upper(), "brief": FAR[:1300], "again": FAR[:3000] * 3, "own": OWN[:9000]}
+    paths = {name: write(tmp_path, text, f"{name}.txt") for name, text in contents.items()}
     few = r"short\.txt has 10 windows that are not used for evaluation; a budget needs 12 per text"
-    options = READ | {"budget": "loss:5%", "text": write(tmp_path, OWN[: len(OWN) // 2], "own.txt")}
-    for calibration, match in (
-        ([far, short], few),
-        ([brief], r"brief\.txt has 7 windows that"),
-        ([write(tmp_path, FAR[:3000] * 3)], r"is repetitive: .* also occurs in the text for fitting"),
+    options = READ | {"budget": "loss:5%", "text": paths["own"]}
+    for names, match in (
+        (["far", "short"], few),
+        (["brief"], r"brief\.txt has 7 windows that"),
+        (["again"], r"is repetitive: .* also occurs in the text for fitting"),
     ):
         with pytest.raises(TextError, match=match):
-            attnlens.find_ranks("demo", calibration=calibration, **options)
+            attnlens.find_ranks("demo", calibration=[paths[name] for name in names], **options)
     plan = attnlens.find_ranks("demo", calibration=write(tmp_path, FAR[:9000]), **options).plan
     assert plan.promised.sequences >= 4
 
 
-def test_a_note_says_that_fit_has_no_effect_on_kernels_that_are_always_fitted(demo):
+def test_a_note_says_that_fit_has_no_effect_on_kernels_that_are_always_fitted():
+    model, read = family("gpt2"), READ | {"windows": 2, "length": 16}
     for words, noted in (("rank:8", True), ("primal:4", True), ("rbf", False)):
-        fit, plain = (
-            swap_kernel(demo, words, fit=fit, **READ | {"windows": 2, "length": 16}).swap for fit in (True, False)
-        )
+        fit, plain = (swap_kernel(model, words, fit=fit, **read).swap for fit in (True, False))
         assert any("--fit" in note for note in fit.notes) == noted
         assert not any("--fit" in note for note in plain.notes)
         assert not noted or plain.loss == fit.loss, words

@@ -1,19 +1,17 @@
 """Tests that a saved swap is loaded as it was, as a plain model folder, complete or not at all."""
 
 import json
-import math
 import shutil
 
 import pytest
 import torch
 import transformers as tf
+from hostile import edited, refused
 from loaded import BARE, apart, family, outputs, sites_of
-from program import python
+from program import invoke, python
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import attnlens
-from attnlens.cli.commands import app
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.files import check_folder, sha256
 from attnlens.kernels import parsed
@@ -29,6 +27,16 @@ READ = {"windows": 4, "length": 16, "batch_size": 4} | BARE
 INVALID = "does not contain a valid swapped model"
 
 
+def assert_loaded_as(folder, model, fed, sites, swaps):
+    """Load that folder, which must do what the model does under these swaps; return what was loaded."""
+    with hooks.replace(model, sites, swaps):
+        expected = outputs(model, fed)
+    back = load_swapped(folder)
+    assert apart(expected, outputs(back.model, fed)) <= 1e-6
+    back.close()
+    return back
+
+
 @pytest.fixture(scope="module")
 def inputs(demo):
     return texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4)).batches[0].inputs
@@ -40,7 +48,7 @@ def healed(demo, tmp_path_factory):
     folder, runs, record = tmp_path_factory.mktemp("saved") / "healed", [], KernelRun._record
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelRun, "_record", lambda self, *args: runs.append(self) or record(self, *args))
-        report = attnlens.heal(demo, "rbf", heads=[1, 4], fit=True, train=4, save=folder, **READ)
+        report = attnlens.heal(demo, "rbf", heads=[1, 4], fit=True, train=2, save=folder, **READ)
     return folder, report.swap, runs[0]
 
 
@@ -69,7 +77,8 @@ def test_a_healed_model_is_loaded_with_its_kernel_weights_and_loss(demo, inputs,
     failed.close()
 
 
-def test_the_folder_is_a_plain_model_without_pickles(demo, inputs, healed):
+def test_the_folder_is_a_plain_model_without_pickles_that_only_load_swapped_reads(demo, inputs, healed):
+    """As an ordinary model its weights would run under a kernel that they were not made for."""
     folder, _, run = healed
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".txt", ".jinja"}
     plain = tf.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -79,19 +88,12 @@ def test_the_folder_is_a_plain_model_without_pickles(demo, inputs, healed):
     facts = json.loads((folder / "attnlens.json").read_text())
     assert (facts["kernel"], facts["swapped"]) == ("rbf:gamma=0.5", [0, 1, 2, 3])
     assert [site["heads"] for site in facts["sites"]] == [[1, 4]] * 4
-
-
-def test_only_load_swapped_reads_it(healed):
-    """As an ordinary model its weights would run under a kernel that they were not made for."""
     for read in (attnlens.load, attnlens.inspect, attnlens.doctor, swap_kernel):
-        for path in (healed[0], healed[0] / "model.safetensors"):
-            with pytest.raises(ModelError, match="with another kernel") as refusal:
-                read(str(path))
-            assert "attnlens.load_swapped" in refusal.value.remedy
-            assert "\n" not in refusal.value.problem + refusal.value.remedy
+        for path in (folder, folder / "model.safetensors"):
+            refused(ModelError, lambda read=read, path=path: read(str(path)), "with another kernel", "load_swapped")
     for option in ("swapped", "name"):
         with pytest.raises(UsageError, match=f"no option '{option}'"):
-            load_swapped(healed[0], **{option: False})
+            load_swapped(folder, **{option: False})
 
 
 @pytest.mark.parametrize("words", ["polynomial:degree=3", "rbf+window:5", "rank:6", "exponential", "linear+symmetric"])
@@ -106,11 +108,7 @@ def test_every_kind_of_kernel_is_restored(demo, inputs, tmp_path, words):
         apart_from = texts.batches(demo, texts.sample("demo"), evaluated)
         calibrated = texts.batches(demo, texts.sample("demo"), calibrated, apart_from=apart_from)
         swaps = fit(SwapSetup(demo, sites, swaps), calibrated, lambda _: None)
-    with hooks.replace(demo.model, sites, swaps):
-        expected = outputs(demo.model, inputs)
-    back = load_swapped(tmp_path / "model")
-    assert apart(expected, outputs(back.model, inputs)) <= 1e-6
-    back.close()
+    assert_loaded_as(tmp_path / "model", demo.model, inputs, sites, swaps)
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "t5", "llama"])
@@ -121,12 +119,8 @@ def test_other_families_are_restored(tmp_path, name):
     sites = sites_of(model.model, fed)
     swaps = dict.fromkeys(sites[1:], hooks.Replacement(parsed("rbf:gamma=2"), (0, 2)))
     save_swapped(tmp_path / "model", bare if name == "bert" else model, sites, swaps)
-    with hooks.replace(model.model, sites, swaps):
-        expected = outputs(model.model, fed)
-    back = load_swapped(tmp_path / "model")
-    assert apart(expected, outputs(back.model, fed)) <= 1e-6
+    back = assert_loaded_as(tmp_path / "model", model.model, fed, sites, swaps)
     assert (back.tokenizer is None) == (name == "bert"), "a model without one is saved without one"
-    back.close()
 
 
 def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
@@ -140,19 +134,20 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_
 
 def test_other_folders_are_left_alone_and_new_ones_are_made(demo, tmp_path):
     """A folder of the user's whose name looks like a temporary one, and an empty folder that is only checked."""
-    for name in (".model.part", ".attnlens-save-mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    check_folder(tmp_path / "empty")
-    check_folder(tmp_path / "new" / "model")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".attnlens-save-mine", ".model.part", "empty"]
+    mine = [tmp_path / name for name in (".attnlens-save-mine", ".model.part")]
+    for folder in (*mine, tmp_path / "empty"):
+        folder.mkdir()
+    for folder in mine:
+        (folder / "file").write_text("mine")
+    for folder in (tmp_path / "empty", tmp_path / "new" / "model"):
+        check_folder(folder)
+    assert sorted(tmp_path.iterdir()) == [*mine, tmp_path / "empty"]
     mode = (tmp_path / "empty").stat().st_mode
     for folder in (tmp_path / "empty", tmp_path / "a" / "b"):
         swap_kernel(demo, "rbf", save=folder, **READ)
         load_swapped(folder).close()
         assert folder.stat().st_mode == mode
-    assert [(tmp_path / name / "file").read_text() for name in (".model.part", ".attnlens-save-mine")] == ["mine"] * 2
+    assert [(folder / "file").read_text() for folder in mine] == ["mine", "mine"]
 
 
 def test_a_failed_run_leaves_no_folder(demo, tmp_path, monkeypatch):
@@ -167,9 +162,8 @@ def test_a_failed_run_leaves_no_folder(demo, tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
     assert "No space left on device" in str(failure.value)
     assert failure.value.report.swap.loss is not None, "what was measured is not lost"
-    words = ["--kernel", "rbf", "--windows", "2", "--length", "16", "--no-progress", "--save", str(tmp_path / "model")]
-    words += ["--json", str(tmp_path / "a.json")]
-    done = CliRunner().invoke(app, ["swap-kernel", *words])
+    words = "--kernel", "rbf", "--windows", "2", "--length", "16", "--save", tmp_path / "model"
+    done = invoke("swap-kernel", *words, "--no-progress", "--json", tmp_path / "a.json")
     assert f"Wrote the changed model to {tmp_path / 'model'}, {tmp_path / 'a.json'}" in done.stderr
     load_swapped(tmp_path / "model").close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "model"]
@@ -193,11 +187,6 @@ def copy(healed, tmp_path):
     return shutil.copytree(healed[0], tmp_path / "copy")
 
 
-def rewrite(folder, **changes):
-    facts = json.loads((folder / "attnlens.json").read_text())
-    (folder / "attnlens.json").write_text(json.dumps(facts | changes))
-
-
 def sites_with(layer=0, **changes):
     """The sites of demo in attnlens.json, with one changed."""
     site = {"ordinal": 0, "part": "decoder", "repeated": False, "heads": [1, 4]}
@@ -212,13 +201,9 @@ CHANGES = {
     "files": [{"other.safetensors": "0" * 64}],
     "fitted": [{"0.centre": [2, 2]}],
     "sites": [
-        [],
-        sites_with()[::-1],
-        sites_with()[:3],
-        sites_with(0, path="no.such"),
-        sites_with(1, path="transformer.h.1.mlp"),
-        sites_with(1, ordinal=1),
-        sites_with(2, part="cross"),
+        *([], sites_with()[::-1], sites_with()[:3]),
+        *(sites_with(0, path="no.such"), sites_with(1, path="transformer.h.1.mlp")),
+        *(sites_with(1, ordinal=1), sites_with(2, part="cross")),
         *(sites_with(0, heads=heads) for heads in ([8], [-1], [1, 1], [])),
     ],
 }
@@ -227,25 +212,20 @@ CHANGES = {
 def test_an_attnlens_json_that_does_not_fit_the_model_is_refused(copy):
     file = copy / "attnlens.json"
     original = file.read_text()
-    rewrite(copy, sites=sites_with())
-    load_swapped(copy).close()  # the control
-    for name, value in ((field, value) for field, values in CHANGES.items() for value in values):
-        rewrite(copy, **{name: value})
-        with pytest.raises(ModelError, match=INVALID) as refusal:
-            pytest.fail(f"loaded: {name}={value}, {load_swapped(copy)}")
-        assert "\n" not in refusal.value.problem
-        file.write_text(original)
-    rewrite(copy, files=json.loads(original)["files"] | {"other.safetensors": "0" * 64})
+    facts = json.loads(original)
+
+    def load(content):
+        file.write_text(content if isinstance(content, str) else json.dumps(facts | content))
+        return load_swapped(copy)
+
+    load({"sites": sites_with()}).close()  # the control
+    changes = [{name: value} for name, values in CHANGES.items() for value in values]
+    for change in (*changes, '{"kernel": "rbf", '):
+        refused(ModelError, lambda change=change: pytest.fail(f"loaded: {change}, {load(change)}"), INVALID)
     with pytest.raises(ModelError, match=r"other\.safetensors is missing"):
-        load_swapped(copy)
-    file.write_text(original)
-    rewrite(copy, swapped=[0.5])
+        load({"files": facts["files"] | {"other.safetensors": "0" * 64}})
     with pytest.raises(ModelError, match=r"swapped\.0: "):
-        load_swapped(copy)
-    file.write_text('{"kernel": "rbf", ')
-    with pytest.raises(ModelError, match=INVALID) as refusal:
-        load_swapped(copy)
-    assert "\n" not in refusal.value.problem
+        load({"swapped": [0.5]})
     file.unlink()
     with pytest.raises(ModelError, match=INVALID):
         load_swapped(copy)
@@ -255,40 +235,34 @@ def test_an_attnlens_json_that_does_not_fit_the_model_is_refused(copy):
         load_swapped(copy)
 
 
-FITS = {
-    "one layer less": lambda fits: {name: fit for name, fit in fits.items() if not name.startswith("1.")},
-    "NaN": lambda fits: {name: fit * math.nan for name, fit in fits.items()},
-    "another shape": lambda fits: {name: fit[:1].clone() for name, fit in fits.items()},
-    "another size": lambda fits: {name: fit[..., :3].clone() for name, fit in fits.items()},
-    "nothing": lambda _: {},
-}
-
-
-@pytest.mark.parametrize("case", FITS)
-def test_changed_fitted_parameters_are_refused_even_with_their_own_hash(copy, case):
-    file = copy / "attnlens.safetensors"
-    tensors = FITS[case](load_file(file))
-    save_file(tensors, file)
-    with pytest.raises(ModelError, match=r"attnlens\.safetensors is missing, is not listed in .*, or was changed"):
-        load_swapped(copy)
-    if case != "nothing":  # a swap without fitted parameters is valid
-        files = json.loads((copy / "attnlens.json").read_text())["files"] | {file.name: sha256(file)}
-        rewrite(copy, files=files, fitted={name: list(value.shape) for name, value in tensors.items()})
-        with pytest.raises(ModelError, match=INVALID):
+def test_changed_missing_and_foreign_files_are_refused_even_with_their_own_hash(demo, copy, tmp_path):
+    parts = {name: copy / f"{name}.safetensors" for name in ("model", "attnlens")}
+    weights, fits = (load_file(path) for path in parts.values())
+    original = (copy / "attnlens.json").read_text()
+    for part, changed in (
+        ("model", {name: 2 * value for name, value in weights.items()}),
+        ("attnlens", {name: value for name, value in fits.items() if not name.startswith("1.")}),
+        ("attnlens", {name: value * torch.nan for name, value in fits.items()}),
+        ("attnlens", {name: value[:1].clone() for name, value in fits.items()}),
+        ("attnlens", {name: value[..., :3].clone() for name, value in fits.items()}),
+        ("attnlens", {}),
+    ):
+        save_file(weights, parts["model"])
+        save_file(changed, parts[part])
+        (copy / "attnlens.json").write_text(original)
+        with pytest.raises(ModelError, match=rf"{part}\.safetensors is missing, is not listed in .*, or was changed"):
             load_swapped(copy)
-
-
-def test_changed_missing_and_foreign_files_are_refused(demo, copy, tmp_path):
-    weights = load_file(copy / "model.safetensors")
-    save_file({name: 2 * value for name, value in weights.items()}, copy / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.safetensors is missing, is not listed in .*, or was changed"):
-        load_swapped(copy)
-    save_file(weights, copy / "model.safetensors")
-    (copy / "attnlens.safetensors").write_bytes(b"nothing")
+        if part == "attnlens" and changed:  # a swap without fitted parameters is valid
+            files = json.loads(original)["files"] | {parts[part].name: sha256(parts[part])}
+            edited(copy / "attnlens.json", files=files, fitted={key: [*fit.shape] for key, fit in changed.items()})
+            with pytest.raises(ModelError, match=INVALID):
+                load_swapped(copy)
+    (copy / "attnlens.json").write_text(original)
+    parts["attnlens"].write_bytes(b"nothing")
     demo.model.save_pretrained(tmp_path / "plain")
     for folder in (copy, tmp_path / "nothing", tmp_path / "plain"):
         with pytest.raises(ModelError, match=INVALID):
             load_swapped(folder)
-    (copy / "attnlens.safetensors").unlink()
+    parts["attnlens"].unlink()
     with pytest.raises(ModelError, match=INVALID):
         load_swapped(copy)

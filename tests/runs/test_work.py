@@ -13,8 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forkserver
+import fsspec
 import pytest
 import torch
 import work_units
@@ -57,9 +59,7 @@ def plan(tmp_path) -> WorkPlan:
 
 @pytest.fixture
 def store(plan) -> Store:
-    store = plan.store(FACTS)
-    assert store is not None
-    return store
+    return plan.store(FACTS)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
-def test_tensors_of_every_type_and_shape_come_back_bit_for_bit(store):
+def test_values_come_back_as_they_were_tensors_bit_for_bit_and_tuples_as_lists(store):
     floats = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
     for dtype in (*floats, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
         values = [(torch.randn(shape) * 3).to(dtype) for shape in ((), (0,), (2, 0, 3), (2, 3))]
@@ -97,9 +97,6 @@ def test_tensors_of_every_type_and_shape_come_back_bit_for_bit(store):
     whole = torch.arange(6.0, requires_grad=True)
     store.save("a", [whole, whole[:2]])
     assert [part.requires_grad for part in store.load("a")] == [False, False]
-
-
-def test_values_come_back_as_they_were_and_tuples_as_lists(store):
     value = {
         0: [1, 2.5, None, True, "é\ud800\n"],
         (1, (2, "x")): {"nan": math.nan, "inf": -math.inf, "tensor": torch.tensor([math.nan, math.inf])},
@@ -129,15 +126,16 @@ def test_a_file_depends_on_its_unit_alone_and_its_name_is_unique(store):
     for _ in range(2):
         store.save("a", VALUES)
         contents.append(store.path("a").read_bytes())
-    assert contents[0] == contents[1]
-    names = ["a", "a ", "A", "a/../b", "a" * 1000, "a" * 1001, "é", "", ".", "/"]
-    assert len({file_stem(name).lower() for name in names}) == len(names), "also if case is ignored"
-    assert all(len(file_stem(name)) < 100 and "/" not in file_stem(name) for name in names)
-    for place in range(0, len(contents[0]), 7):
-        flipped = contents[0][:place] + bytes([contents[0][place] ^ 1]) + contents[0][place + 1 :]
+    content, stamp = contents[0], store._stamp("a")
+    assert content == contents[1]
+    for place in range(0, len(content), 7):
+        flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
         with pytest.raises(ValueError, match=r".*"):
-            store_module._parse(flipped, store._stamp("a"))
-    assert same(store_module._parse(contents[0], store._stamp("a")), VALUES), "the control"
+            store_module._parse(flipped, stamp)
+    assert same(store_module._parse(content, stamp), VALUES), "the control"
+    stems = [file_stem(name) for name in ("a", "a ", "A", "a/../b", "a" * 1000, "a" * 1001, "é", "", ".", "/")]
+    assert len({stem.lower() for stem in stems}) == 10, "also if case is ignored"
+    assert all(len(stem) < 100 and "/" not in stem for stem in stems)
 
 
 def test_a_finished_unit_is_loaded_and_without_resume_all_are_computed(plan, store, computes):
@@ -150,16 +148,15 @@ def test_a_finished_unit_is_loaded_and_without_resume_all_are_computed(plan, sto
 
 
 def test_an_incomplete_unit_is_computed_again_from_its_finished_parts(plan, store):
-    parts: list[int] = []
-    usable = lambda value: value["complete"]  # noqa: E731
+    part, usable = Mock(return_value=1), lambda value: value["complete"]
     for complete in (False, True):
 
         def compute(name: str, complete: bool = complete) -> Any:
-            store.inside(name).compute("part", lambda: parts.append(1) or 1)
+            store.inside(name).compute("part", part)
             return {"complete": complete}
 
         assert run_units(["a"], compute, plan, store, usable=usable).values == {"a": {"complete": complete}}
-    assert parts == [1], "the part was computed once"
+    part.assert_called_once()
     assert not store.inside("a").folder.exists()
     run_units(["a"], lambda _: pytest.fail("It is complete."), plan, store, usable=usable)
 
@@ -198,6 +195,7 @@ def test_a_file_that_is_not_the_units_is_named_set_aside_and_computed_again(stor
     computes()
     path = store.path(NAMES[1])
     aside, content = path.with_name(path.name + ".damaged"), path.read_bytes()
+    problem = f"{path} is damaged or not the unit {NAMES[1]}: it is kept as {aside.name} and computed again."
     for name, damage in DAMAGE.items():
         harmed = damage(content, store)
         path.write_bytes(harmed)
@@ -205,36 +203,28 @@ def test_a_file_that_is_not_the_units_is_named_set_aside_and_computed_again(stor
         assert computes() == [NAMES[1]], name
         assert path.read_bytes() == content, name
         assert aside.read_bytes() == harmed, "nothing is lost"
-        assert caplog.messages == [
-            f"{path} is damaged or not the unit {NAMES[1]}: it is kept as {aside.name} and computed again."
-        ]
+        assert caplog.messages == [problem]
     store.clear()
     assert [left.name for left in store.folder.iterdir()] == [aside.name]
 
 
 def test_folders_and_pipes_in_a_units_place_are_set_aside_or_named_and_files_of_others_stay(store, computes, caplog):
     paths = [store.path(name) for name in NAMES]
-    for path in paths[:2]:
-        path.mkdir(parents=True)
-        (path / "model.safetensors").write_text("mine")
-    paths[1].with_name(paths[1].name + ".damaged").mkdir()
-    (paths[1].with_name(paths[1].name + ".damaged") / "file").touch()
+    aside = [path.with_name(f"{path.name}.damaged") for path in paths]
+    mine = [store.folder / name for name in ("notes.txt", "model.safetensors", "backup/x-12.safetensors")]
+    for folder in (*paths[:2], aside[1], mine[2].parent):
+        folder.mkdir(parents=True)
+    for file in (*(path / "model.safetensors" for path in paths[:2]), aside[1] / "file", *mine):
+        file.write_text("mine")
     os.mkfifo(paths[2])
     assert computes() == NAMES
     assert "and computed again" in caplog.messages[0]
     assert "it cannot be renamed" in caplog.messages[1]
     assert f"{NAMES[1]} is not kept." in caplog.messages[2]
-    assert (paths[1] / "model.safetensors").read_text() == "mine"
     store.inside(NAMES[0]).save("part", 1)
-    mine = [store.folder / name for name in ("notes.txt", "model.safetensors", "backup/x-12.safetensors")]
-    for path in mine:
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
     store.clear()
-    assert {path.name for path in store.folder.iterdir()} == {
-        *("notes.txt", "model.safetensors", "backup", paths[1].name),
-        *(f"{path.name}.damaged" for path in paths),
-    }
+    assert set(store.folder.iterdir()) == {*aside, *mine[:2], mine[2].parent, paths[1]}
+    assert (paths[1] / "model.safetensors").read_text() == "mine"
     assert mine[2].exists()
     Store(store.folder / "nowhere", {}).clear()
 
@@ -247,20 +237,21 @@ def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged
         computes()
         assert not caplog.messages, content
     other = plan.store(OTHER)
-    assert other is not None
     assert other.folder != store.folder
     assert other.load(NAMES[0]) is None
     assert computes(other) == NAMES
-    assert caplog.messages == [
-        f"{store.folder} contains 3 finished units of a different run: settings.seed is 1 here and 0 there."
-    ]
+    difference_of_runs = "settings.seed is 1 here and 0 there"
+    assert caplog.messages == [f"{store.folder} contains 3 finished units of a different run: {difference_of_runs}."]
     caplog.clear()
     run_units(NAMES[:1], Units(), NOTHING_KEPT, other)
     assert not caplog.messages, "nothing is logged about the user's cache"
-    assert difference({"a": [1, {"b": 2}]}, {"a": [1, {"b": 2}]}) is None
-    assert difference({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}], "c": 1}) == "a.1.b is 2 here and 3 there"
-    assert difference({"a": [1]}, {"a": [1, 2]}) == "a is [1] here and [1, 2] there"
-    assert difference({}, {"c": "x" * 1000}) == f"c is None here and {'x' * 30} … {'x' * 30} there"
+    for here, there, expected in (
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 2}]}, None),
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}], "c": 1}, "a.1.b is 2 here and 3 there"),
+        ({"a": [1]}, {"a": [1, 2]}, "a is [1] here and [1, 2] there"),
+        ({}, {"c": "x" * 1000}, f"c is None here and {'x' * 30} … {'x' * 30} there"),
+    ):
+        assert difference(here, there) == expected
 
 
 def test_another_run_may_clear_the_folder_at_any_moment(store, computes, monkeypatch):
@@ -274,7 +265,7 @@ def test_another_run_may_clear_the_folder_at_any_moment(store, computes, monkeyp
 
         computes(tell=tell)
         store.clear()
-    honest, tries = store_module.write_atomically, []
+    tries, honest = [], store_module.write_atomically
 
     def write(path: Path, content: bytes) -> None:
         tries.append(path)
@@ -288,17 +279,10 @@ def test_another_run_may_clear_the_folder_at_any_moment(store, computes, monkeyp
     assert len(tries) == 3, "twice, and the description of the run"
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def function(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return function
-
-
 def test_a_full_disk_is_named_and_the_run_goes_on_but_a_shard_ends(plan, store, computes, monkeypatch, caplog):
     run_units(NAMES[:1], Units(), plan, store)
     full = OutputError("It can't be written: No space left on device.", "Make room.")
-    monkeypatch.setattr(store_module, "write_atomically", raising(full))
+    monkeypatch.setattr(store_module, "write_atomically", Mock(side_effect=full))
     assert computes() == NAMES[1:]
     assert [message.split(" is not kept")[0] for message in caplog.messages] == NAMES[1:]
     assert "No space left on device" in caplog.messages[0]
@@ -308,10 +292,8 @@ def test_a_full_disk_is_named_and_the_run_goes_on_but_a_shard_ends(plan, store, 
     assert same(store.load(NAMES[0]), VALUES[NAMES[0]]), "what was finished stays"
 
 
-def test_a_folder_that_can_not_be_listed_does_not_matter_and_a_file_that_can_not_be_read_is_named(
-    store, computes, monkeypatch
-):
-    denied = raising(PermissionError(13, "Permission denied"))
+def test_a_folder_without_permissions_does_not_matter_and_a_file_without_them_is_named(store, computes, monkeypatch):
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "glob", denied)
     assert computes() == NAMES
     monkeypatch.setattr(Path, "read_bytes", denied)
@@ -324,25 +306,19 @@ def test_an_unusable_place_is_refused_before_the_work_unless_it_is_the_users_cac
         refused(OutputError, WorkPlan(work=tmp_path / place).check, place, "--work")
     WorkPlan(work=tmp_path / "new").check()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        refused(OutputError, WorkPlan(work=tmp_path / "new").check, "Permission denied", "--work")
-        WorkPlan().check()
-        assert WorkPlan().store(FACTS) is None
-        for needed in (WorkPlan(shard="1/2"), WorkPlan(jobs=2)):
-            refused(OutputError, needed.check, "Permission denied")
-    store = WorkPlan().store(FACTS)
-    assert store is not None
-    assert store.folder == tmp_path / "attnlens" / "work" / key_of(FACTS)
+    assert WorkPlan().store(FACTS).folder == tmp_path / "attnlens" / "work" / key_of(FACTS)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused(OutputError, WorkPlan(work=tmp_path / "new").check, "Permission denied", "--work")
+    WorkPlan().check()
+    assert WorkPlan().store(FACTS) is None
+    for needed in (WorkPlan(shard="1/2"), WorkPlan(jobs=2)):
+        refused(OutputError, needed.check, "Permission denied")
 
 
 def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
-    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address applies only to engine='ray'", "Omit address")
+    refused(UsageError, WorkPlan(work="nonsense://a/b").check, "nonsense", "--work")
     refused(UsageError, partial(WorkPlan(work=tmp_path, jobs=2).check, ["a.txt", "-"]), "stdin")
     WorkPlan(work=tmp_path, jobs=2).check(["a.txt"])
-    refused(UsageError, WorkPlan(work="memory://units", jobs=2).check, "memory", "--work")
-    refused(UsageError, WorkPlan(work=tmp_path, engine="ray", address="127.0.0.1:9").check, "No Ray cluster answers")
-    refused(UsageError, WorkPlan(work="nonsense://a/b").check, "nonsense", "--work")
     monkeypatch.setattr(work, "find_spec", lambda _: None)
     error = refused(UsageError, WorkPlan(work=tmp_path, engine="ray").check, "Ray is not installed.")
     assert error.remedy == 'Run: pip install "attnlens[ray]"'
@@ -350,28 +326,18 @@ def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
     assert WorkPlan.of(InspectRequest()) == NOTHING_KEPT
 
 
-@pytest.fixture
-def memory():
-    import fsspec
-
-    system = fsspec.filesystem("memory")
-    yield system
-    if system.exists("/units"):
-        system.rm("/units", recursive=True)
-
-
-def test_units_are_kept_at_an_address_as_in_a_folder(memory, caplog, monkeypatch):
-    plan, units = WorkPlan(work="memory://units/work"), Units()
+def test_units_are_kept_at_an_address_as_in_a_folder(tmp_path, caplog, monkeypatch):
+    memory, root = fsspec.filesystem("memory"), f"/{tmp_path.name}/work"
+    plan, units = WorkPlan(work=f"memory:/{root}"), Units()
     plan.check()
     store = plan.store(FACTS)
-    assert store is not None
     with pytest.raises(ShardFinished):
         run_units(NAMES, units, WorkPlan(work=plan.work, shard="1/2"), store)
     assert units.computed == NAMES[::2]
     run_units(NAMES, units, plan, store)
     assert units.computed == [*NAMES[::2], NAMES[1]]
     store.inside(NAMES[0]).save("part", 1)
-    path = f"/units/work/{store.folder.name}/{file_stem(NAMES[1])}.safetensors"
+    path = f"{root}/{store.folder.name}/{file_stem(NAMES[1])}.safetensors"
     memory.pipe_file(path, memory.cat_file(path)[:-1])
     assert same(run_units(NAMES, units, plan, store).values, VALUES)
     assert units.computed[3:] == NAMES[1:2]
@@ -379,23 +345,20 @@ def test_units_are_kept_at_an_address_as_in_a_folder(memory, caplog, monkeypatch
     run_units(NAMES[:1], units, plan, plan.store(OTHER))
     assert "settings.seed is 1 here and 0 there" in caplog.text
     store.clear()
-    assert [name for name in memory.find("/units") if store.folder.name in name] == [f"{path}.damaged"]
+    assert [name for name in memory.find(root) if store.folder.name in name] == [f"{path}.damaged"]
     # botocore's error without credentials is not an OSError
-    denied = raising(LookupError("Unable to locate credentials"))
+    denied = Mock(side_effect=LookupError("Unable to locate credentials"))
     for name in ("info", "mkdir", "makedirs", "exists"):
         monkeypatch.setattr(type(memory), name, denied)
     refused(OutputError, WorkPlan(work="memory://closed/b").check, "Unable to locate credentials", "--work")
-    monkeypatch.undo()
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), OSError(5, "x"), ModelError("a.", "b.")], ids=repr)
-def test_a_unit_that_fails_once_is_tried_again(error, plan, store):
-    outcome = run_units(NAMES, Units(error), plan, store)
-    assert same(outcome.values, VALUES)
-    assert outcome.missing == {}
-
-
-def test_a_unit_that_fails_twice_is_missing_with_its_reason_and_computed_by_the_next_run(plan, store, computes, caplog):
+def test_a_unit_that_fails_once_is_tried_again_and_after_the_second_time_by_the_next_run(plan, store, computes, caplog):
+    for error in (ValueError("x"), MemoryError(), OSError(5, "x"), ModelError("a.", "b.")):
+        outcome = run_units(NAMES, Units(error), plan, store)
+        assert same(outcome.values, VALUES), error
+        assert outcome.missing == {}
+        store.clear()
     units, heard = Units(*[ZeroDivisionError("no such luck\nat all")] * 3), []
     outcome = run_units(NAMES, units, plan, store, tell=heard.append)
     assert outcome.missing == {NAMES[1]: "ZeroDivisionError: no such luck"}
@@ -407,18 +370,17 @@ def test_a_unit_that_fails_twice_is_missing_with_its_reason_and_computed_by_the_
     assert computes() == NAMES[1:2]
 
 
-def test_an_error_of_attnlens_ends_the_run_and_is_not_tried_again_if_the_user_must_act(plan, store):
+def test_errors_of_attnlens_and_of_all_units_end_the_run_and_a_users_error_is_not_tried_again(plan, store):
     for kind, tries in ((ModelError, 2), (UsageError, 1), (TextError, 1), (OutputError, 1)):
         units = Units(*[kind("It is broken.", "Mend it.")] * 2)
-        refused(kind, lambda units=units: run_units(NAMES, units, plan, store), "It is broken.", "Mend it.")
+        refused(kind, partial(run_units, NAMES, units, plan, store), "It is broken.", "Mend it.")
         assert len(units.errors) == 2 - tries, kind
         assert store.load(NAMES[0]) is not None, "what is finished stays"
     for error in (SystemExit(3), GeneratorExit()):
         with pytest.raises(type(error)):
             run_units(NAMES, Units(error), plan, store)
+    store.clear()
 
-
-def test_if_every_unit_fails_the_first_error_is_raised(plan, store):
     def fails(name: str) -> None:
         raise ZeroDivisionError(name)
 
@@ -428,28 +390,23 @@ def test_if_every_unit_fails_the_first_error_is_raised(plan, store):
 
 
 def test_an_error_does_not_keep_the_memory_of_its_unit():
-    class Large:
-        """Stands for a tensor."""
-
-    seen = []
+    references = []
 
     def fails(_: str) -> None:
-        large = Large()
-        seen.append(weakref.ref(large))
+        large = torch.zeros(1)
+        references.append(weakref.ref(large))
         raise ValueError("x")
 
     done = try_twice(fails, "a")
     gc.collect()
     assert isinstance(done.error, ValueError)
-    assert [reference() for reference in seen] == [None, None]
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_an_interruption_keeps_what_is_finished_and_hands_over_what_a_unit_has_found(plan, store, computes):
     for error, values in ((KeyboardInterrupt(), NAMES[:1]), (Stopped(NAMES[1], "half"), NAMES[:2])):
         outcome = run_units(NAMES, Units(error), plan, store)
-        assert outcome.stopped
-        assert list(outcome.values) == values
-        assert outcome.missing == {}
+        assert (outcome.stopped, list(outcome.values), outcome.missing) == (True, values, {})
     assert outcome.values[NAMES[1]] == "half"
     shard = WorkPlan(work=plan.work, shard="1/1")
     assert run_units(NAMES, Units(KeyboardInterrupt()), shard, store).stopped
@@ -457,39 +414,38 @@ def test_an_interruption_keeps_what_is_finished_and_hands_over_what_a_unit_has_f
 
 
 def test_shards_compute_each_unit_once_and_name_what_failed_and_remains(plan, store, computes):
-    def shard(number: str, *errors: BaseException) -> tuple[list[str], ShardFinished]:
+    def compute_shard(number: str, *errors: BaseException) -> tuple[list[str], ShardFinished]:
         units = Units(*errors)
         with pytest.raises(ShardFinished) as caught:
             run_units(NAMES, units, WorkPlan(work=plan.work, shard=number), store)
         return units.computed, caught.value
 
     later = "The report is written after the last one."
-    computed, end = shard("3/3")
+    computed, end = compute_shard("3/3")
     assert computed == [NAMES[2]]
     assert str(end) == f"1 of 3 units are finished; {NAMES[0]} and 1 more remain. {later}"
-    computed, end = shard("1/3")
+    computed, end = compute_shard("1/3")
     assert computed == [NAMES[0]]
     assert (end.finished, end.total, list(end.remaining), end.failed) == (2, 3, [NAMES[1]], {})
-    computed, end = shard("1/1", *[ValueError("odd")] * 2)
+    computed, end = compute_shard("1/1", *[ValueError("odd")] * 2)
     assert (computed, end.failed) == ([], {NAMES[1]: "ValueError: odd"})
     assert str(end) == f"2 of 3 units are finished; {NAMES[1]} remains. {later}"
-    assert shard("4/4")[0] == [], "a shard without a unit computes none"
+    assert compute_shard("4/4")[0] == [], "a shard without a unit computes none"
     assert computes() == [NAMES[1]]
-    assert str(shard("1/1")[1]).startswith(
-        "All 3 units are finished: run the command without --shard to write the report."
-    )
+    last = "All 3 units are finished: run the command without --shard to write the report."
+    assert str(compute_shard("1/1")[1]).startswith(last)
 
 
 @pytest.fixture
 def spread(tmp_path):
     """Runs units in two processes, which rely on nothing that is imported here."""
-    store = WorkPlan(work=tmp_path / "work").store(FACTS)
+    plan = WorkPlan(work=tmp_path / "work", jobs=2)
 
-    def run(names: list[str], seed: int = 0, jobs: int = 2, **more: Any) -> work.Outcome:
-        plan = WorkPlan(work=tmp_path / "work", jobs=jobs)
+    def run(names: list[str], seed: int = 0, **more: Any) -> work.Outcome:
         elsewhere = work_units.opened, (str(tmp_path), seed)
         with forkserver.workers():
-            return run_units(names, lambda _: pytest.fail("Not here."), plan, store, elsewhere=elsewhere, **more)
+            here = lambda _: pytest.fail("Not here.")  # noqa: E731
+            return run_units(names, here, plan, plan.store(FACTS), elsewhere=elsewhere, **more)
 
     return run
 
@@ -527,13 +483,11 @@ def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp
 
 
 def test_a_unit_that_another_run_has_cleared_is_computed_here_but_not_for_ray(tmp_path, store, monkeypatch):
-    elsewhere = work_units.opened, (str(tmp_path),)
     for name in ("_in_processes", "_on_ray"):
         monkeypatch.setattr(work, name, lambda names, *_: [(name, None) for name in names])
-    plan = WorkPlan(work=tmp_path, jobs=2)
-    assert same(run_units(NAMES, Units(), plan, store, elsewhere=elsewhere).values, VALUES)
-    plan = WorkPlan(work=tmp_path, engine="ray")
-    refused(ModelError, lambda: run_units(NAMES, Units(), plan, store, elsewhere=elsewhere), "all workers must share")
+    run = partial(run_units, NAMES, Units(), store=store, elsewhere=(work_units.opened, (str(tmp_path),)))
+    assert same(run(plan=WorkPlan(work=tmp_path, jobs=2)).values, VALUES)
+    refused(ModelError, partial(run, plan=WorkPlan(work=tmp_path, engine="ray")), "all workers must share")
 
 
 def test_a_worker_prepares_a_run_once_and_writes_units_that_this_process_reads(store, tmp_path):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from attnlens.runs.work import Outcome, WorkPlan, run_units
 
 INSPECTED: dict[str, Any] = {"length": 16, "windows": 12, "batch_size": 1, "analyzers": ["symmetry"]}
 UNITS = 16
-SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def cluster():
     """The address of a Ray cluster of this machine with three processors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join([SUPPORT, *filter(None, sys.path)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the user's folder
         from ray.cluster_utils import Cluster
 
@@ -52,41 +52,20 @@ def spread(cluster: str | None, folder: Path, names: list[str], seed: int = 0, *
     return run_units(names, here, plan, plan.store(work_units.FACTS), elsewhere=elsewhere, **more)
 
 
-class FakeRay:
-    """What attnlens uses of Ray, in this process; records the calls with their options."""
+def fake_ray() -> Mock:
+    """What attnlens uses of Ray, in this process."""
 
-    exceptions = SimpleNamespace(RayError=ConnectionError)
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self._private = SimpleNamespace(worker=SimpleNamespace(print_to_stdstream=self.record))
-
-    def record(self, call: Any, **_: Any) -> None:
-        self.calls.append(call)
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def init(self, **options: Any) -> None:
-        self.calls.append(("init", (options["address"], options.get("num_cpus"))))
-
-    def remote(self, **options: Any) -> Any:
-        self.calls.append(("remote", options))
-        return lambda function: SimpleNamespace(remote=lambda *arguments: (function, *arguments))
-
-    def wait(self, pending: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-        return pending[:num_returns], pending[num_returns:]
-
-    def get(self, task: tuple[Any, ...]) -> Any:
-        if task[-1] == "lost":
+    def get(task: tuple[Any, ...]) -> Any:
+        function, *arguments = task
+        if arguments[-1] == "lost":
             raise ConnectionError("the node died.\nMore.")
-        return task[0](*task[1:])
+        return function(*arguments)
 
-    def cancel(self, task: tuple[Any, ...], *, force: bool) -> None:
-        self.calls.append(("cancel", (task[-1], force)))
-
-    def shutdown(self) -> None:
-        self.calls.append(("shutdown", None))
+    ray = Mock(exceptions=SimpleNamespace(RayError=ConnectionError), get=get)
+    ray.is_initialized = lambda: False
+    ray.remote.return_value = lambda function: SimpleNamespace(remote=lambda *arguments: (function, *arguments))
+    ray.wait = lambda pending, num_returns: (pending[:num_returns], pending[num_returns:])
+    return ray
 
 
 def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatch):
@@ -94,7 +73,8 @@ def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatc
         if name == "failing always":
             raise KeyboardInterrupt
 
-    ray = FakeRay()
+    ray = fake_ray()
+    print_to_stdstream = ray._private.worker.print_to_stdstream
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(work, "find_spec", lambda _: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -103,13 +83,20 @@ def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatc
     assert list(outcome.values) == ["a", "failing once"]
     lost = "Ray returned no result: ConnectionError: the node died."
     assert outcome.missing == {"lost": lost, "failing always": "ZeroDivisionError: no such luck"}
+    logging = {"log_to_driver": False, "logging_level": ANY}
     task = {"num_cpus": 1, "num_gpus": int(torch.cuda.is_available()), "max_retries": 1, "retry_exceptions": False}
-    assert ray.calls == [("init", ("local", 3)), ("remote", task), ("shutdown", None)]
+    assert ray.method_calls == [
+        *(call.init(address="local", num_cpus=3, include_dashboard=False, **logging), call.remote(**task)),
+        call.shutdown(),
+    ]
     ray._private.worker.print_to_stdstream({"lines": ["x"], "is_err": False})
-    assert ray.calls[-1] == {"lines": ["x"], "is_err": True}, "not on stdout, where a report may go"
-    ray.calls.clear()
+    print_to_stdstream.assert_called_once_with({"lines": ["x"], "is_err": True})  # not on stdout, where a report may go
+    ray.reset_mock()
     assert spread("host", tmp_path, ["failing always", "b"], tell=interrupt).stopped
-    assert ray.calls == [("init", ("host", None)), ("remote", task), ("cancel", ("b", True)), ("shutdown", None)]
+    assert ray.method_calls == [
+        *(call.init(address="host", **logging), call.remote(**task)),
+        *(call.cancel((ANY, str(tmp_path), ANY, "b"), force=True), call.shutdown()),
+    ]
     work._prepared.clear()
 
 
@@ -201,20 +188,19 @@ def test_addresses_where_no_cluster_answers_are_refused_within_seconds(monkeypat
             refused(UsageError, plan.check, f"No Ray cluster answers at {address}: ", "ray start --head")
     honest = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda place, _seconds: honest(place, 0.5))
+    connections: list[socket.socket] = []
+
+    def serve(server: socket.socket, answer: bytes | None) -> None:
+        connections.append(server.accept()[0])
+        connections[-1].recv(100)
+        if answer is not None:
+            connections[-1].sendall(answer)
+            connections[-1].close()
+
     settings = b"\0\0\0\4\0\0\0\0\0"
     for answer in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None, settings):
-        kept: list[socket.socket] = []
         with socket.create_server(("127.0.0.1", 0)) as server:
-
-            def serve(server: socket.socket = server, answer: bytes | None = answer, kept: Any = kept) -> None:
-                connection, _ = server.accept()
-                kept.append(connection)
-                connection.recv(100)
-                if answer is not None:
-                    connection.sendall(answer)
-                    connection.close()
-
-            serving = threading.Thread(target=serve)
+            serving = threading.Thread(target=serve, args=(server, answer))
             serving.start()
             address = f"127.0.0.1:{server.getsockname()[1]}"
             plan = WorkPlan(engine="ray", address=address)
@@ -223,17 +209,15 @@ def test_addresses_where_no_cluster_answers_are_refused_within_seconds(monkeypat
             else:
                 refused(UsageError, plan.check, f"No Ray cluster answers at {address}: ")
             serving.join()
-            kept[0].close()
+            connections[-1].close()
 
 
 def test_a_cluster_that_does_not_start_is_refused_in_two_lines(monkeypatch, tmp_path):
     import ray
 
-    def refuse(**_: object) -> None:
-        raise Exception("The current node timed out during startup.\nMore.")  # noqa: TRY002  # as Ray does
-
-    monkeypatch.setattr(ray, "init", refuse)
+    problem = "The current node timed out during startup."
+    monkeypatch.setattr(ray, "init", Mock(side_effect=Exception(f"{problem}\nMore.")))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for address, where in ((None, "can be started on this machine"), ("nonsense", "answers at nonsense")):
         error = refused(UsageError, lambda address=address: spread(address, tmp_path, ["a"]))
-        assert error.problem == f"No Ray cluster {where}: Exception: The current node timed out during startup."
+        assert error.problem == f"No Ray cluster {where}: Exception: {problem}"

@@ -1,33 +1,37 @@
 """Calls of attention on random tensors: masks, biases, grouped heads, caches."""
 
-from collections.abc import Callable
+import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.registry import Fit
 from attnlens.records import Call
 
 HEADS, DIM = 4, 8
 
 
-def call(
-    queries: int = 150,
-    keys: int | None = None,
-    *,
-    batch: int = 2,
-    kv_heads: int = HEADS,
-    value_dim: int = DIM,
-    dtype: torch.dtype = torch.float64,
-    **more: Any,
-) -> Call:
+def call(queries=150, keys=None, *, batch=2, kv_heads=HEADS, value_dim=DIM, dtype=torch.float64, **more) -> Call:
     """Random tensors whose scores have a standard deviation of about 3, so that attention is far from uniform."""
     draw = torch.Generator().manual_seed(queries + 7 * (keys or 0) + 31 * value_dim)
     keys = queries if keys is None else keys
     shapes = (HEADS, queries, DIM), (kv_heads, keys, DIM), (kv_heads, keys, value_dim)
     q, k, v = (torch.randn(batch, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
     return Call((1.7 * q).to(dtype), (1.7 * k).to(dtype), v.to(dtype), DIM**-0.5, **more)
+
+
+def fitted(words: str, *calls: Call, **settings: object) -> Kernel:
+    """The kernel, fitted to these calls by a fit with these attributes."""
+    kernel = parsed(words)
+    fit = kernel.info.fit(**kernel.parameters)
+    assert isinstance(fit, Fit)
+    for name, value in settings.items():
+        setattr(fit, name, value)
+    for each in calls:
+        fit.update(each)
+    return kernel.with_fitted(fit.solve())
 
 
 def tril(queries: int, keys: int) -> Tensor:
@@ -56,7 +60,7 @@ def bias(tokens: int) -> Tensor:
     return (-(place[:, None] - place).abs() / 5 * torch.linspace(0, 1, HEADS).double()[:, None, None])[None]
 
 
-CASES: dict[str, Callable[..., Call]] = {
+CASES = {
     "all": call,
     "causal": partial(call, causal=True),
     "left padding, causal": partial(call, allowed=left_padded(150)),
@@ -79,3 +83,36 @@ def apart(output: Tensor, expected: Tensor) -> float:
     assert bool(torch.isfinite(output).all())
     seen = torch.isfinite(expected)
     return float((output.double() - expected)[seen].norm() / expected[seen].norm())
+
+
+def dense(case: Call, kernel: Kernel) -> Tensor:
+    """In float64, all at once: Σ_j k_j exp(b_j) v_j / Σ_j k_j exp(b_j) over the keys allowed; NaN where none is."""
+    q, k, v = (x.double() for x in (case.query, case.paired_key, case.paired_value))
+    log_k = kernel.log(q, k, case.scale, softcap=case.softcap)
+    sign = kernel.sign(q, k, case.scale, softcap=case.softcap) if kernel.signed else torch.ones_like(log_k)
+    added, seen = 0.0 if case.bias is None else case.bias.double(), case.visible()
+    seen = torch.ones_like(log_k, dtype=torch.bool) if seen is None else seen.expand_as(log_k)
+    kept = seen & keys_kept(case, kernel, seen) if kernel.filter or kernel.near else seen
+    if kernel.near:
+        gamma = kernel.fitted.get("near_log_weight", torch.zeros(q.shape[1])).double()[:, None, None]
+        own = q @ k.mT * case.scale + added
+        largest = torch.where(kept, own, -1e9).amax(-1, keepdim=True)
+        mass = torch.where(kept, (gamma + own - largest).exp(), (log_k + added).exp()) * seen
+    elif kernel.info.hard:
+        best = (log_k + added).masked_fill(~kept, -math.inf).argmax(-1)
+        mass = kept * torch.nn.functional.one_hot(best, log_k.shape[-1]).double()
+    else:
+        log_k = (log_k + added).masked_fill(~kept, -math.inf)
+        mass = torch.where(kept, sign * (log_k - log_k.amax(-1, keepdim=True)).exp(), 0.0)
+    return (mass @ v / mass.sum(-1, keepdim=True)).transpose(1, 2)
+
+
+def keys_kept(case: Call, kernel: Kernel, seen: Tensor) -> Tensor:
+    """The filter or window by its formula, from positions counted by hand, the first key that is seen at 0."""
+    key_filter = kernel.filter or kernel.near
+    queries, keys, numbers = case.query.shape[2], case.key.shape[2], key_filter.parameters
+    i, j = torch.arange(queries)[:, None] + (0 if case.causal else keys - queries), torch.arange(keys)
+    near = (i - j).abs() < numbers.get("width", numbers.get("stride", 0))
+    if key_filter.modifier.name == "strided":
+        return near | ((i - j) % numbers["stride"] == 0)
+    return near | (j - seen.any(2).int().argmax(-1)[..., None, None] < numbers.get("sinks", 0))

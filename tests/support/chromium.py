@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
-needed = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver on this machine")
+MISSING = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver on this machine")
 AXE = Path(axe_core_python.__file__).parent / "axe.min.js"
 FAULTS = """
 const [options, done] = arguments;
-const told = ({impact, id, nodes}) => [impact, id, nodes[0].html];
-axe.run(document, options).then((found) => done(found.violations.map(told)));
+const serious = ({impact}) => ["serious", "critical"].includes(impact);
+const described = ({impact, id, nodes}) => [impact, id, nodes[0].html];
+axe.run(document, options).then(({violations}) => done(violations.filter(serious).map(described)));
 """
-SERIOUS = ("serious", "critical")
+
+
+def needed(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that takes long and needs the browser."""
+    return pytest.mark.full(MISSING(test))
 
 
 def started() -> webdriver.Chrome:
@@ -56,5 +62,4 @@ def logged(browser: webdriver.Chrome) -> list[str]:
 def faults(browser: webdriver.Chrome) -> list[Any]:
     """The serious faults of accessibility that axe finds in the page as it is shown."""
     browser.execute_script(AXE.read_text())
-    found = browser.execute_async_script(FAULTS, {"resultTypes": ["violations"]})
-    return [fault for fault in found if fault[0] in SERIOUS]
+    return list(browser.execute_async_script(FAULTS, {"resultTypes": ["violations"]}))

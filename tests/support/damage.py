@@ -13,6 +13,12 @@ HEAD = 1
 """The key head that is damaged."""
 Linear = tuple[Tensor, Tensor | None]
 """A projection as (out, in) rows and its bias, views of the model's own parameters."""
+PARTS = {
+    "bert": "attention.self attention.output.LayerNorm "
+    "attention.self.query attention.self.key attention.self.value attention.output.dense",
+    "llama": "self_attn input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
+}
+"""The attention, the norm next to it, and its projections, as submodules of a block."""
 
 
 def layers(model: Any) -> list[SimpleNamespace]:
@@ -20,29 +26,17 @@ def layers(model: Any) -> list[SimpleNamespace]:
     kind = model.config.model_type
     if kind == "gpt2":
         return [_gpt2(block) for block in model.transformer.h]
-    if kind == "bert":
-        return [_bert(block) for block in model.base_model.encoder.layer]
-    return [_llama(block) for block in model.model.layers]
+    made = []
+    for block in model.base_model.encoder.layer if kind == "bert" else model.model.layers:
+        attention, norm, *linear = map(block.get_submodule, PARTS["bert" if kind == "bert" else "llama"].split())
+        projections = [(part.weight.data, None if part.bias is None else part.bias.data) for part in linear]
+        made.append(_layer(block, attention, norm, *projections))
+    return made
 
 
 def _layer(block: Any, attention: Any, norm: Any, *projections: Linear) -> SimpleNamespace:
-    query, key, value, output = projections
-    fields = {"query": query, "key": key, "value": value, "output": output}
+    fields = dict(zip(("query", "key", "value", "output"), projections, strict=True))
     return SimpleNamespace(block=block, attention=attention, norm=norm, **fields)
-
-
-def _bert(block: Any) -> SimpleNamespace:
-    own, behind = block.attention.self, block.attention.output
-    return _layer(block, own, behind.LayerNorm, *map(_linear, (own.query, own.key, own.value, behind.dense)))
-
-
-def _llama(block: Any) -> SimpleNamespace:
-    own = block.self_attn
-    return _layer(block, own, block.input_layernorm, *map(_linear, (own.q_proj, own.k_proj, own.v_proj, own.o_proj)))
-
-
-def _linear(module: Any) -> Linear:
-    return module.weight.data, None if module.bias is None else module.bias.data
 
 
 def _gpt2(block: Any) -> SimpleNamespace:
@@ -70,43 +64,9 @@ def _tensors(projection: Linear) -> list[Tensor]:
     return [part for part in projection if part is not None]
 
 
-def _shuffle(model: Any, layer: int) -> None:
-    (weight, _), rows = layers(model)[layer].key, _rows(model, [HEAD])
-    weight[rows] = weight[rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]]
-
-
-def _zero(model: Any, layer: int) -> None:
-    for part in _tensors(layers(model)[layer].key):
-        part[_rows(model, [HEAD])] = 0
-
-
-def _quantise(model: Any, layer: int) -> None:
-    for weight in layers(model)[layer].block.parameters():
-        if weight.dim() > 1:
-            step = weight.abs().max() / 4
-            weight.copy_((weight / step).round() * step)
-
-
-def _double_gain(model: Any, layer: int) -> None:
-    layers(model)[layer].norm.weight *= 2
-
-
-def _leak(model: Any, layer: int) -> None:
-    layers(model)[layer].attention.is_causal = False
-
-
-def _change_base(model: Any, _layer: int) -> None:
-    model.model.rotary_emb.inv_freq *= 0.5
-
-
-def _round(model: Any, _layer: int) -> None:
-    for weight in model.parameters():
-        weight.copy_(weight.bfloat16())
-
-
-def _reorder(model: Any, layer: int) -> None:
+def _reorder(model: Any, own: SimpleNamespace) -> None:
     """Move key heads one place on, each with its query heads, values and output columns."""
-    (kv_heads, group), own = _groups(model), layers(model)[layer]
+    kv_heads, group = _groups(model)
     order = torch.arange(kv_heads).roll(1).tolist()
     keys = _rows(model, order)
     queries = _rows(model, [head * group + place for head in order for place in range(group)])
@@ -116,7 +76,7 @@ def _reorder(model: Any, layer: int) -> None:
     own.output[0].copy_(own.output[0][:, queries].clone())
 
 
-def _change_gauge(model: Any, _layer: int) -> None:
+def _change_gauge(model: Any) -> None:
     """Make W_Q W_Q A and W_K W_K A⁻ᵀ; under RoPE, A turns and stretches each pair of coordinates."""
     generator, (kv_heads, group) = torch.Generator().manual_seed(0), _groups(model)
     draw = _turn if hasattr(model.config, "rope_parameters") else _mixture
@@ -144,15 +104,36 @@ def _apply(projection: Linear, rows: Tensor, change: Tensor) -> None:
         part[rows] = (change @ part[rows].double()).to(part.dtype)
 
 
-CHANGES = {
-    **{"W_K shuffled": _shuffle, "head zeroed": _zero, "3 bits": _quantise, "gain doubled": _double_gain},
-    **{"mask leaks": _leak, "RoPE base": _change_base, "bf16": _round, "reordered": _reorder, "gauge": _change_gauge},
-}
-
-
+@torch.no_grad()
 def plant(model: Any, changes: Mapping[str, int]) -> Any:
     """Return the model with each change at its layer; RoPE's base, rounding and the gauge change in all layers."""
-    with torch.no_grad():
-        for name, layer in changes.items():
-            CHANGES[name](model, layer)
+    rows = _rows(model, [HEAD])
+    for name, layer in changes.items():
+        own = layers(model)[layer]
+        match name:
+            case "W_K shuffled":
+                order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+                own.key[0][rows] = own.key[0][rows[order]]
+            case "head zeroed":
+                for part in _tensors(own.key):
+                    part[rows] = 0
+            case "3 bits":
+                for weight in (weight for weight in own.block.parameters() if weight.dim() > 1):
+                    step = weight.abs().max() / 4
+                    weight.copy_((weight / step).round() * step)
+            case "gain doubled":
+                own.norm.weight *= 2
+            case "mask leaks":
+                own.attention.is_causal = False
+            case "RoPE base":
+                model.model.rotary_emb.inv_freq *= 0.5
+            case "bf16":
+                for weight in model.parameters():
+                    weight.copy_(weight.bfloat16())
+            case "reordered":
+                _reorder(model, own)
+            case "gauge":
+                _change_gauge(model)
+            case _:
+                raise ValueError(name)
     return model

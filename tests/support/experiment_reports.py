@@ -10,9 +10,6 @@ from reports import synthetic_report
 from attnlens.records import Coverage, Curve, Experiment, ModelInfo, Settings, Trajectory
 from attnlens.report.report import Report
 
-SOURCE = "Tarzanagh et al. 2023, Fig. 3"
-
-
 CORRELATION: dict[str, Any] = {"quantity": "correlation", "bounded": True}
 SHARE: dict[str, Any] = {"quantity": "share of trials", "bounded": True}
 
@@ -36,7 +33,7 @@ def converging(**changes: Any) -> Experiment:
         "errors": dict.fromkeys(ends, 0.0021),
         "published": {name: end + 0.001 for name, end in ends.items()},
         "tolerance": dict.fromkeys(ends, 0.01),
-        "source": SOURCE,
+        "source": "Tarzanagh et al. 2023, Fig. 3",
         "curves": {
             name: curve(steps, end * (1 - np.exp(-np.sqrt(steps) / 3)), 0.03, **CORRELATION)
             for name, end in ends.items()
@@ -47,8 +44,7 @@ def converging(**changes: Any) -> Experiment:
 
 def selecting(**changes: Any) -> Experiment:
     """A share against the dimension, with the published curve."""
-    steps = [2.0, 4, 10, 30, 50]
-    shares = np.array([0.13, 0.34, 0.68, 0.9, 0.95])
+    steps, shares = [2.0, 4, 10, 30, 50], np.array([0.13, 0.34, 0.68, 0.9, 0.95])
     published = [0.12, 0.35, 0.67, 0.91, 0.96]
     names = [f"d={step:.0f}" for step in steps]
     fields: dict[str, Any] = {
@@ -82,8 +78,8 @@ def golden(**changes: Any) -> Experiment:
 
 def of_head() -> Experiment:
     """A head's own problem: quantities that need axes of their own, nothing published."""
-    steps = [0.0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
-    at = np.asarray(steps)
+    at = np.array([0.0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
+    steps = at.tolist()
     rise, kept = 1 - np.exp(-at / 100), {"quantity": "share of queries", "bounded": True, "picture": "selection kept"}
     curves = {
         "correlation: from zero": curve(steps, rise, **CORRELATION, picture="correlation", label="from zero"),
@@ -108,13 +104,9 @@ def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: A
     steps = [0.0, *np.round(np.geomspace(30, 6000, checkpoints - 1))]
     curves = {"loss": curve(steps, 2.5 + 4.5 * np.exp(-np.arange(checkpoints)), quantity="nats per token")}
     trajectories: list[Trajectory] = []
-    for name, start, end in (
-        ("weights.symmetry", 0.0, 0.3),
-        ("weights.effective_rank", 15.0, 9.0),
-        ("tokens.entropy", 1.0, 0.6),
-        ("selection.efficiency", 0.01, 0.1),
-        ("tokens.share_key", 0.0, 0.7),
-    ):
+    ends = {"weights.symmetry": (0.0, 0.3), "weights.effective_rank": (15.0, 9.0), "tokens.entropy": (1.0, 0.6)}
+    ends |= {"selection.efficiency": (0.01, 0.1), "tokens.share_key": (0.0, 0.7)}
+    for name, (start, end) in ends.items():
         path = start + (end - start) * np.linspace(0, 1, checkpoints)
         values = path + 0.1 * abs(end - start) * random.standard_normal((layers * heads, checkpoints)).cumsum(1)
         low, middle, high = np.percentile(values, [25, 50, 75], axis=0)
@@ -157,11 +149,8 @@ def series_report(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
 
 
 def failing() -> Experiment:
-    return golden(
-        name="failing",
-        final={"norm": 8.7, "gap": 3e-3, "rank": None},
-        published={"norm": 8.685735, "gap": 0.0, "rank": 1.0},
-        tolerance={"norm": 1e-6, "gap": 1e-9},
-        bounds={"gap": "at most"},
-        reasons={"rank": "the solver stopped"},
-    )
+    """Figures that miss the published ones, and one without a value."""
+    figures = {"norm": 8.7, "gap": 3e-3, "rank": None}
+    published = {"norm": 8.685735, "gap": 0.0, "rank": 1.0}
+    more = {"tolerance": {"norm": 1e-6, "gap": 1e-9}, "bounds": {"gap": "at most"}}
+    return golden(name="failing", final=figures, published=published, reasons={"rank": "the solver stopped"}, **more)

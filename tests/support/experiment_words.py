@@ -11,10 +11,11 @@ SIZES += [(5, 10, d) for d in (1, 2, 3, 4, 5, 9)]
 WAYS = ("canonical", "primal", "difference")
 THIRDS = ("first third", "middle third", "last third")
 STARTS = ("from zero", "from the head")
+NEXT_TOKEN = ("acyclic to SVM", "cyclic to SVM", "cyclic finite distance")
+IDENTITIES = ("eigen residual", "primal − dual", "Λe − h", "J", "Σe² − σ²", "rank-s error")
 FIGURES = {
     "local convergence": [
-        *("W to Frobenius", "W to nuclear", "W largest weight"),
-        *("KQ to Frobenius", "KQ to nuclear", "KQ largest weight"),
+        f"{way} {what}" for way in ("W", "KQ") for what in ("to Frobenius", "to nuclear", "largest weight")
     ],
     "global selection": ["d = 2", "d = 4", "d = 10"],
     "feasibility": [
@@ -26,10 +27,7 @@ FIGURES = {
         *("nuclear, least mean", "nuclear, largest mean", "largest rank − min(n, d)"),
     ],
     "multi-token": [f"{what}, d = {d}" for d in (4, 6) for what in ("SVM equivalent", "W_mm", "single token")],
-    "next-token": [
-        *("acyclic to SVM", "cyclic to SVM", "cyclic finite distance"),
-        *("acyclic label weight", "cyclic component weight"),
-    ],
+    "next-token": [*NEXT_TOKEN, "acyclic label weight", "cyclic component weight"],
     "golden instances": [
         *(f"prompt {letter} ½‖p‖²" for letter in "abcd"),
         *("vis1 Frobenius", "vis1 nuclear", "vis1 rank", "vis2 Frobenius", "vis2 nuclear"),
@@ -44,9 +42,7 @@ FIGURES = {
         *(f"two networks, n = {n}" for n in (8, 16, 32, 64)),
         *("floor of one network", "two networks / floor, largest"),
     ],
-    "KSVD identities": [
-        *("eigen residual", "primal − dual", "Λe − h", "J", "Σe² − σ²", "rank-s error", "J perturbed, the control")
-    ],
+    "KSVD identities": [*IDENTITIES, "J perturbed, the control"],
     "decay by depth": [
         *(f"{name}, {what}" for name in ("attention", "cosine") for what in (*THIRDS, "last − first")),
         *("attention, claim holds", "cosine, claim holds"),
@@ -92,16 +88,13 @@ LINEAR = {"correlation", "share of trials", "share separable", "share of queries
 """Quantities that end at 1."""
 
 
-def assert_in_words(found: Experiment) -> None:
+def assert_in_words(experiment: Experiment) -> None:
     """Every figure, picture, axis and line is written as it is listed here."""
-    assert [format_label(found, name) for name in found.final] == FIGURES[found.name]
-    pictures = groups(found)
-    lines = {
-        title: tuple(curve.label or format_label(found, name) for name, curve in curves.items())
-        for title, curves in pictures.items()
-    }
-    expected = PICTURES.get(found.name, {})
-    assert lines == {title: names for title, (_, names) in expected.items()}
+    assert [format_label(experiment, name) for name in experiment.final] == FIGURES[experiment.name]
+    pictures, expected = groups(experiment), PICTURES.get(experiment.name, {})
+    assert pictures.keys() == expected.keys()
     for title, curves in pictures.items():
-        assert {curve.quantity for curve in curves.values()} == {expected[title][0]}
-    assert all(curve.bounded == (curve.quantity in LINEAR) for curve in found.curves.values())
+        quantity, lines = expected[title]
+        assert {curve.quantity for curve in curves.values()} == {quantity}
+        assert tuple(curve.label or format_label(experiment, name) for name, curve in curves.items()) == lines
+    assert all(curve.bounded == (curve.quantity in LINEAR) for curve in experiment.curves.values())

@@ -1,11 +1,13 @@
 """Weight factors of tiny models."""
 
 import families
+import pytest
 import torch
 from loaded import loaded
 
 from attnlens.errors import UnreadableError
 from attnlens.models import hooks, texts, weights
+from attnlens.models.weights.probe import Probe, float64_weights, smallest
 from attnlens.runs.doctor import check_sites
 
 ROTARY = ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere", "gpt_oss"]
@@ -48,3 +50,17 @@ def random_model(model):
             else:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def probes(model):
+    """The probe of every site for one generated token."""
+    sites = hooks.survey(model, random_inputs(model, 1))
+    return [smallest(Probe(model, site, float64_weights(site.module), site.layout)) for site in sites]
+
+
+def check_heads(heads, expected, relative, absolute):
+    """Check the values of all measures, head by head."""
+    for one, other in zip(heads, expected, strict=True):
+        assert len(other.measures) >= 4
+        for name, measure in other.measures.items():
+            assert one.measures[name].value == pytest.approx(measure.value, rel=relative, abs=absolute), name

@@ -1,7 +1,5 @@
 """A model hub on this machine that answers what a download requests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
@@ -51,24 +49,18 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _hand_out(self, file: Path) -> None:
         if not file.is_file():
-            self._refuse(404, "EntryNotFound")
-            return
+            return self._refuse(404, "EntryNotFound")
         headers = {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": COMMIT}
         body, span = file.read_bytes(), self.headers.get("Range")
         if span is None:
-            self._send(body, headers)
-            return
+            return self._send(body, headers)
         first, _, last = span.removeprefix("bytes=").partition("-")
         part = body[int(first) : int(last) + 1]
         headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(body)}"
-        self._send(part, headers, 206)
+        return self._send(part, headers, 206)
 
     def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-        self.send_response(status)
-        both = {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
-        for name, value in both.items():
-            self.send_header(name, value)
-        self.end_headers()
+        self._head(status, {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {}))
         if self.command == "GET":
             end = self.drops.pop() if status == 206 and self.drops else len(body)
             self.wfile.write(body[:end])
@@ -78,9 +70,12 @@ class _Answers(BaseHTTPRequestHandler):
                 self.connection.shutdown(SHUT_RDWR)
 
     def _refuse(self, status: int, code: str) -> None:
+        self._head(status, {"X-Error-Code": code, "Content-Length": "0"})
+
+    def _head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
@@ -96,7 +91,7 @@ def hub(folder: Path) -> Iterator[tuple[str, type[_Answers]]]:
     """Serve `folder` under two names, one of them gated; yield the address, and the requests, answers and drops."""
     answers = type("Answers", (_Answers,), {"folder": folder, "requests": [], "sent": [], "drops": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # seconds until a shutdown is noticed
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", answers
@@ -110,7 +105,7 @@ def connect(address: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
     """Let huggingface_hub use the hub at this address, and this folder as its cache."""
     from huggingface_hub import constants
 
-    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    patch.setattr(constants, "ENDPOINT", address)
     template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    values = {"HF_HUB_CACHE": str(cache), "ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+    for name, value in values.items():
+        patch.setattr(constants, name, value)

@@ -9,8 +9,6 @@ six query heads on two key heads in families with groups (head h // 3, never h %
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,7 +66,7 @@ GPT_NEO = TEXT | {
 }  # fmt: skip
 FALCON = {name: size for name, size in ENCODER.items() if name != "intermediate_size"}
 
-SETTINGS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "bert": (tf.BertForMaskedLM, tf.BertConfig, ENCODER),
     "roberta": (tf.RobertaForMaskedLM, tf.RobertaConfig, ENCODER | {"pad_token_id": 1, "bos_token_id": 0}),
     "distilbert": (tf.DistilBertForMaskedLM, tf.DistilBertConfig, DISTILBERT),
@@ -99,12 +97,7 @@ SETTINGS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mamba": (tf.MambaForCausalLM, tf.MambaConfig, TEXT | {"hidden_size": 40, "num_hidden_layers": 2, "state_size": 6}),
     "yoso": (tf.YosoForMaskedLM, tf.YosoConfig, ENCODER),
 }
-FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
-    name: (model, lambda config=config, settings=settings: config(**copy.deepcopy(settings)))
-    for name, (model, config, settings) in SETTINGS.items()
-}
-"""Name → class of the model, and a function that makes its configuration."""
-
+"""Name → class of the model, class of its configuration, and what that is made of."""
 REFUSED = ("mamba", "yoso")
 """Families that have no attention, or none with a softmax."""
 TRACED = ("bloom", "mpnet", "deberta_v2", "gptj", "gpt_neo", "falcon")
@@ -119,10 +112,10 @@ CAUSAL = (
 
 def build(name: str, seed: int = 0) -> Any:
     """The tiny model of that family in evaluation mode and float32, the same for the same seed."""
-    model_class, config = FAMILIES[name]
+    model_class, config, settings = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config()).eval().requires_grad_(False)
+        model = model_class(config(**copy.deepcopy(settings))).eval().requires_grad_(False)
         if name != "mamba":
             for path, module in model.named_modules():
                 for key, parameter in module.named_parameters(path, recurse=False):
@@ -132,17 +125,15 @@ def build(name: str, seed: int = 0) -> Any:
 
 def _draw(name: str, key: str, module: nn.Module, parameter: Tensor) -> None:
     """Draw matrices so that each keeps the variance of its inputs, W_Q and W_K sharper; shake vectors."""
-    if parameter.ndim == 0:
-        return
     if parameter.ndim == 1:
-        parameter.add_(0.3 * torch.randn_like(parameter))
-        if key.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.add_(NORM_GAIN[name] - 1)
+        gain = NORM_GAIN[name] - 1 if key.endswith(("q_norm.weight", "k_norm.weight")) else 0
+        parameter.add_(0.3 * torch.randn_like(parameter)).add_(gain)
     elif isinstance(module, nn.Embedding):
         parameter.normal_()
-    else:
-        sharp = any(part in key for part in QUERY_KEY)
-        parameter.normal_(std=(SPREAD.get(name, 1.4) if sharp else 1.0) / _inputs_of(module, parameter) ** 0.5)
+    elif parameter.ndim > 1:
+        spread = SPREAD.get(name, 1.4) if any(part in key for part in QUERY_KEY) else 1.0
+        inputs_first = type(module).__name__.endswith(("Conv1D", "Experts"))  # GPT-2's and GPT-OSS's
+        parameter.normal_(std=spread / (parameter.shape[-2] if inputs_first else parameter[0].numel()) ** 0.5)
 
 
 QUERY_KEY = (
@@ -150,15 +141,6 @@ QUERY_KEY = (
     *("Attention.q.", "Attention.k.", "attn.q.", "attn.k."),
 )
 """Parts of the names of W_Q and W_K, also where W_V shares their matrix."""
-
-
-def _inputs_of(module: nn.Module, parameter: Tensor) -> int:
-    """How many inputs each output sums: GPT-2's Conv1D and the experts store inputs first, all others outputs."""
-    if type(module).__name__ == "Conv1D":
-        return parameter.shape[0]
-    if type(module).__name__.endswith("Experts"):
-        return parameter.shape[-2]
-    return parameter[0].numel()
 
 
 Side = Literal["left", "right"]
@@ -172,25 +154,18 @@ def inputs(
     A decoder beside a text encoder gets two tokens fewer, so that their lengths can't be mistaken for each other.
     """
     draw = torch.Generator().manual_seed(seed)
-    words = partial(_words, model, draw, batch, padded=padded, side=side)
+
+    def words(prefix: str, tokens: int) -> dict[str, Tensor]:
+        ids = torch.randint(FIRST_WORD, VOCABULARY, (batch, tokens), generator=draw)
+        lengths = torch.tensor([max(2, tokens - 3 - row) if row and padded else tokens for row in range(batch)])
+        mask = (torch.arange(tokens) < lengths[:, None]).long()
+        mask = mask.flip(1) if side == "left" else mask
+        ids = ids.masked_fill(mask == 0, model.config.get_text_config().pad_token_id)
+        return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
+
     if name in ("vit", "clip"):
         pixels = {"pixel_values": torch.randn(batch, 3, 12, 12, generator=draw)}
         return pixels if name == "vit" else pixels | words("", tokens)
     if name == "whisper":
-        frames = {"input_features": torch.randn(batch, 8, 30, generator=draw)}
-        return frames | words("decoder_", tokens)
-    if name in ("t5", "bart"):
-        return words("", tokens) | words("decoder_", tokens - 2)
-    return words("", tokens)
-
-
-def _words(
-    model: Any, draw: torch.Generator, batch: int, prefix: str, tokens: int, *, padded: bool, side: str
-) -> dict[str, Tensor]:
-    ids = torch.randint(FIRST_WORD, VOCABULARY, (batch, tokens), generator=draw)
-    lengths = torch.tensor([tokens if row == 0 or not padded else max(2, tokens - 3 - row) for row in range(batch)])
-    mask = (torch.arange(tokens) < lengths[:, None]).long()
-    if side == "left":
-        mask = mask.flip(1)
-    ids = ids.masked_fill(mask == 0, model.config.get_text_config().pad_token_id)
-    return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
+        return {"input_features": torch.randn(batch, 8, 30, generator=draw)} | words("decoder_", tokens)
+    return words("", tokens) | (words("decoder_", tokens - 2) if name in ("t5", "bart") else {})

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -89,21 +89,14 @@ def run(
     words: Sequence[str], cwd: Path | str | None, env: Mapping[str, str], stdin: str | None, seconds: float
 ) -> subprocess.CompletedProcess[str]:
     """What subprocess.run([python, *words]) gives; raises TimeoutExpired after that many seconds."""
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.connect(str(commands() / "socket"))
-    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
-    stdin_end, feed = (os.open(os.devnull, os.O_RDONLY), None) if stdin is None else os.pipe()
     request = {"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env), "files": [0, 1, 2]}
-    socket.send_fds(server, [json.dumps(request).encode()], [stdin_end, to_out, to_err])
-    for end in (stdin_end, to_out, to_err):
-        os.close(end)
-    streams: dict[int, str] = {}
-    threads = [threading.Thread(target=lambda end=end: streams.update({end: _read(end)})) for end in (out, err)]
-    if feed is not None:
-        threads.append(threading.Thread(target=_write, args=(feed, stdin)))
-    for thread in threads:
-        thread.start()
-    with server:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
+        streams[0].write(stdin or "")
+        streams[0].seek(0)
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        server.connect(str(commands() / "socket"))
+        socket.send_fds(server, [json.dumps(request).encode()], [stream.fileno() for stream in streams])
         child = int(server.recv(64))
         server.settimeout(seconds)
         try:
@@ -111,20 +104,9 @@ def run(
         except TimeoutError:
             os.kill(child, signal.SIGKILL)
             raise subprocess.TimeoutExpired(list(words), seconds) from None
-        finally:
-            for thread in threads:
-                thread.join()
-    return subprocess.CompletedProcess(list(words), code, streams[out], streams[err])
-
-
-def _read(end: int) -> str:
-    with os.fdopen(end, encoding="utf-8") as stream:
-        return stream.read()
-
-
-def _write(end: int, text: str) -> None:
-    with suppress(BrokenPipeError), os.fdopen(end, "w", encoding="utf-8") as stream:
-        stream.write(text)  # a command need not read its input
+        for stream in streams:
+            stream.seek(0)
+        return subprocess.CompletedProcess(list(words), code, streams[1].read(), streams[2].read())
 
 
 def commands() -> Path:

@@ -4,7 +4,6 @@ import torch
 
 
 def write(path, architecture, sizes, tokens, fields, tensors):
-    """Write a GGUF file with a tokenizer, more fields and tensors."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -20,3 +19,14 @@ def write(path, architecture, sizes, tokens, fields, tensors):
         writer.add_tensor(name, torch.as_tensor(value, dtype=torch.float32).contiguous().numpy())
     for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
         getattr(writer, step)()
+
+
+def write_random(path, architecture, layers, sizes, fields, shapes, more=()):
+    """Write a model with random weights, whose settings alone matter; `shapes` are those of tensors of a layer."""
+    sizes = {"block_count": layers, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32} | sizes
+    sizes |= {"head_count": 2, "layer_norm_rms_eps": 1e-5, "vocab_size": 8}
+    shapes |= dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), (32, 32)) | {"attn_norm": 32, "ffn_norm": 32}
+    shapes = {f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}
+    shapes |= {"token_embd": (8, 32), "output_norm": 32} | dict(more)
+    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    write(path, architecture, sizes, [*"abcdefg", "ab"], fields, tensors)

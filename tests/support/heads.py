@@ -13,6 +13,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-10) -> None:
+    """Both are equal within that tolerance, relative and absolute."""
+    torch.testing.assert_close(ours, theirs.to(ours), rtol=tolerance, atol=tolerance)
+
+
 def query_key(
     query: Tensor, key: Tensor, source: Source = "weights", part: Part = "encoder", scale: float = 0.3, **rest: object
 ) -> QueryKey:

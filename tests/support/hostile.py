@@ -37,6 +37,11 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.sa
     save_file(tensors, folder / name, metadata={"format": "pt"})
 
 
+def edit(function: Callable[..., object]) -> Callable[..., Callable[[Path], object]]:
+    """Decorate function(folder, *args) so that function(*args) returns an edit of a folder, for a table of faults."""
+    return lambda *args, **more: lambda folder: function(folder, *args, **more)
+
+
 def refused(kind: type[AttnlensError], call: Callable[[], object], *words: str) -> AttnlensError:
     """Return the error of the call, whose problem and remedy must be one line of bounded length each."""
     with pytest.raises(AttnlensError) as caught:

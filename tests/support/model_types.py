@@ -4,28 +4,20 @@
 that a family ties to each other don't survive every shrinking, so that a few ways of it are tried (`WAYS`).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
 import re
-from typing import Any
 
 import torch
 import transformers as tf
 import transformers.models.auto.modeling_auto as auto
 from huggingface_hub.errors import StrictDataclassError
 from model_type_settings import CHANGES, VOCABULARY, listed
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnlens.errors import FAILURES
-
-
-def _names(words: str) -> set[str]:
-    return set(listed(words))
-
 
 LARGEST = 130_000_000
 """Parameters above which a type is not built."""
@@ -42,79 +34,65 @@ UNBUILT = (*FAILURES, StrictDataclassError)
 """What a configuration or a model raises whose sizes, tied to each other by a family, don't fit."""
 BARE = {"blip", "clip", "siglip", "siglip2", "align"}
 """Types that are built without a head."""
-
-
-WIDTHS = _names(
-    "hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size encoder_hidden_size "
-    "word_embed_proj_dim q_hidden_size out_hidden_size cross_attention_hidden_size text_hidden_size vision_hidden_size "
-    "audio_hidden_size attention_hidden_size lru_width text_embed_dim emb_dim model_dim decoder_dim encoder_dim "
-    "output_hidden_size"
-)
-INNER = _names(
-    "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim inner_dim n_inner hidden_dim dim_feedforward "
-    "ffn_hidden_size encoder_intermediate_size decoder_intermediate_size mlp_hidden_size feed_forward_size "
-    "intermediate_size_mlp dense_intermediate_size feedforward_dim mlp_dim"
-)
-DEPTHS = _names(
+DEPTHS = listed(
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
     "depth decoder_num_hidden_layers encoder_num_hidden_layers num_blocks layers"
 )
-HEADS = _names(
+HEADS = listed(
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
     "encoder_num_attention_heads decoder_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads"
 )
-KEY_HEADS = _names(
-    "num_key_value_heads num_kv_heads encoder_num_key_value_heads decoder_num_key_value_heads n_kv_heads kv_n_heads "
-    "multi_query_group_num"
-)
-HEAD_SIZES = _names("head_dim d_kv attention_head_dim d_head attention_head_size kv_channels")
-IMAGES = _names("image_size input_size img_size")
-VOCABULARIES = _names(
-    "vocab_size text_vocab_size n_token ntoken decoder_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size "
-    "n_words"
-)
+KEY_HEADS = listed("num_key_value_heads num_kv_heads encoder_num_key_value_heads decoder_num_key_value_heads")
+IMAGES = listed("image_size input_size")
+VOCABULARIES = listed("vocab_size text_vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size")
 LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "layers_types", "attn_layers")
 _MOST = {
-    0: "decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers",
+    0: "num_kv_shared_layers num_nextn_predict_layers",
     1: "n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts num_shared_experts "
-    "mamba_n_groups num_layers_per_stack",
+    "num_layers_per_stack",
     2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads num_conv_pos_embedding_groups",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens linear_num_value_heads "
     "index_n_heads index_kpool",
     8: "rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_d_state "
     "mamba_num_heads state_size ssm_state_size num_latents sliding_window local_attention attention_chunk_size "
-    "index_topk",
+    "index_topk patch_size",
     10: "num_queries",
     16: "kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size num_conv_pos_embeddings "
-    "image_seq_length num_image_tokens index_head_dim mamba_head_dim hidden_size_per_layer_input",
+    "image_seq_length num_image_tokens index_head_dim mamba_head_dim hidden_size_per_layer_input "
+    "head_dim d_kv attention_head_dim d_head attention_head_size kv_channels",
     24: "q_lora_rank qk_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
     "moe_shared_expert_intermediate_size shared_intermediate_size projection_dim",
     50: "max_source_positions",
-    64: "upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents",
-    128: "max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length max_sequence_length "
-    "mamba_d_ssm",
+    64: "upsample_groups entity_vocab_size entity_emb_size d_latents hidden_size d_model n_embd dim embed_dim "
+    "embedding_size decoder_hidden_size encoder_hidden_size word_embed_proj_dim out_hidden_size emb_dim decoder_dim "
+    "cross_attention_hidden_size text_hidden_size vision_hidden_size audio_hidden_size attention_hidden_size lru_width "
+    "output_hidden_size",
+    96: "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim hidden_dim dim_feedforward ffn_hidden_size "
+    "decoder_intermediate_size feed_forward_size intermediate_size_mlp dense_intermediate_size mlp_dim",
+    128: "max_position_embeddings n_positions n_ctx max_target_positions max_seq_len mamba_d_ssm",
     VOCABULARY: "vocab_size_per_layer_input",
-    1024: "max_2d_position_embeddings",
 }
 MOST = {name: most for most, names in _MOST.items() for name in names.split()}
 """Largest value of each of these settings."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 """What stands where a configuration says None."""
 TOKENS = {"image_token_id": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DROPPED = _names(
+DROPPED = listed(
     "transformers_version architectures _name_or_path dtype torch_dtype attn_implementation _attn_implementation "
     "id2label label2id"
 )
 
 
-def TYPES() -> list[str]:  # noqa: N802
+TABLES = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
+
+
+def TYPES():  # noqa: N802
     """Every model type that has a model class."""
-    tables = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
-    return sorted({name for table in tables for name in getattr(auto, table)})
+    return sorted({name for table in TABLES for name in getattr(auto, table)})
 
 
-def build(name: str) -> Any:
+def build(name, ways=WAYS):
     """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
 
     Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one. A
@@ -124,9 +102,9 @@ def build(name: str) -> Any:
     if model_class is None:
         raise RuntimeError("no class that can be imported")
     reasons, built = [], None
-    for way in WAYS:
+    for way in ways:
         try:
-            model = _built(name, model_class, way)
+            model = _built(model_class, config_of(name, way))
         except UNBUILT as error:
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
@@ -142,8 +120,7 @@ def build(name: str) -> Any:
     return built
 
 
-def _built(name: str, model_class: Any, way: frozenset[str]) -> Any:
-    config = config_of(name, way)
+def _built(model_class, config):
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -152,12 +129,11 @@ def _built(name: str, model_class: Any, way: frozenset[str]) -> Any:
     return sharpened(model_class(copy.deepcopy(config)).eval().requires_grad_(False))
 
 
-def class_of(name: str) -> Any:
+def class_of(name):
     """Return the class that is built of a type: the first that takes its configuration; None if there is none."""
     names = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
-    others = [one for one in dir(auto) if one.startswith("MODEL") and one.endswith("_MAPPING_NAMES")]
     classes = []
-    for table in (*(["MODEL_MAPPING_NAMES"] if name in BARE else names), *others):
+    for table in (*(["MODEL_MAPPING_NAMES"] if name in BARE else names), *TABLES):
         entry = getattr(auto, table, {}).get(name, ())
         classes += [getattr(tf, one, None) for one in ((entry,) if isinstance(entry, str) else entry)]
     classes = [one for one in classes if one is not None]
@@ -165,14 +141,14 @@ def class_of(name: str) -> Any:
     return next(iter((*fitting, *classes)), None)
 
 
-def config_of(name: str, way: frozenset[str]) -> Any:
+def config_of(name, way):
     """Return the type's configuration, shrunk."""
     config_class = CONFIG_MAPPING[name]
-    small = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
+    small = _merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {}))
     return config_class(**{key: value for key, value in small.items() if key != "model_type"})
 
 
-def _first_sizes(name: str) -> dict[str, Any]:
+def _first_sizes(name):
     """Return what the configuration must be made with: DETR's needs a backbone that no package brings."""
     if name == "funnel":
         return {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 16, "n_head": 4, "d_model": 64}
@@ -186,14 +162,13 @@ def _first_sizes(name: str) -> dict[str, Any]:
     return plain | {"backbone_config": tf.ResNetConfig(**sizes, out_features=stages)}
 
 
-def shrunk(config: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
+def shrunk(config, way):
     """Return a configuration, as a dictionary, with smaller sizes, also in its inner configurations."""
-    config = copy.deepcopy(config)
+    config = {name: copy.deepcopy(value) for name, value in config.items() if name not in DROPPED}
     kinds, pattern = _pattern(config)
     per_layer = config.pop("per_layer_config", None)
     _without_stages(config)
-    depth = len(pattern) if kinds else 2
-    small = {name: _smaller(name, value, config, way, kinds, pattern, depth) for name, value in config.items()}
+    small = {name: _smaller(name, value, config, way, kinds, pattern) for name, value in config.items()}
     if isinstance(per_layer, dict):
         layers = {index: one for index, one in per_layer.items() if int(index) < (len(kinds) if kinds else 2)}
         places = {index: pattern.index(kinds[int(index)]) if kinds else index for index in layers}
@@ -201,7 +176,7 @@ def shrunk(config: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
     return small
 
 
-def _pattern(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _pattern(config):
     """Return the kinds of the layers, and a shorter list with each kind once; empty lists if there are none."""
     kinds = next((config[name] for name in LISTS_OF_LAYERS if isinstance(config.get(name), list) and config[name]), [])
     counted = any(isinstance(config.get(name), int) and config[name] == len(kinds) for name in DEPTHS)
@@ -210,12 +185,12 @@ def _pattern(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     return kinds, _shorter(kinds)
 
 
-def _shorter(values: list[Any]) -> list[Any]:
+def _shorter(values):
     each = list(dict.fromkeys(values))
     return (each + [values[0]] * 2)[: max(2, len(each))]
 
 
-def _without_stages(config: dict[str, Any]) -> None:
+def _without_stages(config):
     """Drop the names of stages that go with the number of layers."""
     names = ["out_features", "_out_features", "out_indices", "_out_indices", "stage_names"]
     staged = bool(config.get("out_features") and (config.get("depths") or config.get("hidden_sizes")))
@@ -224,10 +199,9 @@ def _without_stages(config: dict[str, Any]) -> None:
         config.pop(name, None)
 
 
-def _smaller(
-    name: str, value: Any, config: dict[str, Any], way: frozenset[str], kinds: list[str], pattern: list[str], depth: int
-) -> Any:
+def _smaller(name, value, config, way, kinds, pattern):
     """Return one entry of a configuration, smaller."""
+    depth = len(pattern) if kinds else 2
     if isinstance(value, dict):
         if name in ("rope_parameters", "rope_scaling"):
             return _rope(value, _turned(config))
@@ -245,7 +219,7 @@ def _smaller(
     return _number(name, value, config, way, depth) if type(value) is int else value
 
 
-def _list(name: str, value: list[Any], way: frozenset[str], depth: int) -> Any:
+def _list(name, value, way, depth):
     if name.endswith("token_id"):
         return [one if one < VOCABULARY else 2 for one in value]
     if "full width" in way:
@@ -256,7 +230,7 @@ def _list(name: str, value: list[Any], way: frozenset[str], depth: int) -> Any:
     return [min(one, 2) for one in value] if name == "depths" else fixed.get(name, value)
 
 
-def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], depth: int) -> int:
+def _number(name, value, config, way, depth):
     if name in VOCABULARIES:
         return VOCABULARY
     if name in DEPTHS:
@@ -273,20 +247,21 @@ def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], 
         return 4 if config.get("kv_lora_rank") or "ungrouped" in way else 2
     if name == "head_dim" and isinstance(config.get("qk_rope_head_dim"), int):
         return 8
-    sizes = [(WIDTHS, min(value, 64)), (INNER, min(value, 96)), (HEADS, 4 if value > 0 else value), (HEAD_SIZES, 16)]
-    sizes += [(IMAGES, min(value, 64 if "larger image" in way else 32)), ({"patch_size"}, min(value, 8))]
-    return next((size for names, size in sizes if name in names), min(value, MOST.get(name, value)))
+    if name in HEADS:
+        return min(4, 4 * value)
+    most = MOST | dict.fromkeys(IMAGES, 64 if "larger image" in way else 32)
+    return min(value, most.get(name, value))
 
 
-def _turned(config: dict[str, Any]) -> int:
+def _turned(config):
     """Return how many coordinates of a head the rotation turns."""
     rope = config.get("rope_parameters") or {}
     share = (rope if isinstance(rope, dict) else {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return int((8 if isinstance(config.get("qk_rope_head_dim"), int) else 16) * (share or 1.0))
 
 
-def _rope(rope: dict[str, Any], turned: int) -> dict[str, Any]:
-    small: dict[str, Any] = {}
+def _rope(rope, turned):
+    small = {}
     for name, value in rope.items():
         if isinstance(value, dict):
             small[name] = _rope(value, turned)
@@ -299,17 +274,9 @@ def _rope(rope: dict[str, Any], turned: int) -> dict[str, Any]:
     return small
 
 
-def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merged(config, changes):
     both = {name for name, value in changes.items() if isinstance(value, dict) and isinstance(config.get(name), dict)}
     return config | {name: _merged(config[name], value) if name in both else value for name, value in changes.items()}
-
-
-def _cleaned(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _cleaned(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in DROPPED
-    }
 
 
 SHARP = re.compile(
@@ -320,7 +287,7 @@ SHARP = re.compile(
 """Names of modules that hold W_Q or W_K."""
 
 
-def sharpened(model: Any) -> Any:
+def sharpened(model):
     """The model with matrices that keep the variance of their inputs, W_Q and W_K sharper, and norms shaken."""
     draw = torch.Generator().manual_seed(0)
     for path, module in model.named_modules():
@@ -330,7 +297,7 @@ def sharpened(model: Any) -> Any:
     return model
 
 
-def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator) -> None:
+def _draw(key, module, parameter, draw):
     noise = torch.randn(parameter.shape, generator=draw)
     conv = type(module).__name__ == "Conv1D"
     if isinstance(module, nn.Embedding) and "Sinusoidal" not in type(module).__name__:  # a table that is computed
@@ -346,12 +313,12 @@ def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator)
         parameter.add_(0.1 * noise)
 
 
-def plain_inputs(model: Any) -> dict[str, Tensor]:
+def plain_inputs(model):
     """Return inputs by the signature of the model's forward pass, two sequences of 12 tokens, without attnlens."""
     config, draw = model.config, torch.Generator().manual_seed(0)
     names, main = inspect.signature(model.forward).parameters, model.main_input_name
     both = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")
-    inputs: dict[str, Tensor] = {}
+    inputs = {}
     if main == "input_ids" or both:
         inputs["input_ids"] = torch.randint(16, 272, (2, 12), generator=draw)
         if "attention_mask" in names:
@@ -372,7 +339,7 @@ def plain_inputs(model: Any) -> dict[str, Tensor]:
     return inputs
 
 
-def _setting(config: Any, *names: str, default: int) -> Any:
+def _setting(config, *names, default):
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     values = (vars(one).get(name) for one in (config, *filter(None, inner)) for name in names)
     return next((value for value in values if isinstance(value, int | list | tuple)), default)

@@ -1,10 +1,5 @@
 """Every softmax of a model's own eager pass, against what attnlens captures."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -14,18 +9,18 @@ from attnlens.models import hooks
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.weights: list[Tensor] = []
+        self.weights = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
         if function in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax) and result.dim() >= 3:
             self.weights.append(result.detach())
         return result
 
 
-def softmaxes(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+def softmaxes(model, inputs):
     """Every softmax of three or more axes in the model's pass under transformers' eager attention."""
     with torch.no_grad(), hooks.implementation(model, "eager"), _Recorder() as mode:
         try:
@@ -35,9 +30,9 @@ def softmaxes(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     return mode.weights
 
 
-def difference(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
+def difference(model, inputs):
     """‖P − P_own‖ / ‖P_own‖ at the worst site, P_own the nearest softmax of its shape; None where a site has none."""
-    own, worst = softmaxes(model, inputs), list[float | None]()
+    own, worst = softmaxes(model, inputs), []
     for reached in hooks.survey(model, inputs):
         ours = reached.call.query_key(reached.site).attention
         seeing = ours.sum(-1, keepdim=True) > 0
@@ -47,7 +42,7 @@ def difference(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
     return None if None in worst or not worst else max(worst)
 
 
-def _alike(one: Tensor, ours: Tensor) -> Iterator[Tensor]:
+def _alike(one, ours):
     """The softmax in the shape of ours, without the column of a sink; with windows either side of the heads."""
     for matrix in (one, one[..., :-1]):
         if matrix.shape[-2:] == ours.shape[-2:] and matrix.numel() == ours.numel():

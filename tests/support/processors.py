@@ -3,11 +3,7 @@
 A checkpoint on the hub has its processor's settings beside its weights; `save` writes them beside a tiny model's.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -28,22 +24,19 @@ NAMES = {
 """A processor's setting → other names of it in a model's config."""
 CLASSES = {"wav2vec2-bert": "SeamlessM4TFeatureExtractor", "glm_ocr": "Glm46VImageProcessorPil"}
 """Classes named by checkpoints of a type instead of those in transformers' table."""
-ALSO: dict[str, dict[str, Any]] = {
-    "clap": {"truncation": "rand_trunc"},
-    **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4_vision")},
-}
+ALSO = {"clap": {"truncation": "rand_trunc"}, **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4_vision")}}
 """Settings in checkpoints of a type that its config lacks."""
 SMALL, LARGEST = 64, 224
 """Sides of images: that are cut into patches of any number, and of a model whose config names none."""
-KINDS: dict[str, tuple[media.Modality, Any]] = {
+KINDS = {
     "image_processor": ("image", IMAGE_PROCESSOR_MAPPING_NAMES),
     "feature_extractor": ("audio", FEATURE_EXTRACTOR_MAPPING_NAMES),
 }
 
 
-def save(model: Any, folder: Path) -> None:
+def save(model, folder):
     """Write the settings of the processors of images and sounds that the model runs with, if there are any."""
-    path, working = folder / SETTINGS, dict[str, Any]()
+    path, working = folder / SETTINGS, {}
     for key, (modality, table) in KINDS.items():
         try:
             class_ = class_of(model.config.model_type, table)
@@ -59,7 +52,7 @@ def save(model: Any, folder: Path) -> None:
         path.write_text(json.dumps(working))
 
 
-def class_of(name: str, table: Any) -> Any:
+def class_of(name, table):
     """The processor of a model type, or of the type whose encoder it is; None without one that needs no torchvision."""
     kind = "Image" if table is IMAGE_PROCESSOR_MAPPING_NAMES else "Feature"
     table = dict(table) | {other: class_ for other, class_ in CLASSES.items() if kind in class_}
@@ -68,7 +61,7 @@ def class_of(name: str, table: Any) -> Any:
     return getattr(transformers, str(entry.get("pil") if isinstance(entry, dict) else entry), None)
 
 
-def processor_of(class_: Any, model: Any) -> Any:
+def processor_of(class_, model):
     """That processor with the sizes in the model's config."""
     default = class_().to_dict()
     changed = {name: media.setting(model, *NAMES.get(name, (name,))) for name in default if not name.endswith("_type")}
@@ -89,7 +82,7 @@ def processor_of(class_: Any, model: Any) -> Any:
     return class_(**changed, **ALSO.get(model.config.model_type, {}))
 
 
-def run(model: Any, modality: media.Modality, folder: Path) -> None:
+def run(model, modality, folder):
     """Raise if the model does not run on the processor's output."""
     accepted = media.media_of(model, folder)
     del media._cache[model]  # later trials have other settings

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -50,20 +51,16 @@ def invoke(*words, cwd=None, stdin="", **environment):
 
 def python(*words, cwd=None, stdin=None, **environment):
     """A Python of its own, which has imported torch and transformers already where this environment lets it."""
-    env = environment_with(**environment)
+    env, words = environment_with(**environment), [*map(str, words)]
     if forkserver.takes(env):
-        return forkserver.run([*map(str, words)], cwd, env, stdin, seconds=300)
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env=env,
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        return forkserver.run(words, cwd, env, stdin, seconds=300)
+    return captured([sys.executable, *words], cwd, env, stdin)
+
+
+def captured(command, cwd, env, stdin=None):
+    """A command with its outputs, and this text or nothing on stdin."""
+    source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+    return subprocess.run(command, cwd=cwd, env=env, **source, capture_output=True, text=True, timeout=600, check=False)
 
 
 def without_torch(*words, cwd=None):
@@ -90,22 +87,22 @@ def in_shell(line, cwd=None, *, afresh=False, **environment):
     env = environment_with(**environment)
     folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
     env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
-    return subprocess.run(
-        ["bash", "-c", line],
-        cwd=cwd,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return captured(["bash", "-c", line], cwd, env)
+
+
+def answers_nothing(stdout, stderr):
+    """True if a failed command's stdout is empty or, after `--json -`, is its error as JSON."""
+    if not stdout:
+        return True
+    error = json.loads(stdout)["error"]
+    problem, remedy = stderr[stderr.rindex("Error: ") + 7 :].splitlines()
+    return set(error) == {"code", "problem", "remedy"} and (error["problem"], error["remedy"]) == (problem, remedy)
 
 
 def refused(result, *words):
-    """Exit 2, two lines on stderr after «Error:», nothing on stdout, no traceback."""
+    """Exit 2, two lines on stderr after «Error:», nothing but an error on stdout, no traceback."""
     assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
+    assert answers_nothing(result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
     lines = result.stderr[result.stderr.index("Error: ") :].strip().splitlines()
     assert len(lines) == 2, result.stderr

@@ -1,40 +1,31 @@
-"""Tiny Llamas whose projections are stored as codes, by method of quantisation."""
+"""Tiny Llamas whose projections are stored as codes, by method of quantisation.
 
-from __future__ import annotations
+An encoder returns the stored tensors of a weight, by the ends of their names, and the weight that they decode to.
+"""
 
 import json
-from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers as tf
 from hostile import edited, stored, weights
 
-Tensors = dict[str, torch.Tensor]
-Encoder = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 HIDDEN, GROUP = 48, 16
 
 
-def float8(scale_name: str, blocks: Callable[[torch.Tensor], tuple[int, int]]) -> Encoder:
-    """Encode as float8 with a scale for each block (smaller at the edges); `blocks` returns their height and width."""
-
-    def encode(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        sides = blocks(weight)
-        (rows, height), (columns, width) = ((-(-n // side), side) for n, side in zip(weight.shape, sides, strict=True))
-        padded = torch.zeros(rows * height, columns * width)
-        padded[: weight.shape[0], : weight.shape[1]] = weight
-        scale = padded.reshape(rows, height, columns, width).abs().amax((1, 3)) / 448
-        spread = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[: weight.shape[0], : weight.shape[1]]
-        codes = (weight / spread).to(torch.float8_e4m3fn)
-        scale = scale.reshape(()) if scale.numel() == 1 else scale
-        return {f"{name}.weight": codes, f"{name}.{scale_name}": scale}, codes.float() * spread
-
-    return encode
+def float8(weight, scale_name, height=None, width=None):
+    """Encode as float8 with a scale for each block (smaller at the edges), without a height or width one for all."""
+    height, width = height or weight.shape[0], width or weight.shape[1]
+    rows, columns = -(-weight.shape[0] // height), -(-weight.shape[1] // width)
+    padded = torch.zeros(rows * height, columns * width)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    scale = padded.reshape(rows, height, columns, width).abs().amax((1, 3)) / 448
+    spread = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[: weight.shape[0], : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {".weight": codes, scale_name: scale.reshape(()) if scale.numel() == 1 else scale}, codes.float() * spread
 
 
-def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+def packed(codes, bits, order=()):
     """Pack codes into words of 32 bits along the rows, the lowest bits first."""
     count = 32 // bits
     words = torch.zeros(codes.shape[0], -(-codes.shape[1] // count), dtype=torch.int64)
@@ -44,8 +35,9 @@ def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch
     return words.to(torch.int32)  # the highest bit becomes the sign
 
 
-def _grouped(weight: torch.Tensor, bits: int, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _grouped(weight, bits=4, index=None):
     """Return codes, zeros and scales of each row's groups of inputs, one row per output, and the decoded weight."""
+    index = torch.arange(weight.shape[1]) // GROUP if index is None else index
     groups = [weight[:, index == group] for group in range(int(index.max()) + 1)]
     low = torch.stack([group.min(1).values for group in groups], 1).clamp(max=-1e-3)
     high = torch.stack([group.max(1).values for group in groups], 1).clamp(min=1e-3)
@@ -55,99 +47,107 @@ def _grouped(weight: torch.Tensor, bits: int, index: torch.Tensor) -> tuple[torc
     return codes, zeros, scale, (codes - zeros[:, index]) * scale[:, index]
 
 
-def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> tuple[Tensors, torch.Tensor]:
+def gptq(weight, bits=4):
     index = torch.arange(weight.shape[1]).flip(0) // GROUP  # as act-order leaves it
     codes, zeros, scale, plain = _grouped(weight, bits, index)
-    tensors = {"qweight": packed(codes, bits).T, "qzeros": packed(zeros.T - 1, bits), "scales": scale.T.half()}
-    tensors |= {"g_idx": index.int()}
-    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
+    tensors = {".qweight": packed(codes, bits).T, ".qzeros": packed(zeros.T - 1, bits), ".scales": scale.T.half()}
+    return tensors | {".g_idx": index.int()}, plain
 
 
-def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    codes, zeros, scale, plain = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
-    order = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight columns stands in its word
-    tensors = {"qweight": packed(codes.T, 4, order), "qzeros": packed(zeros.T, 4, order), "scales": scale.T.half()}
-    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, plain
+def symmetric(weight, zero):
+    """Encode as GPTQ with the zero 8, stored as `zero`."""
+    parts = weight.reshape(len(weight), -1, GROUP)
+    scale = (parts.abs().amax(2) / 7).half().float()
+    codes = (parts / scale[..., None] + 8).round().clamp(0, 15)
+    tensors = {".qweight": packed(codes.flatten(1), 4).T, ".scales": scale.T.half()}
+    tensors |= {".qzeros": packed(torch.full(scale.T.shape, zero), 4)}
+    return tensors, ((codes - 8) * scale[..., None]).flatten(1)
 
 
-def pack_quantized(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    codes, zeros, scale, plain = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
-    tensors = {"packed": packed(codes, 4), "zero_point": packed(zeros.T, 4).T, "scale": scale}
-    tensors |= {"shape": torch.tensor(weight.shape)}
-    return {f"{name}.weight_{part}": tensor for part, tensor in tensors.items()}, plain
+def awq(weight):
+    codes, zeros, scale, plain = _grouped(weight)
+    pack = partial(packed, bits=4, order=(0, 4, 1, 5, 2, 6, 3, 7))  # where each of eight columns stands in its word
+    return {".qweight": pack(codes.T), ".qzeros": pack(zeros.T), ".scales": scale.T.half()}, plain
 
 
-def int_quantized(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def pack_quantized(weight):
+    codes, zeros, scale, plain = _grouped(weight)
+    tensors = {".weight_packed": packed(codes, 4), ".weight_zero_point": packed(zeros.T, 4).T, ".weight_scale": scale}
+    return tensors | {".weight_shape": torch.tensor(weight.shape)}, plain
+
+
+def int_quantized(weight):
     scale = weight.abs().amax(1, keepdim=True) / 127
     codes = (weight / scale).round()
-    return {f"{name}.weight": codes.to(torch.int8), f"{name}.weight_scale": scale}, codes * scale
+    return {".weight": codes.to(torch.int8), ".weight_scale": scale}, codes * scale
 
 
-def eight_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def eight_bits(weight):
     largest = weight.abs().amax(1)
     codes = (weight / largest[:, None] * 127).round()
-    tensors = {f"{name}.weight": codes.to(torch.int8), f"{name}.SCB": largest}
-    return tensors | {f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8)}, codes * largest[:, None] / 127
+    tensors = {".weight": codes.to(torch.int8), ".SCB": largest, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes * largest[:, None] / 127
 
 
-def four_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def four_bits(weight):
     """Encode as nf4 with coded absmax; any table of values serves, since it is stored."""
-    values, outer = torch.linspace(-1, 1, 16) ** 3, torch.linspace(-1, 1, 256)
+    values, outer, side = torch.linspace(-1, 1, 16) ** 3, torch.linspace(-1, 1, 256), 12
     blocks = weight.reshape(-1, 32)
     largest = blocks.abs().amax(1)
-    offset, side = float(largest.mean()), 12
-    sizes = (largest - offset).abs().reshape(-1, side).amax(1)
-    of_largest = (
-        ((largest - offset).reshape(-1, side) / sizes[:, None])[..., None].sub(outer).abs().argmin(-1).flatten()
-    )
-    decoded = outer[of_largest] * sizes.repeat_interleave(side) + offset
+    offset = float(largest.mean())
+    sizes = (largest - offset).abs().reshape(-1, side).amax(1).repeat_interleave(side)
+    of_largest = ((largest - offset) / sizes)[:, None].sub(outer).abs().argmin(-1)
+    decoded = outer[of_largest] * sizes + offset
     codes = (blocks / decoded[:, None])[..., None].sub(values).abs().argmin(-1)
-    pairs = codes.flatten().reshape(-1, 2)
+    pairs = codes.reshape(-1, 2)
     state = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": list(weight.shape)}
     state |= {"nested_blocksize": side, "nested_dtype": "float32", "nested_offset": offset}
     tensors = {
-        "": (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8),
-        ".absmax": of_largest.to(torch.uint8),
-        ".quant_map": values,
-        ".nested_absmax": sizes,
-        ".nested_quant_map": outer,
-        ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        ".weight": (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8),
+        ".weight.absmax": of_largest.to(torch.uint8),
+        ".weight.quant_map": values,
+        ".weight.nested_absmax": sizes[::side].clone(),
+        ".weight.nested_quant_map": outer,
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
     }
-    plain = (values[codes] * decoded[:, None]).reshape(weight.shape)
-    return {f"{name}.weight{part}": tensor for part, tensor in tensors.items()}, plain
+    return tensors, (values[codes] * decoded[:, None]).reshape(weight.shape)
 
 
-def groups(bits: int, **more: Any) -> dict[str, Any]:
+def groups(bits, **more):
     """Return compressed-tensors' settings of all layers."""
-    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits} | more}}
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits} | more}}}
 
 
-COMPRESSED = {"quant_method": "compressed-tensors"}
-METHODS: dict[str, tuple[Encoder, dict[str, Any]]] = {
-    "fp8 in blocks": (
-        float8("weight_scale_inv", lambda _: (20, 20)),
-        {"quant_method": "fp8", "weight_block_size": [20, 20]},
-    ),
-    "fp8 per tensor": (float8("weight_scale", lambda weight: tuple(weight.shape)), {"quant_method": "fp8"}),
-    "fp8 by rows": (float8("weight_scale", lambda weight: (1, weight.shape[1])), {"quant_method": "fbgemm_fp8"}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+BLOCKS, ROWS = partial(float8, scale_name=".weight_scale_inv"), partial(float8, scale_name=".weight_scale", height=1)
+COMPRESSED, FOUR = {"quant_method": "compressed-tensors"}, {"bits": 4, "group_size": GROUP}
+METHODS = {
+    "fp8 in blocks": (partial(BLOCKS, height=20, width=20), {"quant_method": "fp8", "weight_block_size": [20, 20]}),
+    "fp8 per tensor": (partial(float8, scale_name=".weight_scale"), {"quant_method": "fp8"}),
+    "fp8 by rows": (ROWS, {"quant_method": "fbgemm_fp8"}),
+    "gptq": (gptq, {"quant_method": "gptq", "desc_act": True} | FOUR),
     "gptq, eight bits": (partial(gptq, bits=8), {"quant_method": "gptq", "bits": 8}),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
-    "packed": (pack_quantized, COMPRESSED | {"format": "pack-quantized", "config_groups": groups(4)}),
-    "int8": (int_quantized, COMPRESSED | {"format": "int-quantized", "config_groups": groups(8)}),
-    "float8": (
-        float8("weight_scale", lambda weight: (1, weight.shape[1])),
-        COMPRESSED | {"format": "float-quantized", "config_groups": groups(8)},
-    ),
+    "awq": (awq, {"quant_method": "awq", "version": "gemm"} | FOUR),
+    "packed": (pack_quantized, COMPRESSED | {"format": "pack-quantized"} | groups(4)),
+    "int8": (int_quantized, COMPRESSED | {"format": "int-quantized"} | groups(8)),
+    "float8": (ROWS, COMPRESSED | {"format": "float-quantized"} | groups(8)),
     "LLM.int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4": (four_bits, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
+SYMMETRIC = {"quant_method": "gptq", "sym": True} | FOUR
+VARIANTS = {
+    **{f"zeros stored as {zero}": (partial(symmetric, zero=zero), SYMMETRIC) for zero in (7, 8)},
+    **{
+        f"blocks of {side}": (partial(BLOCKS, height=side, width=side), {"quant_method": "fp8"})
+        for side in (48, 64, 128)
+    },
+}
+"""Codes that only some settings describe."""
 
 
 @cache
-def _llama() -> tf.LlamaForCausalLM:
+def _llama(width):
     torch.manual_seed(3)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {"hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
     for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
         projection.weight.data *= 20
@@ -155,36 +155,25 @@ def _llama() -> tf.LlamaForCausalLM:
 
 
 @cache
-def _encoded(encode: Encoder) -> tuple[Tensors, Tensors]:
-    """Return the tensors of the Llama with its projections as codes, and what they decode to."""
-    return encoded({name: part.detach() for name, part in _llama().named_parameters()}, encode)
-
-
-def encoded(tensors: Tensors, encode: Encoder) -> tuple[Tensors, Tensors]:
-    """Return a model's tensors with its projections as codes, and its decoded tensors."""
-    plain, codes = dict(tensors), dict(tensors)
-    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
-        parts, plain[f"{name}.weight"] = encode(name, codes.pop(f"{name}.weight"))
-        codes |= {part: tensor.contiguous() for part, tensor in parts.items()}
+def _encoded(encode, width):
+    """Return the tensors of the Llama with its projections as codes, and its decoded tensors."""
+    codes, plain = ({name: part.detach() for name, part in _llama(width).named_parameters()} for _ in range(2))
+    for name in [name.removesuffix(".weight") for name in plain if "proj" in name]:
+        parts, plain[f"{name}.weight"] = encode(codes.pop(f"{name}.weight"))
+        codes |= {name + end: tensor.contiguous() for end, tensor in parts.items()}
     return codes, plain
 
 
-def saved(place: Path) -> Tensors:
-    """Save a tiny Llama, and return its tensors."""
-    _llama().save_pretrained(place)
+def saved(place):
+    _llama(HIDDEN).save_pretrained(place)
     return weights(place)
 
 
-def quantised(place: Path, method: str, **changes: Any) -> Tensors:
+def quantised(place, method, width=HIDDEN, **changes):
     """Save a tiny Llama whose projections are codes of that method, and return its decoded tensors."""
-    encode, settings = METHODS[method]
-    return save_codes(place, encode, settings | changes)
-
-
-def save_codes(place: Path, encode: Encoder, settings: dict[str, Any]) -> Tensors:
-    """Save a tiny Llama with its projections as these codes, and return its decoded tensors."""
-    _llama().save_pretrained(place)
-    codes, plain = _encoded(encode)
+    encode, settings = (METHODS | VARIANTS)[method]
+    codes, plain = _encoded(encode, width)
+    _llama(width).save_pretrained(place)
     stored(place, codes)
-    edited(place / "config.json", quantization_config=settings)
+    edited(place / "config.json", quantization_config=settings | changes)
     return dict(plain)

@@ -9,29 +9,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from attnlens import records
 from attnlens.choices import Part
-from attnlens.records import (
-    Conventions,
-    Coverage,
-    Environment,
-    Extreme,
-    Head,
-    Measure,
-    ModelInfo,
-    Null,
-    Settings,
-    Skipped,
-    Summary,
-    Text,
-    Tool,
-)
+from attnlens.records import Head, Measure, Null
 from attnlens.report.report import Report
 
 HIDDEN = "not identified: the model never compares a query with a later key"
 CROSS = "queries and keys live on different domains"
 KINDS = ("flat", "exponential", "power")
 """Categories, of a measure that no analyzer has."""
-Cells = Iterable[tuple[int, int]]
 
 
 def synthetic_report(
@@ -40,34 +26,35 @@ def synthetic_report(
     *,
     source: Literal["weights", "tokens", "both"] = "both",
     parts: Sequence[Part] | None = None,
-    missing: Cells = (),
+    missing: Iterable[tuple[int, int]] = (),
     head_dim: int = 64,
     d_model: int = 768,
     curves: bool = True,
+    measures: Sequence[str] | None = None,
     sequences: int = 32,
     seed: int = 0,
     model: str = "bert-base-uncased",
     architecture: str = "BertForMaskedLM",
-    parameters: int = 109_514_298,
 ) -> Report:
     """A report of layers × heads; the heads in `missing` have no value in any measure of the weights."""
     random = np.random.default_rng(seed)
     sites: Sequence[Part] = parts or ["encoder"] * layers
     gone, sizes = set(missing), (head_dim, d_model, curves, sequences)
-    made = [
-        _head(random, layer, head, sites, (layer, head) in gone, source, *sizes)
-        for layer in range(layers)
-        for head in range(heads)
-    ]
-    conventions = Conventions(position="absolute", qk_norm=False, bias="excluded")
-    facts = {"architecture": architecture, "parameters": parameters, "conventions": conventions}
+    places = list(np.ndindex(layers, heads))
+    made = [_head(random, layer, head, sites, (layer, head) in gone, source, *sizes) for layer, head in places]
+    if measures is not None:
+        chosen = [{name: head.measures[name] for name in measures} for head in made]
+        made = [head.model_copy(update={"measures": some}) for head, some in zip(made, chosen, strict=True)]
+    conventions = records.Conventions(position="absolute", qk_norm=False, bias="excluded")
+    facts = {"architecture": architecture, "parameters": 109_514_298, "conventions": conventions}
+    libraries = {"python": "3.11.2", "torch": "2.13.0", "transformers": "5.23.0"}
     return Report(
         kind="inspection",
-        tool=Tool(version="0.1.0"),
+        tool=records.Tool(version="0.1.0"),
         command="inspect",
-        model=ModelInfo(id=model, revision="86b5e0934494bd15c9632b12f734a8a67f723594", **facts),
+        model=records.ModelInfo(id=model, revision="86b5e0934494bd15c9632b12f734a8a67f723594", **facts),
         settings=_settings(source, sequences),
-        environment=Environment(python="3.11.2", torch="2.13.0", transformers="5.23.0", platform="Linux x86_64"),
+        environment=records.Environment(**libraries, platform="Linux x86_64"),
         coverage=_coverage(layers, heads, gone),
         heads=made,
         summary=_summary(made, layers),
@@ -85,20 +72,20 @@ def planted(values: np.ndarray, name: str = "weights.planted", curve: str = "") 
     return synthetic_report(*values.shape).model_copy(update={"heads": heads})
 
 
-def _settings(source: str, sequences: int) -> Settings:
+def _settings(source: str, sequences: int) -> records.Settings:
     if source == "weights":
-        return Settings(source=source)
-    text = Text(name="built-in sample", sha256="0" * 64)
-    return Settings(source=source, text=text, windows=sequences, length=128, pack=True)
+        return records.Settings(source=source)
+    text = records.Text(name="built-in sample", sha256="0" * 64)
+    return records.Settings(source=source, text=text, windows=sequences, length=128, pack=True)
 
 
-def _coverage(layers: int, heads: int, gone: set[tuple[int, int]]) -> Coverage:
+def _coverage(layers: int, heads: int, gone: set[tuple[int, int]]) -> records.Coverage:
     why = {"measure": "weights", "reason": "the weights are not finite"}
     skipped = [
-        Skipped(site=_site(layer), heads=sorted(head for at, head in gone if at == layer), **why)
+        records.Skipped(site=_site(layer), heads=sorted(head for at, head in gone if at == layer), **why)
         for layer in sorted({layer for layer, _ in gone})
     ]
-    return Coverage(sites=layers, heads=layers * heads, analysed=layers * heads - len(gone), skipped=skipped)
+    return records.Coverage(sites=layers, heads=layers * heads, analysed=layers * heads - len(gone), skipped=skipped)
 
 
 def _site(layer: int) -> str:
@@ -128,8 +115,8 @@ def _weights(random: Any, depth: float, part: Part, reason: str | None, head_dim
     definiteness = float(np.clip(0.75 * symmetry + 0.12 * random.standard_normal(), -1, 1))
     rank = float(head_dim * (0.5 + 0.35 * depth + 0.05 * random.standard_normal()))
     kind = int(random.choice(3, p=[0.15, 0.5, 0.35]))
-    null = {"symmetry": Null(mean=1 / d_model, sd=2**0.5 / d_model), "definiteness": Null(mean=0.0, sd=0.021)}
-    null["directionality"] = Null(mean=0.0, sd=0.3)
+    null = {"symmetry": Null(mean=1 / d_model, sd=2**0.5 / d_model)}
+    null |= {"definiteness": Null(mean=0.0, sd=0.021), "directionality": Null(mean=0.0, sd=0.3)}
     values = {
         "symmetry": symmetry,
         "definiteness": definiteness,
@@ -138,9 +125,7 @@ def _weights(random: Any, depth: float, part: Part, reason: str | None, head_dim
         "effective_rank": rank,
         "stable_rank": 1 + 0.25 * rank * random.random(),
         "rank90": float(round(0.7 * rank)),
-        "kind": float(kind),
-        "inertia_positive": float(head_dim),
-        "inertia_negative": float(head_dim),
+        **{"kind": float(kind), "inertia_positive": float(head_dim), "inertia_negative": float(head_dim)},
         "norm": float(np.exp(1.5 + 0.3 * random.standard_normal() + depth)),
     }
     self_only = {"symmetry", "definiteness", "directionality", "positivity", "inertia_positive", "inertia_negative"}
@@ -179,13 +164,13 @@ def _spectrum(random: Any, depth: float, steps: int) -> list[float]:
     return (sigma * (1 + 0.4 / (1 + np.arange(steps)))).tolist()
 
 
-def _summary(heads: list[Head], layers: int) -> Summary:
+def _summary(heads: list[Head], layers: int) -> records.Summary:
     """Two extreme heads, the layers' symmetry, errors and nulls of medians; medians are the tables' own business."""
     if not heads or "weights.symmetry" not in heads[0].measures:
-        return Summary()
+        return records.Summary()
     ends = ((heads[0], "weights.symmetry", 0.9, 99, "largest"), (heads[-1], "weights.effective_rank", 2, 1, "smallest"))
     extremes = [
-        Extreme(
+        records.Extreme(
             **{"layer": head.layer, "head": head.head, "measure": measure, "value": value, "rank": 1, "of": len(heads)},
             **{"percentile": percentile, "text": f"{end} {measure} of them: {value}"},
         )
@@ -204,14 +189,11 @@ def _summary(heads: list[Head], layers: int) -> Summary:
         for name, measure in head.measures.items()
         if measure.null is not None
     }
-    return Summary(
-        extremes=extremes,
-        median_errors=errors(heads),
-        median_nulls=nulls,
+    return records.Summary(
+        **{"extremes": extremes, "median_errors": errors(heads), "median_nulls": nulls, "identity_error": 3.2e-7},
         layer_errors=[errors([head for head in heads if head.layer == layer]) for layer in range(layers)],
         layer_numbers=list(range(layers)),
         layer_symmetry=[round(0.6 * float(np.exp(-layer / layers)), 6) for layer in range(layers)],
-        identity_error=3.2e-7,
     )
 
 

@@ -14,13 +14,11 @@ import attnlens
 from attnlens.requests import Request, alternatives, details
 
 STUB = Path(attnlens.__file__).with_name("__init__.pyi")
-MODEL = "str | PathLike[str] | Loaded"
-SIDE = "str | PathLike[str] | Report | Loaded | PreTrainedModel"
 SPELLED = {
     r"\bloading\.Loaded\b": "Loaded",
     r"\brequests\.Words\b": "str | Sequence[str]",
-    r"\bModel\b": MODEL,
-    r"\bSide\b": SIDE,
+    r"\bModel\b": "str | PathLike[str] | Loaded",
+    r"\bSide\b": "str | PathLike[str] | Report | Loaded | PreTrainedModel",
 }
 HEAD = '''"""Types of the public names of attnlens, written by tests/support/stub.py."""
 

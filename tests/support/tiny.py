@@ -1,9 +1,5 @@
 """Tokenizers for tiny models, one of each kind of wrapping, made of single letters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import transformers as tf
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -11,15 +7,15 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz.,"]
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
 
 
-def _numbered(tokens: list[str]) -> dict[str, int]:
+def _numbered(tokens):
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _scored(special: list[str]) -> list[tuple[str, float]]:
+def _scored(special):
     return [*((token, 0.0) for token in special), *((letter, -3.0) for letter in ["▁", *LETTERS])]
 
 
-def tokenizer(name: str) -> Any:
+def tokenizer(name):
     """Wrappings: bert [CLS] … [SEP], roberta <s> … </s>, albert [CLS] … [SEP], t5 … </s>, llama <s> …, gpt2 none."""
     if name == "bert":
         return tf.BertTokenizer(vocab=_numbered(PIECES))
@@ -36,7 +32,7 @@ def tokenizer(name: str) -> Any:
     return tf.GPT2Tokenizer(vocab=_numbered(["<|endoftext|>", *letters]), merges=[])
 
 
-def gpt2(**changes: Any) -> Any:
+def gpt2(**changes):
     """A GPT-2 of two layers that knows all the tokens of its tokenizer."""
     sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 257}
     return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes | {"bos_token_id": 0, "eos_token_id": 0} | changes)).eval()

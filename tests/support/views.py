@@ -6,6 +6,8 @@ import base64
 import hashlib
 import io
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,14 +24,14 @@ from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.report import Report
 from attnlens.report.sections.layers import head_table
-from attnlens.report.sections.section import Document, Section
+from attnlens.report.sections.section import Document, Section, build_sections
 from attnlens.report.shapes import Shapes
 
 
-def printed(told: Document, width: int = 100) -> str:
+def printed(document: Document, width: int = 100) -> str:
     """What a terminal of that width shows, without colours."""
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(terminal.document(told))
+    console.print(terminal.document(document))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -38,28 +40,29 @@ def alone(*sections: Section) -> Document:
     return Document(None, sections)
 
 
-def summary(report: Report, width: int = 100) -> str:
+def absent(text: str, *parts: str) -> list[str]:
+    """The parts that the text lacks."""
+    return [part for part in parts if part not in text]
+
+
+def screen(report: Report, width: int = 100) -> str:
+    """What a command prints by default."""
     return printed(export.summary(report), width)
+
+
+def summary(report: Report, width: int = 100, *, verbose: bool = False) -> str:
+    """What a command prints with --table, except the table of every head."""
+    shown = export.summary(report, verbose=verbose)
+    tables = build_sections(Shapes(report), "terminal")
+    return printed(replace(shown, sections=[*shown.sections, *tables]), width)
 
 
 def all_heads(report: Report, width: int = 100) -> str:
     return printed(alone(*head_table(Shapes(report), "table")), width)
 
 
-def details(report: Report, width: int = 100) -> str:
-    return printed(export.summary(report, verbose=True), width)
-
-
-def markdown(report: Report) -> str:
-    return export.WRITERS["markdown"](report)
-
-
-def csv(report: Report) -> str:
-    return export.WRITERS["csv"](report)
-
-
-def page(report: Report) -> str:
-    return export.WRITERS["html"](report)
+details = partial(summary, verbose=True)
+markdown, csv, page = (export.WRITERS[name] for name in ("markdown", "csv", "html"))
 
 
 class Tags(HTMLParser):
@@ -88,13 +91,13 @@ class Tags(HTMLParser):
 
 def runs_its_own_script_alone(page: str) -> bool:
     """Whether the page holds no script but data and the one that its policy names by hash."""
-    found = Tags(page)
-    policy = next(given["content"] or "" for _, given in found.tags if given.get("http-equiv"))
-    own = "script-src 'sha256-{}';"
-    running = [text for given, text in found.scripts if given.get("type") != "application/json"]
+    parsed = Tags(page)
+    policy = next(attributes["content"] or "" for _, attributes in parsed.tags if attributes.get("http-equiv"))
+    running = [text for attributes, text in parsed.scripts if attributes.get("type") != "application/json"]
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in running]
-    tags = [tag for tag, _ in found.tags if tag == "script"]
-    return len(tags) == len(found.scripts) <= 2 and [own.format(one) in policy for one in hashes] == [True]
+    tags = [tag for tag, _ in parsed.tags if tag == "script"]
+    allowed = [f"script-src 'sha256-{one}';" in policy for one in hashes]
+    return len(tags) == len(parsed.scripts) <= 2 and allowed == [True]
 
 
 def draw_panel(shapes: Shapes, stem: str) -> Figure:
@@ -104,12 +107,12 @@ def draw_panel(shapes: Shapes, stem: str) -> Figure:
 
 def save_pictures(report: Report, target: Path) -> list[Path]:
     """Draw the report as `--figure` does; the files written."""
-    found = export.drawings(report, target)
+    drawings = export.drawings(report, target)
     if not is_file(target):
         make_folder(target)
-    for path, draw in found.items():
+    for path, draw in drawings.items():
         write_atomically(path, draw()[0])
-    return list(found)
+    return list(drawings)
 
 
 def draw(function: Callable[..., object], *arguments: object) -> Figure:
@@ -160,9 +163,8 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
 def in_view(text: Text) -> bool:
     """Whether it is drawn: ticks beyond an axis' ends are not."""
     axes = text.axes
-    if axes is None or text not in [
-        label for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels("both")
-    ]:
+    axis_of = () if axes is None else (axes.xaxis, axes.yaxis)
+    if text not in [label for axis in axis_of for label in axis.get_ticklabels("both")]:
         return True
     box = text.get_window_extent()
     middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)

@@ -9,7 +9,6 @@ from functools import cache, wraps
 from importlib import import_module
 from pkgutil import walk_packages
 from typing import Any
-from unittest.mock import patch
 from weakref import ref
 
 import jaxtyping
@@ -124,10 +123,10 @@ def import_rooms() -> None:
         vars(sys.modules[noun.__module__]).update(NAMES)
         once(typechecker=checked)(noun)
     rooms = [f"attnlens.{room}" for room in ROOMS]
+    jaxtyping.jaxtyped = once  # for good: functions inside functions are decorated whenever the outer one is called
     typing.TYPE_CHECKING = True  # annotations are strings whose names are imported for type checkers only
     try:
-        hook = jaxtyping.install_import_hook(rooms, "watch.checked")
-        with hook, patch.object(jaxtyping, "jaxtyped", once):
+        with jaxtyping.install_import_hook(rooms, "watch.checked"):
             for room in rooms:
                 for each in walk_packages(getattr(import_module(room), "__path__", ()), f"{room}."):
                     import_module(each.name)  # also what a package imports late

@@ -130,8 +130,8 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
             raise UsageError(f"{option} applies to {' and '.join(others)}, not to {kind}.", f"Leave out {option}.")
 
 
-TABLE = opt.argument(
-    "table",
+EXPERIMENTS = opt.argument(
+    "experiments",
     f"`{CLAIMS}`: small experiments with published values. {', '.join(f'`{name}`' for name in STUDIES)}: a table of "
     "models to train. `all`: all these tables.",
     default=CLAIMS,
@@ -140,14 +140,14 @@ TABLE = opt.argument(
 QUICK = opt.option("--quick", bool, "For `claims`: run fewer trials with wider tolerances (under half a minute).")
 
 
-@opt.with_options(TABLE | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
+@opt.with_options(EXPERIMENTS | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
 def reproduce(context: typer.Context) -> None:
     """Reproduce small experiments from the papers behind attnlens (exit 1 if a claim fails), or train the models of one
     of their tables."""
     params = context.params
-    request, table = opt.build(StudyRequest, params), checked_table(params["table"])
+    request, table = opt.build(StudyRequest, params), checked_table(params["experiments"])
     if table == CLAIMS:
-        refuse_other(CLAIMS, context, {CLAIMS: {"table", "quick"}, "a table": {*StudyRequest.model_fields}})
+        refuse_other(CLAIMS, context, {CLAIMS: {"experiments", "quick"}, "a table": {*StudyRequest.model_fields}})
     else:
         start_workers(request.engine, request.jobs or os.cpu_count() or 1)
 

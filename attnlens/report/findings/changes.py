@@ -318,7 +318,8 @@ def _causes(comparison: Comparison, changes: Changes) -> Iterator[str]:
     if changes.forms:
         yield f"The query/key form M of {format_count(len(changes.forms), 'head')} changed: {_list(changes.forms)}."
     if changes.local:
-        yield f"Unchanged M, but other attention to the same inputs: {_list(changes.local)}."
+        heads = format_count(len(changes.local), "head")
+        yield f"{heads} attend differently to the same inputs although M is unchanged: {_list(changes.local)}."
     yield from map(clean, comparison.notes)
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]

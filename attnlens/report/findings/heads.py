@@ -42,6 +42,7 @@ SHARES = {  # Parts that a head's scores divide into → how the head chooses ke
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
 Student's t: at 0.05, 9 % of runs on random weights would report a head."""
+ADAPTED = "adapter.change"  # Relative change of M by an adapter
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
@@ -61,17 +62,19 @@ class HeadTests:
 
         differences, p_values = [], []
         names = [name for name in (*CHANCE, *THRESHOLD) if name in self.shapes.readings]
+        if not names:
+            return {}
         for name in names:
             value, error, freedom = self._compare(name)
             differences.append(value)
             with np.errstate(divide="ignore", invalid="ignore"):
                 p_values.append(2 * stats.t.sf(np.abs(value / error), freedom))
-        p = np.array(p_values).reshape(len(names), -1)
+        p = np.array(p_values)
         tested = np.isfinite(p)
         q = np.ones_like(p)
         if tested.any():
             q[tested] = stats.false_discovery_control(p[tested])
-        significant = np.where(tested & (q <= LEVEL), np.sign(np.array(differences).reshape(p.shape)), 0)
+        significant = np.where(tested & (q <= LEVEL), np.sign(np.array(differences)), 0)
         return {name: row.astype(int) for name, row in zip(names, significant, strict=True)}
 
     def _compare(self, name: str) -> tuple[Float[np.ndarray, " heads"], Float[np.ndarray, " heads"], np.ndarray]:
@@ -103,8 +106,23 @@ class HeadTests:
 def findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield the answers for the measures that an inspection has, in the order of QUESTIONS."""
     tests = HeadTests(shapes)
-    answered = [finding for question in QUESTIONS if (finding := question(tests)) is not None]
+    questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
+    answered = [finding for question in questions if (finding := question(tests)) is not None]
     yield from answered or _medians(shapes)
+
+
+def _adapted(tests: HeadTests) -> Finding | None:
+    """Count the heads whose form M the adapter changed."""
+    if (reading := tests.shapes.readings.get(ADAPTED)) is None:
+        return None
+    count = int((reading.present > 0).sum())
+    return Finding(
+        question="Adapter?",
+        answer=f"M changed in {count} of {_count(reading)}.",
+        evidence=f"‖ΔM‖/‖M‖: median {_middle(reading)}, largest {short(float(reading.present.max()))}.",
+        severity="notable" if count else "none",
+        measures=[ADAPTED],
+    )
 
 
 def _symmetric(tests: HeadTests) -> Finding | None:

@@ -12,7 +12,6 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Report
-from attnlens.report.render.terminal import shade
 from attnlens.report.sections.checked import describe_breach, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
@@ -135,9 +134,8 @@ def _section(section: Section) -> Iterator[str]:
         yield f"- **{escape_text(finding.question)}** {escape_text(finding.answer)}{evidence}"
     yield from ("",) if section.findings else ()
     if section.heat_map is not None:
-        yield from ("```text", *map(clean, shade(section.heat_map)), "```", "")
-    if section.commands:  # commands are built by attnlens; a backtick in a model's name would end the code
-        yield from ("```bash", *(clean(command).replace("`", "") for command in section.commands), "```", "")
+        yield from (*(f"    {line}" for line in section.heat_map.lines()), "")
+    yield from (*(f"- {escape_text(command)}" for command in section.commands), "") if section.commands else ()
     items = (item if isinstance(item, str) else ": ".join(item) for item in section.items)
     listed = [f"- {escape_text(line)}" for line in (*section.lines, *items)]
     yield from (*listed, "") if listed else ()

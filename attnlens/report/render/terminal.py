@@ -141,8 +141,7 @@ def _labelled(rows: Sequence[tuple[str, Text]]) -> Grid:
 
 
 LABEL = 14  # Largest width of a finding's question
-SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
-"""Shades of a map from its smallest to its largest value."""
+ASCII_SHADES = " .:+#"  # Shades of a map on a terminal that shows only ASCII
 
 
 @dataclass(frozen=True)
@@ -151,24 +150,10 @@ class Shades:
 
     heat_map: HeatMap
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one line per row, as wide as the page allows."""
-        yield from (
-            Text(line, no_wrap=True) for line in shade(self.heat_map, ASCII_SHADES if options.ascii_only else SHADES)
-        )
-
-
-def shade(heat_map: HeatMap, shades: str = SHADES) -> Iterator[str]:
-    """Yield the lines of a map; a missing value is `?`."""
-    present = [value for row in heat_map.values for value in row if value is not None]
-    low, high = min(present), max(present)
-    label, count = max(map(len, heat_map.rows)), len(heat_map.values[0])
-    width = 3 if count <= 16 else 2 if count <= 32 else 1
-    for name, row in zip(heat_map.rows, heat_map.values, strict=True):
-        levels = [None if value is None else min(4, int(5 * (value - low) / ((high - low) or 1))) for value in row]
-        yield (
-            f"{name:>{label}} │" + "".join(("?" if level is None else shades[level]) * width for level in levels) + "│"
-        )
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield one line per row."""
+        lines = self.heat_map.lines(ASCII_SHADES) if options.ascii_only else self.heat_map.lines()
+        yield from (Text(line, no_wrap=True) for line in lines)
 
 
 @dataclass(frozen=True)

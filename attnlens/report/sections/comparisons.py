@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 
 import numpy as np
@@ -12,7 +12,7 @@ from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE,
 from attnlens.records import Comparison, Head, MeasureChange, Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
 from attnlens.report.sections.layers import place_columns
-from attnlens.report.sections.section import TEXTS, Cell, Column, Row, Section, Table, View, build_table, section
+from attnlens.report.sections.section import Cell, Column, Row, Section, Table, View, build_table, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import (
     NO_VALUE,
@@ -218,78 +218,6 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
     values = group_pairs((row.measure, row.before) for row in comparison.rows if row.before is not None)
     ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
     return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
-
-
-@section(10, "comparison", (*TEXTS, "opening"))
-def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the number of changed heads and the differences between the predictions of the two models."""
-    comparison = shapes.report.comparison
-    assert comparison is not None  # noqa: S101
-    changes = () if comparison.shifts else (*change_sentences(comparison), *_predictions(comparison))
-    lines = [clean(line) for line in (*comparison.notes, *changes)]
-    yield Section("What changed", items=lines) if view == "opening" else Section(lines=lines)
-
-
-def change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences on the significant changes, and on the blocks and heads that weights or inputs changed."""
-
-    def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
-        return {(row.layer, row.head) for row in rows}
-
-    yield (
-        f"{comparison.named:,} of {comparison.tests:,} changes (heads × measures) are named at a false-discovery rate "
-        f"of {comparison.fdr:g}, in {len(heads_of(row for row in comparison.rows if row.named))} of "
-        f"{format_count(len(comparison.heads), 'head')}."
-    )
-    blocks = [block for block in comparison.blocks if block.named]
-    if blocks:
-        largest = max(blocks, key=lambda block: block.change or 0.0)
-        yield (
-            f"{len(blocks)} of {format_count(len(comparison.blocks), 'block')} compute differently on the same hidden "
-            f"states: {join_items([block.path for block in blocks])}, by up to {largest.change or 0.0:.2g} in relative "
-            f"norm{f' ({largest.path})' if len(blocks) > 1 else ''}."
-        )
-    by_measure = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
-    named = {name: heads_of(row for row in rows if row.named) for name, rows in by_measure.items()}
-    by_weights = named[OWN_ROWS] | heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding)
-    changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
-    forms = named[FORMS] | (by_weights & changed)
-    if forms:
-        yield f"The form M of {format_count(len(forms), 'head')} changed: {_places(forms)}."
-    local = by_weights - forms
-    if local:
-        unsure = len(local - named[OWN_ROWS])
-        yield (
-            f"{format_count(len(local), 'head')} attend differently to the same hidden states although their form M is "
-            f"unchanged: {_places(local)}{f' ({unsure} of them not significantly on these windows)' if unsure else ''}."
-        )
-    lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
-    if lone:
-        which = join_items(f"{row.measure} of {row.layer}.{row.head}" for row in lone)
-        yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
-    alike = heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding is False)
-    inherited = (named[ROWS] & alike) - by_weights - forms
-    if inherited:
-        yield f"{format_count(len(inherited), 'head')} changed only because their inputs changed."
-
-
-def _places(heads: set[tuple[int, int]]) -> str:
-    return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
-
-
-def _predictions(comparison: Comparison) -> Iterator[str]:
-    """Yield one sentence per known difference between the models' predictions."""
-    if (outcome := comparison.outcome) is None:
-        return
-    loss = outcome.loss
-    if loss is not None:
-        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
-        yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}."
-    if outcome.kl is not None and outcome.top1_agreement is not None:
-        same = f"the same top prediction for {outcome.top1_agreement:.1%}"
-        yield f"KL of the predictions {short(outcome.kl)} nats per token; {same}."
-    elif outcome.hidden_cosine is not None:
-        yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
 
 
 @section(20, "comparison")

@@ -96,7 +96,7 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build a document's title block; if `whole`, with the model's conventions and all caveats about the numbers."""
+    """Build a document's title block; if `whole`, with the model's size and the device."""
     model, settings, error = report.model, report.settings, report.summary.identity_error
     usual = (settings.dtype, settings.device) == ("float32", "cpu")
     facts = [
@@ -114,8 +114,8 @@ def build_heading(report: Report, whole: bool) -> Heading:
         title=title(report),
         command=report.command,
         facts=" · ".join(clean(fact) for fact in facts if fact),
-        asides=[*filter(None, [ran_on(report), conventions(report) if whole else ""])],
-        notes=notes(report) if whole else [*settings.notes, *other_base(report)],
+        asides=[*filter(None, [ran_on(report)])],
+        notes=[clean(note) for note in (*settings.notes, *other_base(report))],
         standing=verdict,
         sound=sound,
     )
@@ -140,9 +140,9 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """List the caveats of a report, one sentence each."""
+    """List the caveats of the model's measures, and the tensors that the model does not use, one sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
-    return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *state_unexpected(report))]
+    return [clean(note) for note in (*of_model, *state_unexpected(report))]
 
 
 def other_base(report: Report) -> list[str]:
@@ -191,6 +191,13 @@ def without_value(shapes: Shapes) -> list[str]:
     return [f"{join_items(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]
 
 
+@section(90, views=("markdown",))
+def note_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the model's conventions and the caveats of its measures."""
+    if lines := [*filter(None, [conventions(shapes.report)]), *notes(shapes.report)]:
+        yield Section("Notes", items=lines)
+
+
 @section(90, [kind for kind in KINDS if kind != "doctor"], ("verbose",))
 @section(95, views=("page",))
 def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
@@ -206,9 +213,9 @@ def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
         *([("analyzers", join_items(settings.analyzers, 20))] if settings.analyzers else []),
         *((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None),
     ]
+    items += [("conventions", conventions(report))] if conventions(report) else []
+    items += [("note", note) for note in notes(report)]
     if view == "verbose":
-        items += [("conventions", conventions(report))] if conventions(report) else []
-        items += [("note", note) for note in notes(report)]
         items += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
         items.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
     yield Section("Details" if view == "verbose" else "How it was made", items=items)

@@ -115,7 +115,7 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return places if any(place is not None for place in places) else []
 
 
-@section(10, "inspection", ("opening",))
+@section(36, "inspection", ("page",))
 def typical_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the medians of the headline measures next to those of each comparable model of the atlas."""
     items = [
@@ -126,7 +126,7 @@ def typical_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
-@section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))
+@section(38, ("inspection", "swap", "doctor", "experiments"), ("page",))
 @section(40, "inspection", TEXTS)
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:

@@ -19,6 +19,7 @@ from attnlens.analyzers.registry import (
     MeasureInfo,
     list_analyzers,
 )
+from attnlens.arguments import format_argument
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
@@ -32,10 +33,10 @@ DEMO_HEADS = Path(__file__).parent.parent / "demo_heads.json"
 SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("sink", "sinks", "first token"), "tokens.share_first"),
     **dict.fromkeys(("peaked", "peakedness", "collapse"), "tokens.entropy"),
-    **dict.fromkeys(("position", "positional", "distance"), "tokens.share_distance"),
-    **dict.fromkeys(("content", "interaction"), "tokens.share_interaction"),
-    **dict.fromkeys(("definite", "psd", "mercer kernel"), "weights.definiteness"),
-    **dict.fromkeys(("svm", "att-svm", "margin"), "selection.svm_cosine"),
+    **dict.fromkeys(("position", "positional"), "tokens.share_distance"),
+    "content": "tokens.share_interaction",
+    "psd": "weights.definiteness",
+    **dict.fromkeys(("svm", "att-svm"), "selection.svm_cosine"),
     "copying": "weights.positivity",
     "low rank": "weights.effective_rank",
 }
@@ -47,9 +48,8 @@ def measure_list(infos: Iterable[MeasureInfo]) -> Section:
 
     Formula, caution and source follow the meaning.
     """
-    default = {info.name for analyzer in list_analyzers() if analyzer.by_default for info in analyzer.measures}
     rows = []
-    for info in sorted(infos, key=lambda info: (info.name not in default, not info.headline)):
+    for info in sorted(infos, key=lambda info: (info.name not in _plain_measures(), not info.headline)):
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
         rows.append({"measure": info.name, "range": range_of(info), "meaning": meaning})
     return Section(table=_folded_table(rows))
@@ -189,26 +189,30 @@ def kernel_pages() -> dict[str, Section]:
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 
+def _plain_measures() -> set[str]:
+    """Return the names of the measures of a plain inspect."""
+    return {info.name for analyzer in list_analyzers() if analyzer.by_default for info in analyzer.measures}
+
+
 def explanation(name: str) -> Section:
     """Return the page of a measure or kernel. Raise UsageError unless the name matches exactly one.
 
-    The source of a measure can be omitted; SYNONYMS lists further words.
+    The source of a measure can be omitted; of several measures of this name, that of a plain inspect is meant. SYNONYMS
+    lists further words.
     """
     pages = measure_pages() | kernel_pages()
     word = name.strip().lower()
     ends = [full for full in pages if full.endswith(f".{word}")]
-    if word in pages:
-        return pages[word]
-    if word in SYNONYMS:
-        return pages[SYNONYMS[word]]
-    if len(ends) > 1:
-        raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
+    plain = [full for full in ends if full in _plain_measures()]
+    for candidates in ([word] if word in pages else [], ends, plain, [SYNONYMS.get(word, "")]):
+        if len(candidates) == 1 and candidates[0] in pages:
+            return pages[candidates[0]]
     if ends:
-        return pages[ends[0]]
+        raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
     near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."
-    raise UsageError(f"There is no measure or kernel {name!r}.", remedy)
+    raise UsageError(f"There is no measure or kernel {format_argument(name)}.", remedy)
 
 
 @cache

@@ -91,6 +91,22 @@ class HeatMap:
     rows: Sequence[str]  # label of each row
     values: Sequence[Sequence[float | None]]
 
+    def lines(self, shades: str = " ░▒▓█") -> Iterator[str]:
+        """Yield the map as lines, from the first shade for the smallest to the last for the largest value.
+
+        A missing value is `?`.
+        """
+        present = [value for row in self.values for value in row if value is not None]
+        low, high = min(present), max(present)
+        label, count = max(map(len, self.rows)), len(self.values[0])
+        width = 3 if count <= 16 else 2 if count <= 32 else 1
+        for name, row in zip(self.rows, self.values, strict=True):
+            shares = [None if value is None else (value - low) / ((high - low) or 1) for value in row]
+            cells = [
+                "?" if share is None else shades[min(len(shades) - 1, int(len(shades) * share))] for share in shares
+            ]
+            yield f"{name:>{label}} │{''.join(cell * width for cell in cells)}│"
+
 
 @dataclass(frozen=True)
 class Picture:

@@ -148,50 +148,14 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
         lines.append(f"calibration text: {clean(where)}, not part of the evaluated text")
     yield Section(lines=lines)
-    sentences = [*_effect_sentences(swap)] if single else [line for each in swaps for line in _cheaper_controls(each)]
+    sentences = [*_state_long_range(swap)] if single else []
     notes = [] if single and swap.diverged else [_reading_help(report)]
     yield Section("Effect" if single else "Effects", lines=sentences, table=_outcome_table(swaps), notes=notes)
     yield from _by_text(swaps)
 
 
-def verdict(swap: Swap) -> str:
-    """State the effect of a swap after its last stage by the first known of loss, KL and cosine of hidden states."""
-    if swap.diverged:
-        return "The model diverges: its predictions with this kernel are not finite."
-    loss, unit = swap.loss, UNITS[swap.task]
-    if loss is not None:
-        decimals = loss_decimals([loss])
-        before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
-        bounds = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
-        verb = "rises" if loss.delta > 0 else "falls"
-        if loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1]):
-            verb = "does not change measurably:"
-        rise, ends = format_rise(loss)
-        risen = f" Perplexity {rise}{f', 95 % interval {ends}' if ends else ''}." * (swap.perplexity is not None)
-        return f"The loss {verb} from {before} to {after} {unit} (Δ {delta}{bounds}).{risen}"
-    if swap.kl is not None:
-        return f"KL divergence of the predictions from the original's: {figures(swap.kl)} {unit}."
-    if swap.hidden_cosine is None:
-        return "Nothing could be compared; the reasons are listed below."
-    return f"Mean cosine between the last hidden states and the original's: {swap.hidden_cosine:.3f}."
-
-
-def _effect_sentences(swap: Swap) -> Iterator[str]:
-    """Yield the verdict, the recovery by later stages, cheaper controls, greedy agreement and long-range copying."""
-    yield verdict(swap)
-    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
-    if len(losses) == len(swap.stages) > 0 and losses[0].delta > max(0, losses[-1].delta):
-        recovered = percent(min(1.0, 1 - losses[-1].delta / losses[0].delta))
-        yield f"Once {swap.stages[-1].name}, {recovered} of the swap's rise is recovered."
-    yield from _cheaper_controls(swap)
-    if (agreement := swap.agreement) is not None:
-        quartiles = " to ".join(_count_tokens(number, agreement) for number in agreement.quartiles)
-        what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
-        yield (
-            f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) match the original for "
-            f"{_count_tokens(agreement.median, agreement)} of {agreement.tokens} tokens (median; quartiles "
-            f"{quartiles}); {agreement.never} of {agreement.prompts} never differ."
-        )
+def _state_long_range(swap: Swap) -> Iterator[str]:
+    """Yield the change of the loss on tokens that repeat a bigram from beyond a window."""
     if (record := swap.beyond_window) is not None:
         change, decimals = record.change, loss_decimals([record.change])
         ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
@@ -200,15 +164,6 @@ def _effect_sentences(swap: Swap) -> Iterator[str]:
             f"than {format_count(record.window, 'token')} back, the loss changes by "
             f"{format_number(change.delta, decimals)}{ends}."
         )
-
-
-def _cheaper_controls(swap: Swap) -> Iterator[str]:
-    """Name the controls whose loss interval lies below the kernel's; yield nothing if there are none."""
-    start = swap.loss.ci95[0] if swap.loss is not None and swap.loss.ci95 else -math.inf
-    costs = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
-    cheaper = [name for name, cost in costs if cost.ci95 is not None and cost.ci95[1] < start]
-    if cheaper:
-        yield f"Lower loss than {clean(swap.kernel)}, with disjoint intervals: {', '.join(cheaper)}."
 
 
 def _count_tokens(number: float, agreement: Agreement) -> str:

@@ -1,0 +1,60 @@
+"""Tests that help fits on one screen, shows options that exist, and gives examples that run."""
+
+import shlex
+from inspect import signature
+
+import pytest
+from program import attnlens, invoke
+from typer.main import get_command
+
+import attnlens as package
+from attnlens.cli.commands import COMMANDS, app
+from attnlens.cli.short_help import EXAMPLES, GROUPS, OPTIONS
+
+LINES, MOST_OPTIONS = 25, 12
+QUICK = {"ATTNLENS_WINDOWS": "2", "ATTNLENS_LENGTH": "32", "ATTNLENS_TRIALS": "2", "ATTNLENS_ITERATIONS": "200"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_help_shows_at_most_12_options_and_three_examples_on_one_screen(name):
+    result = invoke(name, "-h", COLUMNS="80")
+    lines = result.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= 80
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert len(shown) == len(OPTIONS[name].split()) <= MOST_OPTIONS
+    assert {flag[2:].replace("-", "_") for flag in shown} <= set(signature(COMMANDS[name]).parameters)
+    assert [line.strip() for line in lines if line.strip().startswith("attnlens ")][:3] == list(EXAMPLES[name])
+    group = get_command(app)
+    for example in EXAMPLES[name]:
+        group.commands[name].make_context(name, shlex.split(example)[2:])
+    whole = invoke(name, "--help").stdout
+    assert "env var" not in whole
+    assert "ATTNLENS_WINDOWS=8" in whole, "said once"
+
+
+def test_the_program_alone_shows_its_commands_by_purpose():
+    result = invoke()
+    assert result.returncode == 2
+    assert result.stdout == invoke("-h").stdout
+    assert [line for line in result.stdout.splitlines() if line in GROUPS] == list(GROUPS)
+    assert [name for names in GROUPS.values() for name in names] == list(COMMANDS)
+    for name in COMMANDS:
+        assert f"\n  {name:12} " in result.stdout
+        assert EXAMPLES[name][0] in result.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "reproduce"])
+def test_examples_of_the_help_run(name, tmp_path):
+    other = package.load("demo")
+    other.model.transformer.h[1].attn.c_attn.weight.data[:, :16] *= 2
+    other.model.save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    for file in ("report.json", "before.json", "after.json"):
+        assert attnlens("inspect", "demo", "--json", file, "-q", cwd=tmp_path, **QUICK).returncode == 0
+    small = QUICK | ({"ATTNLENS_LAYERS": "0"} if name in ("ranks", "heal") else {})
+    for example in EXAMPLES[name]:
+        result = attnlens(*shlex.split(example)[1:], cwd=tmp_path, **small)
+        assert result.returncode == 0, (example, result.stderr)
