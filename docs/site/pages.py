@@ -19,7 +19,7 @@ from attnlens.report.sections.reference import kernel_pages, measure_pages
 from attnlens.report.sections.section import Section
 
 ROOT = Path(__file__).parents[2]
-LINKED = ("SECURITY.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")
+LINKED = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")
 """Files outside docs/ that the pages link to."""
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 """Notebooks, each of which becomes a page."""
