@@ -106,6 +106,13 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
     assert "no measures" in capsys.readouterr().err
 
 
+def test_a_caption_replaces_no_input(tmp_path):
+    outputs = Outputs(figure=str(tmp_path / "heads.png"))
+    outputs.check({})
+    with pytest.raises(AttnlensError, match=r"replace .*heads\.png\.txt, which --text reads"):
+        outputs.check({os.path.realpath(tmp_path / "heads.png.txt"): "which --text reads"})
+
+
 def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
     def fail(path, _content):
         raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")

@@ -439,7 +439,8 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
             for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):
                 axes = part.add_subplot(grid[line, column])
-                title = shorten_label(panel.title, int(TITLE_PER_INCH * room))
+                shorten = textwrap.fill if bare else shorten_label
+                title = shorten(panel.title, int(TITLE_PER_INCH * room))
                 axes.set_title(title, pad=5 if bare else 15, weight="bold", color=INK)
                 note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
                 axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
