@@ -90,6 +90,16 @@ def short(number: float) -> str:
     return format_number(number, decimals_for([number], figures=2))
 
 
+LEAST_P = 1e-4  # Smallest p that is printed: tails are not known beyond it
+
+
+def format_p(number: float | None) -> str:
+    """Format a p-value with two significant digits; `< 1e-4` below LEAST_P, and `–` for None."""
+    if number is None:
+        return NO_VALUE
+    return f"{number:.2g}" if number >= LEAST_P else "< 1e-4"
+
+
 def format_count(number: int, noun: str) -> str:
     """Format a count with its noun: `1 head`, `2 heads`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

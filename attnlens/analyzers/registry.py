@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from attnlens.arguments import checked_name, load_plugins, refuse_replacing
 from attnlens.choices import CHANGE, Sources
+from attnlens.errors import UsageError
 from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
+    import torch as torch
     from jaxtyping import Float
     from torch import Tensor
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
     """Measures and curves by qualified name; NaN for a missing value."""
 else:  # analyzers import both names, and importing the registry must not load torch
-    linalg = LazyModule("attnlens.maths.linalg")
+    torch, linalg = LazyModule("torch"), LazyModule("attnlens.maths.linalg")
     Readings = dict
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -146,6 +148,26 @@ class Analyzer(Named):
     function: Callable[[QueryKey], Readings]  # function that computes the measures
     needs_base: bool = False  # True if it compares with the site without its adapter; runs for models with an adapter
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # a measure and its function, for swept heads
+
+    def read(self, query_key: QueryKey) -> Readings:
+        """Compute the measures. Raise UsageError unless they are a dict of declared measures in the expected shapes."""
+        readings, remedy = self.function(query_key), "Return {measure: tensor of shape (…, heads)}; curves add an axis."
+        if not isinstance(readings, dict):
+            raise UsageError(f"The analyzer {self.name} returns {type(readings).__name__} instead of a dict.", remedy)
+        curves, heads = {info.name: info.curve for info in self.measures}, tuple(query_key.query.shape[:-2])
+        for name, reading in readings.items():
+            if name not in curves:
+                problem = f"The analyzer {self.name} returns {name!r}, but it declares {', '.join(curves)}."
+                raise UsageError(problem, remedy)
+            if not isinstance(reading, torch.Tensor):
+                problem = f"The analyzer {self.name} returns {name} as {type(reading).__name__} instead of a tensor."
+                raise UsageError(problem, remedy)
+            shape = tuple(reading.shape)
+            if (shape[:-1] if curves[name] else shape) != heads:
+                expected = f"{heads} and an axis of steps" if curves[name] else heads
+                problem = f"The analyzer {self.name} returns {name} of shape {shape}; expected {expected}."
+                raise UsageError(problem, remedy)
+        return readings
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
     """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
 
-    The two-sided p is computed from z = (now − then)/√(se_now² + se_then²), with Benjamini–Hochberg over all heads and
-    measures. The two runs are treated as independent, which is conservative if both read the same windows (`compare`
-    pairs the windows).
+    The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
+    freedom of one run, with Benjamini–Hochberg over all heads and measures. The two runs are treated as independent,
+    which is conservative if both read the same windows (`compare` pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -100,14 +100,16 @@ def _size(change: Breach) -> float:
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
     """Compare one measure of every head with the baseline's column; p is two-sided, and None if an error is unknown."""
+    from scipy import stats  # late: rules need no test
+
     changes = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
         measure, p = head.measures.get(name), None
         now, se = (None, None) if measure is None else (measure.value, measure.se)
-        if now is not None and then is not None and se is not None and error is not None:
+        if measure is not None and now is not None and then is not None and se is not None and error is not None:
             spread, change = math.hypot(se, error), abs(now - then)
             if spread > 0 and math.isfinite(change / spread):  # infinite for numbers near the largest float
-                p = math.erfc(change / spread / 2**0.5)
+                p = float(2 * stats.t.sf(change / spread, max(1, report.settings.freedom(measure.n or 0))))
         changes.append(breach(head, now, then, p))
     return changes
 

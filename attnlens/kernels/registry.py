@@ -88,6 +88,11 @@ class KernelInfo:
     """(**parameters) → tie that replaces this kernel to analyse the evaluated text's own logits, or None."""
 
     @property
+    def built_in(self) -> bool:
+        """True for a kernel of attnlens, False for one that a user registered."""
+        return self.function.__module__.startswith("attnlens.")
+
+    @property
     def feature_map(self) -> Callable[..., Tensor] | None:
         """Feature map (x, scale, side, **parameters) → φ for running sums, k = ⟨φ(q), φ(k)⟩; None if there is none."""
         return self.function if self.form == "features" else self.phi

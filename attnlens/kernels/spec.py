@@ -139,7 +139,8 @@ class Kernel:
         """Compute φ of the queries or keys (`side`: "query" or "key"); raise UsageError if a needed fit is missing."""
         assert self.info.feature_map is not None  # noqa: S101  # callers that sum features check this
         self._refuse_unfitted()
-        return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
+        features = self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
+        return self._check_shape(features, (*x.shape[:-1], features.shape[-1] if features.dim() else 0))
 
     def with_fitted(self, fitted: Mapping[str, Shaped[Tensor, "heads ..."]]) -> Kernel:
         """Return a copy of the kernel with these fitted per-head parameters."""
@@ -187,13 +188,22 @@ class Kernel:
             raise UsageError(problem, "Compare outputs, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":
-            return info.function(query, key, scale, **numbers)
+            shape = *query.shape[:-1], key.shape[-2]
+            return self._check_shape(info.function(query, key, scale, **numbers), shape)
         if info.form == "score":
             if info.dot is not None:
                 query, key, scale = info.dot(query, key, scale, **numbers)
-            return info.function(score(query, key, scale, softcap), **numbers)
+            scores = score(query, key, scale, softcap)
+            return self._check_shape(info.function(scores, **numbers), scores.shape)
         product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
         return log_magnitude(product + smallest_kernel(product.dtype))
+
+    def _check_shape(self, result: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the result of the kernel's function; raise UsageError if its shape differs."""
+        if result.shape != (expected := tuple(shape)):
+            problem = f"The function of kernel {self.info.name} returns shape {tuple(result.shape)}, not {expected}."
+            raise UsageError(problem, "Return log k for each query and key, or the features of each query or key.")
+        return result
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:

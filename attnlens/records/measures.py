@@ -177,6 +177,8 @@ class Coverage(Record):
     sites: Count
     heads: Count
     analysed: Count  # Number of heads with at least one value
+    model_sites: Count | None = None  # Numbers of sites and heads of the whole model, requested or not; None if unknown
+    model_heads: Count | None = None
     without: dict[str, Count] = {}  # Number of analysed heads without a value from a requested source, by source
     skipped: list[Skipped] = []
 

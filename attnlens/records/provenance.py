@@ -97,6 +97,11 @@ class Text(Record):
         return cls(name=" + ".join(text.name for text in texts), sha256=digest.hexdigest())
 
 
+FEWEST_DRAWS = 8
+"""Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
+better: a sample that draws one of two windows twice has almost no error."""
+
+
 class Settings(Record):
     """Options of the run, and the inputs passed to the model."""
 
@@ -121,6 +126,21 @@ class Settings(Record):
     select: str | None = None  # Selected tokens, `argmax` or `top-p:0.9`; None if selection was not analysed
     options: dict[str, bool | int | float | str] = {}  # Other options that were set, except files, outputs and work
     notes: list[str] = []  # Notes on the input that a reader must know, one sentence each
+
+    def freedom(self, count: int) -> int:
+        """Return the degrees of freedom of a standard error over `count` sequences, or over the texts."""
+        return (len(self.texts) if self.intervals == "texts" else count) - 1
+
+    @property
+    def interval_method(self) -> str:
+        """Method of the intervals of paired differences: `bootstrap`, or `Student's t, 2 windows` for few draws."""
+        counts = [len(text.windows) for text in self.texts if text.windows] or [self.windows or 0]
+        if self.intervals == "texts":
+            draws, unit = len(self.texts), "text"
+        else:  # texts are strata, unless one has a single window
+            draws, unit = sum(counts) if 1 in counts else min(counts), "window"
+        total = draws if self.intervals == "texts" else sum(counts)
+        return "bootstrap" if draws >= FEWEST_DRAWS else f"Student's t, {format_count(total, unit)}"
 
     @property
     def fed(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from pydantic import JsonValue
@@ -10,6 +11,8 @@ from attnlens.records.measures import Count, Number, Reasons, Record
 from attnlens.records.provenance import File
 
 Bound = Literal["within", "at least", "at most"]
+Origin = Literal["published", "reimplementation", "control"]
+WIDEST = 1 / 3  # Largest tolerance, as a share of the reference value, with which a figure counts as tested
 
 
 class Curve(Record):
@@ -50,26 +53,42 @@ class Experiment(Record):
     final: dict[str, Number | None]
     errors: dict[str, Number] = {}  # Standard errors of the figures that are means over trials
     reasons: Reasons = {}  # Reasons for the figures that are None
-    published: dict[str, Number] | None = None  # Published values of the same figures
+    published: dict[str, Number] | None = None  # Reference values of the same figures, whose origin is in `origins`
+    origins: dict[str, Origin] = {}  # Origin of the reference values that the paper does not state
     source: str | None = None
     tolerance: dict[str, Number] | None = None
     bounds: dict[str, Bound] = {}  # Figures with a lower or upper bound; the others must be within tolerance
-    passed: bool | None = None  # True if all published figures are reproduced; None if none was published
+    passed: bool | None = None  # True if all tested figures agree with their reference; None if none was tested
     axis: str = "iteration"  # Unit of the steps of its curves
     curves: dict[str, Curve] = {}
     trajectories: list[Trajectory] = []  # One per head and measure, if the steps are training checkpoints
 
     def meets(self, figure: str) -> bool | None:
-        """Return True if a figure agrees with its published value, else False; None if it has no published value."""
+        """Return True if a figure agrees with its reference value, else False; None if it is not tested.
+
+        A figure is not tested if it has no reference value, or if it lies within a tolerance that is too wide (WIDEST)
+        to show agreement.
+        """
         if self.published is None or figure not in self.published:
             return None
         value, expected = self.final.get(figure), self.published[figure]
         if value is None:
             return False
         slack, bound = (self.tolerance or {}).get(figure, 0.0), self.bounds.get(figure, "within")
-        if bound == "within":
-            return abs(value - expected) <= slack
-        return value >= expected - slack if bound == "at least" else value <= expected + slack
+        inside = (bound == "at least" or value <= expected + slack) and (
+            bound == "at most" or value >= expected - slack
+        )
+        return None if inside and expected and slack > WIDEST * abs(expected) else inside
+
+    @property
+    def untested(self) -> list[str]:
+        """Names of the figures that lie within a tolerance too wide to show agreement."""
+        return [figure for figure in self.published or {} if self.meets(figure) is None]
+
+    @property
+    def agreeing(self) -> Counter[Origin]:
+        """Number of figures that agree with their reference value, by its origin."""
+        return Counter(self.origins.get(figure, "published") for figure in self.published or {} if self.meets(figure))
 
     def null(self, name: str) -> Curve | None:
         """Return the curve that is the null of the curve `name`; None if there is none."""
@@ -77,7 +96,7 @@ class Experiment(Record):
 
     def judge(self) -> Experiment:
         """Return a copy of the experiment with `passed` set."""
-        verdicts = [self.meets(figure) for figure in self.published or {}]
+        verdicts = [met for figure in self.published or {} if (met := self.meets(figure)) is not None]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
 

@@ -206,6 +206,7 @@ class Differences:
     """True for each sequence with predictions; sequences without them are missing from the three lists above."""
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     agreeing: float = 0.0
+    classes: int = 1  # number of tokens or classes that a prediction chooses from
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
@@ -230,7 +231,7 @@ class Differences:
     def _add_predictions(self, original: Tensor, new: Tensor, targets: Tensor | None, ids: Tensor | None) -> None:
         if targets is None:
             targets = original.argmax(-1, keepdim=True)
-        predicted = targets != NOTHING
+        predicted, self.classes = targets != NOTHING, new.shape[-1]
         self.predicting.append(predicted.any(1).cpu())
         losses = [outputs.token_losses(logits, targets) for logits in (original, new)]
         (before, counts), (after, _) = (outputs.sequence_means(each, predicted) for each in losses)
@@ -298,6 +299,7 @@ class Differences:
                 change, other = self._changes(seed, rows)
                 by_text.append(TextChange(name=name, sequences=len(rows), change=change, perplexity=other))
             fields |= {"loss": loss, "loss_by_text": by_text, "perplexity": perplexity}
+            fields["destroyed"] = loss.before <= math.log(self.classes) < loss.after
             if perplexity is None:
                 reasons["perplexity"] = "exp(loss) overflows"
             if loss.ci95 is None:

@@ -66,13 +66,12 @@ def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread:
             if named not in missing:
                 missing.append(named)
     sources = dict.fromkeys(source for coverage in coverages for source in coverage.without)
-    return Coverage(
-        sites=coverages[-1].sites,
-        heads=coverages[-1].heads,
-        analysed=min(coverage.analysed for coverage in coverages),
-        without={source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
-        skipped=[*missing, *unread],
-    )
+    changed = {
+        "analysed": min(coverage.analysed for coverage in coverages),
+        "without": {source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
+        "skipped": [*missing, *unread],
+    }
+    return coverages[-1].model_copy(update=changed)
 
 
 def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:

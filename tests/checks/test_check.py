@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 import torch
 from program import DEMO, in_shell, invoke, refused, without_torch
 from reports import synthetic_report
+from scipy import stats
 
 import attnlens
 from attnlens.checks.judging import against, baseline_of
 from attnlens.checks.rule import Tolerance
 from attnlens.errors import UsageError
 from attnlens.records import Coverage, Skipped, read_baseline
+from attnlens.report.sections.checked import describe_check
 
 HOLDS, FAILS = "tokens.entropy: max <= 1", "tokens.entropy: min > 0.9"
 
@@ -259,6 +262,21 @@ def test_a_value_that_came_or_went_is_a_change_and_tolerances_and_chance_decide_
         now = with_measures(report, [{"tokens.entropy": one} for one in moved])
         (outcome,) = against(now, baseline, Tolerance(**tolerance))
         assert outcome.passed is passed, (by, tolerance)
+
+
+def test_p_values_against_a_baseline_are_those_of_students_t():
+    report = synthetic_report(2, 2, sequences=8)
+    entropy = report.heads[0].measures["tokens.entropy"]
+    then, now = (
+        with_measures(report, [{"t": entropy.model_copy(update={"value": value, "se": 0.01, "n": 8})}] * 4)
+        for value in (0.5, 0.7)
+    )
+    (check,) = against(now, baseline_of(then), Tolerance())
+    p = 2 * stats.t.sf(0.2 / (0.01 * 2**0.5), 7)
+    assert check.breaches[0].p == pytest.approx(p)
+    assert p > 1e10 * math.erfc(10 * 2**0.5), "the normal distribution is overconfident for 8 windows"
+    assert "(p < 1e-4)" in describe_check(check)
+    assert "p 2e-06" not in describe_check(check)
 
 
 @pytest.mark.parametrize("pairs", [40, pytest.param(200, marks=pytest.mark.full)])

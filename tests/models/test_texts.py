@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+import json
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -347,6 +349,38 @@ def test_a_tokenizer_with_dropout_cuts_a_text_the_same_way_each_time(pack, capfd
     model.tokenizer.model_max_length = 32
     cut(model, PROSE, tokens=16)
     assert capfd.readouterr() == ("", ""), "transformers does not warn about the length"
+
+
+ROWS = [{"id": 1, "text": "In the beginning\n", "content": 3}, {"id": 2, "text": "the earth\u2028was void"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.jsonl",
+            "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS),
+            "In the beginning\nthe earth\u2028was void\n",
+        ),
+        ("a.txt", json.dumps(ROWS), "In the beginning\nthe earth\u2028was void\n"),
+        ("a.json", '{"content": "alone"}', "alone\n"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "label": 1}', "its fields are: prompt, label"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}', "not all its rows"),
+        ("a.jsonl", '{"text": "a"}\nprose', "is not JSON lines"),
+        ("a.txt", "{braces} are prose\n[so are brackets]\n", None),
+        ("a.txt", "[" * 100_000, None),
+    ],
+)
+def test_json_rows_are_read_by_their_text_field_and_prose_as_it_is(tmp_path, name, text, expected) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    if expected and expected.endswith("\n"):
+        content = texts.read(str(tmp_path / name))
+        assert content.text == expected
+        assert re.fullmatch(r"a\.\w+ \(field (text|content)\)", content.name)
+    elif expected:
+        assert expected in refused(TextError, texts.read, str(tmp_path / name)).problem
+    else:
+        assert texts.read(str(tmp_path / name)) == texts.Content(text, name)
 
 
 def test_a_placeholder_needs_no_tokenizer_and_fits_every_family():

@@ -1,6 +1,15 @@
 """Tests that numbers have no false digits, and strings nothing that steers a terminal."""
 
-from attnlens.wording import big, clean, decimals_for, decimals_with_error, format_error, format_number, model_name
+from attnlens.wording import (
+    big,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    format_error,
+    format_number,
+    format_p,
+    model_name,
+)
 
 
 def test_numbers_are_written_without_false_digits():
@@ -17,6 +26,10 @@ def test_numbers_are_written_without_false_digits():
     numbers = [big(number) for number in (912, 1_300_000, 22_713_216, 7_240_000_000)]
     assert numbers == ["912", "1.3 M", "22.7 M", "7.24 B"]
     assert clean("a\tb\x1b[31m\u200b") == "a b�[31m�"
+
+
+def test_no_p_value_is_printed_below_its_floor():
+    assert list(map(format_p, (9e-43, 9.9e-5, 1e-4, 0.0312, None))) == ["< 1e-4", "< 1e-4", "0.0001", "0.031", "–"]
 
 
 def test_a_local_model_is_named_by_its_folder_and_a_hub_id_in_full():

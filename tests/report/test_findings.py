@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from experiment_reports import converging, experiment_report, failing, series_report
 from heads import query_key, random
 from reports import synthetic_report
 from rich.console import Console
 from scipy import stats
+from swap_reports import planned, several, swap_report, swapped
 
 from attnlens.analyzers.registry import NULL_DRAWS, select_analyzers
 from attnlens.maths.statistics import gaussian_null
-from attnlens.records import Finding, Head, Measure, Null
+from attnlens.records import Finding, Head, Measure, Null, SiteCheck, Verdict
 from attnlens.report import export
 from attnlens.report.findings import find, next_commands
 from attnlens.report.findings.heads import CHANCE, HeadTests
@@ -86,7 +88,7 @@ def test_random_weights_give_a_false_claim_in_at_most_5_percent_of_runs(runs: in
         without_correction += any(abs(m.z or 0) > 2 for head in report.heads for m in head.measures.values())
     assert stats.binomtest(false, runs, 0.05, alternative="greater").pvalue > 0.01
     assert without_correction > 0.9 * runs  # the control: |z| > 2 of some head
-    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # what is there is found
+    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # what is there is counted
 
 
 @pytest.mark.parametrize("runs", [200])
@@ -175,3 +177,60 @@ def test_findings_are_in_the_json_and_in_every_presentation() -> None:
     assert answer in " ".join(" ".join(screen(report)).split())
     assert answer.replace("(", "(") in export.WRITERS["markdown"](report).replace("&#58;", ":").replace("&#59;", ";")
     assert answer in export.build_page(report)
+
+
+def answers(report: Report) -> dict[str, Finding]:
+    return {finding.question: finding for finding in findings(report)}
+
+
+def test_of_several_kernels_the_cheapest_is_named_and_whether_its_interval_lies_below_the_others() -> None:
+    (finding,) = findings(several())
+    assert (finding.question, finding.answer) == ("Cheapest?", "exponential, its interval lies below all others.")
+    close = swap_report(*(swapped(kernel=name, deltas=(delta,)) for name, delta in (("rbf", 0.30), ("l2", 0.31))))
+    assert answers(close)["Cheapest?"].answer == "rbf, not clearly cheaper than l2."
+
+
+def test_costs_are_changes_only_if_their_interval_excludes_0() -> None:
+    assert [answers(swap_report(swapped(deltas=(delta,))))["Cost?"].severity for delta in (0.0, 0.01, 0.5)] == [
+        *("none", "none", "notable")
+    ]
+    assert answers(swap_report(swapped(deltas=(None,))))["Cost?"].severity == "problem"
+    assert "perplexity × 27" in answers(swap_report(swapped(deltas=(3.28,))))["Cost?"].answer
+
+
+def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds() -> None:
+    plan = planned().plan
+    by_question = answers(planned())
+    assert list(by_question)[:3] == ["How small?", "Cache?", "Within budget?"]
+    assert by_question["How small?"].answer.startswith(f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key")
+    assert f"{plan.cache_bytes_per_token.after:,.0f} bytes per token" in by_question["Cache?"].answer
+    beyond = plan.measured.model_copy(update={"share": 2 * plan.budget})
+    assert answers(planned(measured=beyond))["Within budget?"].severity == "problem"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "answer", "severity"),
+    [
+        (("agrees", "agrees"), "Yes: 2 of 2 sites agree", "none"),
+        (("agrees", "differs"), "No: 1 of 2 sites differ from the model (site 1)", "problem"),
+        (("agrees", "not checked"), "Not proved: 1 of 2 sites", "problem"),
+    ],
+)
+def test_doctor_says_whether_every_site_agrees(verdicts: tuple[Verdict, ...], answer: str, severity: str) -> None:
+    sites = [
+        SiteCheck(site=f"site {n}", part="encoder", heads=4, route="x", tokens_error=1e-7, weights_error=None,
+                  passed=verdict == "agrees", verdict=verdict)
+        for n, verdict in enumerate(verdicts)
+    ]  # fmt: skip
+    report = synthetic_report(1, 1).model_copy(update={"kind": "doctor", "heads": [], "doctor": sites})
+    (finding,) = findings(report)
+    assert finding.answer.startswith(answer)
+    assert finding.severity == severity
+    assert "1.0e-07" in finding.evidence
+
+
+def test_experiments_are_judged_one_by_one() -> None:
+    by_question = answers(experiment_report(converging(), failing()))
+    assert [finding.severity for finding in by_question.values()] == ["none", "problem"]
+    assert by_question["Failing:"].answer.startswith("Not as published: 3 of 3 figures differ")
+    assert "→" in findings(series_report())[0].answer

@@ -21,7 +21,8 @@ from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.style import house_style
 from attnlens.report.pictures.swaps import swap_panels
 from attnlens.report.report import Report
-from attnlens.report.sections.plans import healing_lines, plan_lines
+from attnlens.report.sections import swaps as effects
+from attnlens.report.sections.plans import healing_lines, plan_lines, share
 from attnlens.report.sections.swaps import effect, format_cost
 from attnlens.report.shapes import Shapes
 from attnlens.requests.swap import Amount
@@ -177,6 +178,34 @@ def test_one_window_promises_no_interval_and_negative_weight_is_named():
     assert "negative" not in shown()
 
 
+def test_intervals_of_few_windows_are_said_to_be_students():
+    settings = swap_report().settings
+    few = [Text(name=name, sha256=name, windows=[3, 5], available=9) for name in "ab"]
+    for changes, method in (
+        ({"windows": 2, "texts": few[:1]}, "Student's t, 2 windows"),
+        ({"windows": 4, "texts": few}, "Student's t, 4 windows"),
+        ({"windows": 4, "texts": few, "intervals": "texts"}, "Student's t, 2 texts"),
+        ({}, "bootstrap"),
+    ):
+        changed = settings.model_copy(update=changes)
+        assert changed.interval_method == method
+        assert (f"({method})" in flowing(swap_report(**dict(changed)))) is (method != "bootstrap")
+
+
+def test_a_rise_is_a_percentage_a_factor_or_the_end_of_the_model():
+    def rise(delta: float, **fields: object) -> tuple[str, str]:
+        swap = swapped(deltas=(delta,), **fields)
+        return effects.format_rise(swap.loss, swap.perplexity, destroyed=swap.destroyed)
+
+    assert rise(0.4) == ("+49.2 %", "43.3 to 55.3 %")
+    assert rise(16.33)[0].startswith("× 1.2e+07")
+    assert rise(16.33, destroyed=True) == ("destroyed", "")
+    report = swap_report(swapped(deltas=(16.33,), destroyed=True))
+    assert "Destroyed: loss 2.4" in flowing(report)
+    assert "estroyed" not in flowing(swap_report(swapped(deltas=(3.28,)))), "the control"
+    assert (share(0.0062), share(-0.5, 0), share(12362864.97)) == ("+0.62 %", "−50 %", "× 1.2e+07")
+
+
 def test_a_model_that_reads_noise_is_described_without_a_loss():
     report = swap_report(swapped(noise=True, sweep="heads"))
     assert not absent(
@@ -239,7 +268,7 @@ def test_reports_survive_json_and_strangers_strings_are_text(whole):
     for written in (page, text, marks, rows):
         assert STEERING.search(written.replace("&#8203;", "")) is None
     assert views.runs_its_own_script_alone(page)
-    assert "<" not in marks.replace("<0.0001", "")
+    assert "<" not in marks.replace("< 1e-4", "")
     assert "[red]b[/red]" in text
     assert "'=x" in rows
     page = views.page(whole)
@@ -283,10 +312,10 @@ RISES = [
 
 
 def test_a_rise_is_within_the_budget_by_its_point_and_by_its_interval():
-    for name, share, ci95, words in RISES:
-        plan = planned(**{name: Rise(share=share, ci95=ci95, sequences=32)}).plan
+    for name, rise, ci95, words in RISES:
+        plan = planned(**{name: Rise(share=rise, ci95=ci95, sequences=32)}).plan
         line = next(line for line in plan_lines(plan) if line.lower().startswith(name))
-        assert line.endswith(f", {words}"), (name, share, ci95)
+        assert line.endswith(f", {words}"), (name, rise, ci95)
         assert name == "measured" or plan.within_budget is (words in ("within the budget", BARE))
     beyond = {"measured": Rise(share=0.0104, sequences=32)}
     unsure = planned(promised=Rise(share=0.008, ci95=(0.004, 0.012), sequences=32), **beyond).plan
@@ -481,3 +510,28 @@ def test_a_folder_gets_the_pictures_of_its_report(whole, tmp_path):
     assert len(names) == 3 + 8
     first, second = (views.save_pictures(whole, tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
     assert first == second
+
+
+def test_one_large_kernel_layer_or_control_hides_nothing():
+    for wide, scale in ((2.0, "linear"), (250.0, "symlog")):
+        lines = [
+            ("rbf", np.array([0.4, 0.7])),
+            ("linear", np.array([wide, wide / 2])),
+            ("window", np.array([0.1, np.nan])),
+        ]
+        axes = draw(pictures.draw_layer_lines, lines, "error").axes[0]
+        assert axes.get_yscale() == scale
+    for last, scale in ((2.0, "linear"), (250.0, "asinh")):
+        swap = swapped(sweep="layers")
+        deltas = [0.1, 0.2, 0.3, last]
+        swept = [
+            unit.model_copy(update={"delta": delta, "ci95": None})
+            for unit, delta in zip(swap.sweep, deltas, strict=True)
+        ]
+        assert draw(pictures.draw_sweep, swap.model_copy(update={"sweep": swept})).axes[0].get_xscale() == scale
+    for hard, inside in ((0.5, True), (60.5, False)):
+        swap = swapped(deltas=(0.4,), controls=controls((0.05, hard, 0.3)))
+        axes = draw(pictures.draw_stages, swap).axes[0]
+        assert bool(axes.get_xlim()[1] > swap.controls[1].loss.after) is inside
+        assert axes.get_xlim()[1] < 5
+        assert any(text.get_text() == f"{2.43 + hard:.3f}" for text in axes.texts), "the true number"

@@ -18,6 +18,7 @@ from program import invoke, without_torch
 from program import refused as ended
 
 import attnlens
+from attnlens.analyzers import registry
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.models import hooks, loading, texts
@@ -532,3 +533,35 @@ def test_the_program_writes_attention_rows_and_draws_them(tmp_path):
     assert '"attention":{"0.0":{"queries":["' in (tmp_path / "r.html").read_text()
     ended(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights no text is read")
     ended(invoke("inspect", "demo", "--show", "selection"), "requires a single head")
+
+
+@pytest.mark.parametrize(
+    ("source", "reading", "problem"),
+    [
+        ("tokens", lambda qk: {"t.mine": qk.query.mean((-1, -2))}, None),
+        ("tokens", lambda qk: {"t.mine": qk.query.mean()}, r"mine returns t.mine of shape \(\); expected \(\d, 8\)"),
+        ("weights", lambda qk: {"t.mine": qk.query.mean(-1)}, r"returns t.mine of shape \(8, 128\); expected \(8,\)"),
+        ("weights", lambda qk: {"t.mine": qk.query.mean((-1, -2)), "t.curve": qk.query[:, 0, 0]}, "an axis of steps"),
+        ("tokens", lambda qk: {"t.mine": 0.5}, "mine returns t.mine as float instead of a tensor"),
+        ("tokens", lambda qk: qk.query.mean((-1, -2)), "mine returns Tensor instead of a dict"),
+        ("tokens", lambda qk: {"t.mien": qk.query.mean((-1, -2))}, "returns 't.mien', but it declares t.mine, t.curve"),
+    ],
+)
+def test_an_analyzer_of_another_shape_is_refused_by_name(demo, monkeypatch, source, reading, problem):
+    monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
+    infos = [MeasureInfo(name, "m", "f", has_null=False, curve=name == "t.curve") for name in ("t.mine", "t.curve")]
+    registry.analyzer("mine", source, infos)(reading)
+    options = {"analyzers": ["mine"], "windows": 2, "length": 16}
+    if problem is None:
+        assert attnlens.inspect(demo, **options).measure_names() == ["t.mine"]
+        return
+    with pytest.raises(UsageError, match=problem):
+        attnlens.inspect(demo, **options)
+
+
+def test_a_part_of_a_model_is_shown_with_the_size_of_the_whole(demo):
+    options = {"windows": 2, "length": 16, "analyzers": ["symmetry"], "source": "weights"}
+    part = attnlens.inspect(demo, layers=[1], heads=[3], **options)
+    assert "1 layer × 1 head of 4 layers with 32 heads" in facts.build_heading(part, whole=False).facts
+    whole = attnlens.inspect(demo, **options)
+    assert ", 4 layers × 8 heads ·" in facts.build_heading(whole, whole=False).facts

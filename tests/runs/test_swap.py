@@ -25,6 +25,7 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.maths.statistics import Design, paired_difference
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, feed, task_of
+from attnlens.runs import differences
 from attnlens.runs.outputs import divergence, enough_memory, speed
 from attnlens.runs.swap import sites as gates
 from attnlens.runs.swap.pipeline import swap_kernel
@@ -569,3 +570,52 @@ def test_the_model_is_unchanged_after_every_run(demo):
     assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
     assert apart(own, outputs(demo.model, inputs)) == 0
     assert not any(parameter.requires_grad for parameter in demo.model.parameters())
+
+
+USER = {"source": "a user", "features": "infinite", "positive": True, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "function", "problem"),
+    [
+        ("score", lambda score: score / 2, None),
+        ("score", lambda score: score + torch.randn(score.shape, generator=torch.Generator().manual_seed(0)), None),
+        ("score", lambda score: score + torch.randn_like(score), "kernel mine is not deterministic"),
+        ("features", lambda x, scale, side: torch.rand_like(x), "kernel mine is not deterministic"),
+        ("score", lambda score: score * score.mean(-1, keepdim=True), "With your kernel mine, .* later tokens change"),
+        ("score", lambda score: score.mean(-1), r"mine returns shape \(2, 8, 24\), not \(2, 8, 24, 24\)"),
+        ("pair", lambda query, key, scale: query, r"mine returns shape \(2, 8, 24, 16\), not \(2, 8, 24, 24\)"),
+        ("features", lambda x, scale, side: x[..., :1, :], r"mine returns shape .* not \(2, 8, 24, 16\)"),
+    ],
+)
+def test_a_users_kernel_is_deterministic_blind_to_the_future_and_in_shape(demo, monkeypatch, form, function, problem):
+    monkeypatch.setitem(KERNELS, "mine", KERNELS["rbf"])  # removed after the test
+    kernel("mine", replace=True, formula="any", form=form, **USER)(function)
+    if problem is None:
+        assert math.isfinite(swap_kernel(demo, "mine", **READ).swap.loss.after)
+        return
+    with pytest.raises((IdentityError, UsageError), match=problem) as refusal:
+        swap_kernel(demo, "mine", **READ)
+    assert "report this" not in refusal.value.remedy
+
+
+def test_a_loss_worse_than_an_even_guess_is_destroyed_and_two_windows_have_a_t_interval(demo):
+    fed = feed(demo, batches(demo, sequences=2), "causal", 0)
+    negated, plain = (
+        lambda factor=factor: hooks.answer_calls(
+            demo.model, lambda call: attend(replace(call, value=factor * call.value), hooks.OWN)
+        )
+        for factor in (-30, 1)
+    )
+    measured = differences.compare(
+        demo.model, fed, {"bad": negated, "same": plain}, "causal", lambda _: None, Design.plain(2)
+    )
+    bad, same = (measured[name].outcome(0, ["a"]) for name in ("bad", "same"))
+    assert bad.loss.after > math.log(demo.model.config.vocab_size) > bad.loss.before
+    assert (bad.destroyed, same.destroyed) == (True, False)
+    pair = [torch.cat(part) for part in (measured["bad"].before, measured["bad"].after)]
+    counts = torch.cat(measured["bad"].counts)
+    assert len(set(counts.tolist())) == 1
+    changes = pair[1] - pair[0]
+    half = 12.7062 * float(changes.std()) / 2**0.5
+    assert bad.loss.ci95[1] - bad.loss.delta == pytest.approx(half, rel=1e-4), "t with one degree of freedom"

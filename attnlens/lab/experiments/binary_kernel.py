@@ -92,7 +92,9 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
             "two_above_best": at_least(float((pair / best).min()), label="two networks / best rank, least"),
             "two_below_floor": below_floor,
             "one_above_floor": at_least(
-                float((single / floor[:, None]).min()), label="one network, the control / floor, least"
+                float((single / floor[:, None]).min()),
+                label="one network, the control / floor, least",
+                origin="control",
             ),
         },
         name="binary kernel by width",

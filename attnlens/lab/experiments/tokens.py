@@ -16,7 +16,7 @@ import torch
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Loss, PredictionHead, descend, most_iterations
 from attnlens.maths.linalg.spectra import one_thread
-from attnlens.records.studies import Bound, Curve, Experiment
+from attnlens.records.studies import Bound, Curve, Experiment, Origin
 from attnlens.requests.experiments import USES
 from attnlens.runs.progress import Progress, silent
 
@@ -74,7 +74,7 @@ class Study:
         experiment = self.function(settings, progress)
         values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
         recorded = {name: value for name, value in values.items() if name in used and value is not None}
-        comparison: dict[str, Any] = {"published": None, "tolerance": None, "bounds": {}}
+        comparison: dict[str, Any] = {"published": None, "origins": {}, "tolerance": None, "bounds": {}}
         if settings.published:
             comparison = {"source": self.source} if self.source else {}
         update = {"settings": recorded | experiment.settings, **comparison}
@@ -95,6 +95,7 @@ class Figure:
     published: float | None = None
     tolerance: float | None = None  # allowed distance from the published value; None: exact match
     bound: Bound = "within"
+    origin: Origin = "published"  # origin of `published`
 
 
 UNPUBLISHED = Figure()
@@ -109,6 +110,9 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
         "published": {name: row.published for name, row in rows.items() if row.published is not None} or None,
         "tolerance": {name: row.tolerance for name, row in rows.items() if row.tolerance is not None} or None,
         "bounds": {name: row.bound for name, row in rows.items() if row.bound != "within"},
+        "origins": {
+            name: row.origin for name, row in rows.items() if row.published is not None and row.origin != "published"
+        },
         "labels": {name: row.label for name, row in rows.items() if row.label is not None} | dict(labels or {}),
     }
 
@@ -122,12 +126,16 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share. Tolerance: 3 √(p(1 − p)(1/n + 1/n')), with published p clamped to [1/n, 1 − 1/n]."""
+    """Return the row of a share and of a reimplementation's share p.
+
+    The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
+    """
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
     p = min(max(published, 1 / trials), 1 - 1 / trials)
-    return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
+    tolerance = 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs))
+    return Figure(share, error, label, published, tolerance, origin="reimplementation")
 
 
 def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
@@ -245,7 +253,9 @@ def golden() -> Experiment:
             figures |= {"nuclear": nuclear.norm, "rank": None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)}
         for what, value in known.items():
             label = f"{name.replace('_', ' ')} {labels[what]}"
-            rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=1e-6)
+            rows[f"{name}_{what}"] = Figure(
+                figures[what], label=label, published=value, tolerance=1e-6, origin="reimplementation"
+            )
     return Experiment(
         name="golden instances",
         question="Do the solutions of the reference instances agree with those of a general convex solver?",
@@ -357,12 +367,13 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
 LONGER = 5  # factor by which W is trained longer than published; the textbook gradient formula loses precision there
+REIMPLEMENTED = partial(Figure, origin="reimplementation")
 CORRELATIONS = {
-    "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
-    "W_to_nuclear": Figure(published=0.858, tolerance=0.03),
-    "KQ_to_nuclear": Figure(published=0.996, tolerance=0.01),
-    "KQ_to_frobenius": Figure(published=0.851, tolerance=0.03),
-    "W_to_frobenius_longer": Figure(published=0.9998, tolerance=0.0001, bound="at least"),
+    "W_to_frobenius": REIMPLEMENTED(published=0.991, tolerance=0.01),
+    "W_to_nuclear": REIMPLEMENTED(published=0.858, tolerance=0.03),
+    "KQ_to_nuclear": REIMPLEMENTED(published=0.996, tolerance=0.01),
+    "KQ_to_frobenius": REIMPLEMENTED(published=0.851, tolerance=0.03),
+    "W_to_frobenius_longer": REIMPLEMENTED(published=0.9998, tolerance=0.0001, bound="at least"),
 }
 SVMS: dict[str, Solver] = {
     "frobenius": attsvm.solve,
@@ -452,11 +463,11 @@ def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
     beyond = torch.cat([ranks[d, "nuclear"] - min(s.n, d) for d in s.d])
     most = None if beyond.isnan().all() else float(beyond[~beyond.isnan()].max())
-    at_most = partial(Figure, bound="at most")
+    least, largest = min(means, default=None), max(means, default=None)
     rows |= {
-        "nuclear_least": Figure(min(means, default=None), label="nuclear, least mean", published=2.0, bound="at least"),
-        "nuclear_most": at_most(max(means, default=None), label="nuclear, largest mean", published=4.0),
-        "beyond_bound": at_most(most, label="largest rank − min(n, d)", published=0.0),
+        "nuclear_least": REIMPLEMENTED(least, label="nuclear, least mean", published=2.0, bound="at least"),
+        "nuclear_most": REIMPLEMENTED(largest, label="nuclear, largest mean", published=4.0, bound="at most"),
+        "beyond_bound": Figure(most, label="largest rank − min(n, d)", published=0.0, bound="at most"),
     }
     return Experiment(
         name="rank",

@@ -292,7 +292,8 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     identity = partial(Figure, published=0.0, tolerance=LIMIT, bound="at most")
     rows = {name: identity(max(each[name] for each in all_errors), label=LABELS.get(name)) for name in all_errors[0]}
     control = min(each[CONTROL] for each in all_errors)
-    rows[CONTROL] = Figure(control, label="J perturbed, the control", published=MOVED, bound="at least")
+    label = "J perturbed, the control"
+    rows[CONTROL] = Figure(control, label=label, published=MOVED, bound="at least", origin="control")
     return Experiment(
         name="KSVD identities",
         question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",

@@ -22,11 +22,11 @@ from attnlens.kernels.attention.sums import regulariser
 from attnlens.kernels.lowrank import copies
 from attnlens.maths.ksvd import Convention
 from attnlens.maths.statistics import paired_difference
-from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, HealingRate, Site
+from attnlens.records.provenance import FEWEST_DRAWS
 from attnlens.requests import HealRequest
 from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses, tokens_in
 from attnlens.runs.swap.fit import TINIEST, expand_parameters

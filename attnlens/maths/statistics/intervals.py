@@ -13,6 +13,7 @@ import torch
 from attnlens.lazy import LazyModule
 from attnlens.maths.statistics.design import Design
 from attnlens.records import QueryKey
+from attnlens.records.provenance import FEWEST_DRAWS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -29,9 +30,6 @@ stats = LazyModule("scipy.stats")
 LEVEL = 0.95  # Confidence level of all intervals and bounds
 DRAWN_BYTES = 2**26  # Bytes of random factors processed at once; all draws together exceed a layer of a large model
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
-FEWEST_DRAWS = 8
-"""Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
-better: a sample that draws one of two windows twice has almost no error."""
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported
 MOST_WINDOWS = 256  # Windows above which Student's t is as good: the effect of skewness decreases with √windows

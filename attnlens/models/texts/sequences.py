@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from array import array
@@ -26,6 +27,7 @@ from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.building import DOWNLOADING, silence_logging
 from attnlens.models.loading.configs import text_config
 from attnlens.models.loading.locate import DEMO, foreign, reachable
+from attnlens.wording import join_items
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -95,6 +97,8 @@ LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
 """Characters beyond which a text is replaced by blocks that are spread evenly over it, and the number of blocks."""
 SAY_TEXT = "Give a plain text file in UTF-8."
+JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
+TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
 
 
 class Row(NamedTuple):
@@ -119,7 +123,35 @@ def read(path: str, *, offline: bool = False) -> Content:
     """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`). Raises TextError if that fails."""
     if (rows := dataset_rows(path)) is not None:
         return read_rows(rows, most=LONGEST, offline=offline)
-    return Content(_read_text(path, path), "stdin" if path == "-" else Path(path).name)
+    text, name = _read_text(path, path), "stdin" if path == "-" else Path(path).name
+    objects = _json_rows(text)
+    if objects is None and Path(path).suffix in JSON_LINES:
+        raise TextError(f"{name} is not JSON lines: not every line is a JSON object.", SAY_TEXT)
+    for field_name in TEXT_FIELDS if objects else ():
+        values = [value for row in objects or () if isinstance(value := row.get(field_name), str)]
+        if len(values) == len(objects or ()):
+            return Content("".join(value.rstrip("\n") + "\n" for value in values), f"{name} (field {field_name})")
+    if objects:
+        fields = join_items(dict.fromkeys(field_name for row in objects for field_name in row))
+        problem = f"{name} is JSON, but not all its rows have a text in the field {' or '.join(TEXT_FIELDS)}"
+        raise TextError(f"{problem}; its fields are: {fields}.", "Rename the field with the text, or give plain text.")
+    return Content(text, name)
+
+
+def _json_rows(text: str) -> list[dict[str, object]] | None:
+    """Return the objects of JSON lines, of a JSON array or of a single JSON object; None for any other text."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            # not splitlines: a JSON string can contain other line separators
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        except (ValueError, RecursionError):
+            return None
+    rows = rows if isinstance(rows, list) else [rows]
+    return rows if rows and all(isinstance(row, dict) for row in rows) else None
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:

@@ -1,7 +1,8 @@
 """Findings of changed models: the cost of a swap, the ranks within a budget, and the differences of two models.
 
-A cost has a 95 % interval (studentised bootstrap over windows or texts); it counts as a change if the interval
-excludes 0. A head of a comparison counts if its change is named at the report's false-discovery rate.
+A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight); it counts
+as a change if the interval excludes 0. A head of a comparison counts if its change is named at the report's
+false-discovery rate.
 """
 
 from __future__ import annotations
@@ -35,11 +36,18 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         return
     (swap,) = swaps
     cache = None if shapes.report.plan is not None else _cache(swap, shapes.report.settings.length)
-    answers = (_cost(swap), cache, _healed(swap), _where(swap), _alternative(swap), _continuations(swap))
+    answers = (
+        _cost(swap, shapes.report.settings.interval_method),
+        cache,
+        _healed(swap),
+        _where(swap),
+        _alternative(swap),
+        _continuations(swap),
+    )
     yield from filter(None, answers)
 
 
-def _cost(swap: Swap) -> Finding:
+def _cost(swap: Swap, method: str) -> Finding:
     """State the rise of the loss or, without a loss, the distance of predictions or hidden states."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
@@ -49,18 +57,20 @@ def _cost(swap: Swap) -> Finding:
         before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
         unit = UNITS[swap.task]
         changed = _is_change(loss)
-        answer = (
-            f"Loss {before} → {after} {unit}{_rise(swap)}."
-            if changed
-            else (f"None measurable: loss {before} → {after} {unit}.")
-        )
-        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
+        answer = f"None measurable: loss {before} → {after} {unit}."
+        if swap.destroyed:
+            answer = f"Destroyed: loss {before} → {after} {unit}, worse than an even guess over the vocabulary."
+        elif changed:
+            risen = "" if swap.perplexity is None else f", perplexity {format_rise(loss, swap.perplexity)[0]}"
+            answer = f"Loss {before} → {after} {unit}{risen}."
+        few = "" if method == "bootstrap" else f" ({method})"
+        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}{few}"
         evidence = f"Change {delta}{ends}."
         return Finding(
             question="Cost?",
             answer=answer,
             evidence=evidence,
-            severity="notable" if changed else "none",
+            severity="problem" if swap.destroyed else "notable" if changed else "none",
             measures=["swap.loss", "swap.perplexity"],
         )
     if swap.kl is not None:
@@ -78,14 +88,6 @@ def _cost(swap: Swap) -> Finding:
 def _is_change(loss: Change) -> bool:
     """Return True if the interval of the change excludes 0; without an interval, if the change is not 0."""
     return loss.delta != 0 if loss.ci95 is None else not loss.ci95[0] <= 0 <= loss.ci95[1]
-
-
-def _rise(swap: Swap) -> str:
-    """Format the change of the perplexity: `, perplexity +49 %`, or as a factor from 1,000 % on."""
-    if swap.loss is None or swap.perplexity is None:
-        return ""
-    factor = math.exp(min(swap.loss.delta, 300.0))
-    return f", perplexity × {factor:.2g}" if factor > 11 else f", perplexity {format_rise(swap.loss)[0]}"
 
 
 def _cheapest(swaps: list[Swap]) -> Finding:
@@ -354,6 +356,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
         ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
         parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
         severity = "problem" if _is_change(loss) and loss.delta > 0 else "none"
+        parts += ["An even guess over the vocabulary is better."] * outcome.destroyed
     if outcome.kl is not None and outcome.top1_agreement is not None:
         parts.append(f"KL {short(outcome.kl)} nats per token; same top prediction for {outcome.top1_agreement:.1%}.")
     elif outcome.hidden_cosine is not None:

@@ -93,8 +93,7 @@ class HeadTests:
         error = np.array([np.nan if each is None or not each.se else each.se for each in measures])
         settings = self.shapes.report.settings
         counts = [0 if each is None else each.n or 0 for each in measures]
-        units = [len(settings.texts)] * len(counts) if settings.intervals == "texts" else counts
-        return value - HALF, error, np.maximum(np.array(units) - 1, 1)
+        return value - HALF, error, np.array([max(1, settings.freedom(count)) for count in counts])
 
     def heads(self, name: str, sign: int) -> list[Head]:
         """Return the heads that lie significantly above (1) or below (−1)."""
@@ -326,5 +325,6 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
 
 
 def model_argument(report: Report) -> str:
-    """Return the model as a command's argument."""
-    return quote(report.model.id)
+    """Return the model as a command's argument, followed by its adapter."""
+    adapter = report.model.adapter
+    return quote(report.model.id) + ("" if adapter is None else f" --adapter {quote(adapter.id)}")

@@ -11,6 +11,7 @@ from shlex import quote
 
 from attnlens.records import Finding, StudyTable
 from attnlens.report.findings.heads import model_argument
+from attnlens.report.sections.facts import count_agreeing, state_untested
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, format_count, join_items, short
 
@@ -59,9 +60,9 @@ def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
                 measures=[name for name, _ in curves],
             )
             continue
-        judged = [experiment.meets(figure) for figure in experiment.published or {}]
-        missed = [figure for figure in experiment.published or {} if not experiment.meets(figure)]
-        if not judged:
+        missed = [figure for figure in experiment.published or {} if experiment.meets(figure) is False]
+        agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
+        if not experiment.published:
             figures = [
                 f"{clean(experiment.labels.get(name, name))} {short(value)}"
                 for name, value in experiment.final.items()
@@ -69,10 +70,13 @@ def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
             ]
             answer, severity = f"Nothing published to compare with: {join_items(figures, 4, '; ')}.", "none"
         elif missed:
-            names = join_items((experiment.labels.get(name, name) for name in missed), 3)
-            answer, severity = f"Not as published: {len(missed)} of {len(judged)} figures differ ({names}).", "problem"
+            names = [
+                f"{experiment.labels.get(name, name)} ({experiment.origins.get(name, 'published')})" for name in missed
+            ]
+            total = format_count(len(missed) + agreeing.total(), "figure")
+            answer, severity = f"{len(missed)} of {total} differ: {join_items(names, 3)}{untested}.", "problem"
         else:
-            answer, severity = f"As published: all {format_count(len(judged), 'figure')} within tolerance.", "none"
+            answer, severity = f"{count_agreeing(agreeing)}{untested}.", "none"
         yield Finding(
             question=f"{clean(experiment.name).capitalize()}:",
             answer=answer,

@@ -33,7 +33,7 @@ from attnlens.report.pictures.maps import heading
 from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
-from attnlens.wording import clean, format_count, shorten_line, source_of
+from attnlens.wording import LEAST_P, clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
+LEAST_Q = LEAST_P  # smaller q are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the lowest
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
@@ -113,7 +113,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
-    axes.set_ylabel("−log₁₀ q")
+    axes.set_ylabel("−log₁₀ q (4: q < 1e-4)")
     axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
     style.legend_above(axes, 80, handlelength=0.8)
 
@@ -401,12 +401,12 @@ def _compared_panels(report: Report) -> list[Panel]:
     worst = sorted(range(len(figures)), key=offsets.__getitem__)
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
-        "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: allowed range, open on one "
-        "side for bounds; a line allows only the published value. At the edge: three tolerances or more."
+        "Each tested figure: (ours − reference) / tolerance. Shaded: allowed range, open on one "
+        "side for bounds; a line allows only the reference value. At the edge: three tolerances or more."
     )
     left_out = f"; {len(rows)} of {len(figures)} with the largest deviations" * (len(rows) < len(figures))
     draw, note = partial(draw_compared, rows=rows), f"shaded: allowed range{left_out}"
-    return [Panel(COMPARED, "ours against published values", note, caption, draw, len(rows), width=6.0)]
+    return [Panel(COMPARED, "ours against reference values", note, caption, draw, len(rows), width=6.0)]
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
@@ -442,4 +442,4 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
     axes.tick_params(axis="y", labelsize=6.5, labelcolor=style.INK)
     axes.set_xlim(-edge, edge)
     axes.set_xticks(range(-3, 4))
-    axes.set_xlabel("(ours − published) / tolerance")
+    axes.set_xlabel("(ours − reference) / tolerance")

@@ -32,6 +32,7 @@ from attnlens.report.pictures.charts import (
     scale_depth,
     write_cells,
 )
+from attnlens.report.sections.facts import state_whole
 from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import SAME, MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
@@ -116,7 +117,7 @@ def short_caption(reading: MeasureMap) -> str:
 def layout_line(shapes: Shapes) -> str:
     """Format the numbers of layers and heads, and the coverage: `4 layers × 8 heads · COMPLETE: 32 of 32 heads`."""
     layers, heads = format_count(len(shapes.layers), "layer"), format_count(len(shapes.heads), "head")
-    return f"{layers} × {heads} · {clean(shapes.report.coverage.sentence)}"
+    return f"{layers} × {heads}{state_whole(shapes.report)} · {clean(shapes.report.coverage.sentence)}"
 
 
 def heading(info: MeasureInfo) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from matplotlib.colors import CenteredNorm, Normalize
@@ -34,7 +34,7 @@ from attnlens.report.pictures.charts import (
     write_cells,
 )
 from attnlens.report.sections.plans import BUDGETED, share
-from attnlens.report.sections.swaps import EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
+from attnlens.report.sections.swaps import DESTROYED, EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -133,8 +133,9 @@ def _drawn_controls(swap: Swap) -> list[Control]:
 def _kernel_panels(report: Report) -> Iterator[Panel]:
     swaps = report.swaps
     what = RISES[swaps[0].judged_by]
-    paired, units = "paired " * (swaps[0].judged_by == "loss"), report.settings.intervals or "inputs"
-    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}bootstrap 95 % "
+    method, units = report.settings.interval_method, report.settings.intervals or "inputs"
+    paired = "paired " * (swaps[0].judged_by == "loss")
+    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}{method} 95 % "
     ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
     caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
@@ -168,14 +169,19 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     kernels = [style.shorten_label(clean(swap.kernel), KERNEL_NAME) for swap in swaps]
     names = [kernel + _rise(swap, "perplexity ", " ") for kernel, swap in zip(kernels, swaps, strict=True)]
     dot_plot(axes, rows, names)
-    sizes = sorted(size for row in rows for dot in row if (size := abs(dot.value or 0.0)) >= FINEST)
-    if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
-        border = 10.0 ** math.floor(math.log10(sizes[0]))
-        axes.set_xscale("symlog", linthresh=border, linscale=0.6)
-        style.label_powers(axes.xaxis, border)
+    scale_widely(axes, "x", [dot.value or 0.0 for row in rows for dot in row])
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]))
+
+
+def scale_widely(axes: Axes, which: Literal["x", "y"], values: Iterable[float]) -> None:
+    """Make an axis logarithmic on both sides of a linear part at 0 if the largest value would hide the smallest."""
+    sizes = sorted(size for value in values if math.isfinite(size := abs(value)) and size >= FINEST)
+    if sizes and sizes[-1] >= WIDE * sizes[0]:
+        border = 10.0 ** math.floor(math.log10(sizes[0]))
+        (axes.set_xscale if which == "x" else axes.set_yscale)("symlog", linthresh=border, linscale=0.6)
+        style.label_powers(axes.xaxis if which == "x" else axes.yaxis, border)
 
 
 def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> Dot:
@@ -185,8 +191,9 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """Format the rise in perplexity on a new line: `name`, `+5.6 %`, `gap`, `(4.9 to 6.4 %)`; '' if it is unknown."""
     if outcome.perplexity is None or outcome.loss is None:
-        return ""
-    rise, ends = format_rise(outcome.loss)
+        return f"\n{DESTROYED}" * outcome.destroyed
+    rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
+    name *= not outcome.destroyed
     return f"\n{name}{rise}{f'{gap}({ends})' if ends else ''}"
 
 
@@ -194,7 +201,7 @@ def _stages_panel(swap: Swap) -> Panel:
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     name = "loss by stage" if lossy else "distance by stage"
     note = f"{'in %: perplexity, ' if lossy else 'bars: '}95 % interval; dashed: the original"
-    note = "in %: perplexity, 95 % interval; grey: controls" if controls else note
+    note = "in %: perplexity; grey: controls; ▶: off axis" if controls else note
     rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 12
     caption = f"{effect_name(swap)} of the original model (dashed), after each stage"
     caption += ", and with each control (grey)" * bool(controls) + ". Bars: 95 % intervals of the difference."
@@ -215,6 +222,8 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
             before, ends = outcome.loss.before, outcome.loss.ci95
             dot = replace(dot, value=outcome.loss.after, ends=ends and (before + ends[0], before + ends[1]))
         dots.append(dot)
+    values = [dot.value for dot in dots]
+    dots = _move_to_edge(dots, original, stages)
     if original is not None:
         axes.axvline(original, color=style.MUTED, zorder=0, **DASHED)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
@@ -229,14 +238,26 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     decimals = min(3, loss_decimals(losses))
     above: style.Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": style.INK}
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    for row, dot in enumerate(dots):
-        if dot.value is not None:
-            axes.annotate(style.typeset(dot.value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
+    for row, (dot, value) in enumerate(zip(dots, values, strict=True)):
+        if dot.value is not None and value is not None:
+            axes.annotate(style.typeset(value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
     axes.margins(x=0.16)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlabel(effect_name(swap))
     if all(dot.value is None for dot in dots):
         axes.set_xticks([])
+
+
+def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
+    """Draw controls that would squeeze the original and its stages together as arrows at the edge."""
+    known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
+    if original is None or not (span := max(abs(value - original) for value in known)):
+        return list(dots)
+    edge = original + OUTLYING * span
+    return [
+        replace(dot, value=edge, ends=None, marker=">") if dot.value is not None and dot.value > edge else dot
+        for dot in dots
+    ]
 
 
 def draw_sites(axes: Axes, swap: Swap) -> None:
@@ -262,6 +283,7 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
     axes.set_prop_cycle(**LINES)
     for name, (_, values) in zip(names, lines, strict=True):
         axes.plot(values, markersize=3, linewidth=1, label=style.shorten_label(name, LEGEND_NAME))
+    scale_widely(axes, "y", [float(np.nanmax(np.abs(values), initial=0.0)) for _, values in lines])
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -306,6 +328,7 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
             colour = style.MUTED if quiet else OWN
             dots.append([Dot(unit.delta, unit.ci95, colour, size=size, hollow=quiet, text="diverged")])
         dot_plot(axes, dots)
+        scale_around_median(axes, "x", as_array(unit.delta for unit in layers))
         axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
         label_layers(axes, [unit.layer for unit in layers], [unit.part for unit in layers])
         return
@@ -371,12 +394,17 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     axes.scatter(x, y, c=layers, cmap=style.DEPTH, norm=norm, s=11, linewidth=0.3, edgecolor="white")
     axes.margins(0.06)
     axes.locator_params(axis="x", nbins=5)
-    usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
-    if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
-        axes.set_yscale("asinh", linear_width=2 * usual)
-        style.label_powers(axes.yaxis, 2 * usual)
+    scale_around_median(axes, "y", y)
     axes.set_xlabel(clean(predictor.measure))
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
+
+
+def scale_around_median(axes: Axes, which: Literal["x", "y"], effects: Float[np.ndarray, " units"]) -> None:
+    """Make an axis linear near 0 and logarithmic beyond if the largest effect would hide the median effect."""
+    usual = float(np.nanmedian(np.abs(effects))) if np.isfinite(effects).any() else 0.0
+    if usual > 0 and float(np.nanmax(np.abs(effects))) > SQUASHED * usual:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("asinh", linear_width=2 * usual)
+        style.label_powers(axes.xaxis if which == "x" else axes.yaxis, 2 * usual)
 
 
 def _ranks_panel(plan: Plan) -> Panel:

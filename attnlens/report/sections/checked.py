@@ -9,7 +9,7 @@ from itertools import zip_longest
 from attnlens.records import Breach, Check, Report
 from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
-from attnlens.wording import NO_VALUE, big, clean, format_count
+from attnlens.wording import NO_VALUE, big, clean, format_count, format_p
 
 SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
@@ -33,7 +33,7 @@ def _format_breach(breach: Breach) -> str:
     """Format the head's value, followed by its earlier value and the p-value of the difference if they are known."""
     now = "no value" if breach.value is None else number(breach.value)
     before = "" if breach.base is None else f", before {number(breach.base)}"
-    chance = "" if breach.base is None or breach.p is None else f" (p {breach.p:.1g})"
+    chance = "" if breach.base is None or breach.p is None else f" (p {format_p(breach.p)})"
     return f"{now}{before}{chance}"
 
 

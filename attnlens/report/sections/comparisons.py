@@ -23,6 +23,7 @@ from attnlens.wording import (
     format_count,
     format_error,
     format_number,
+    format_p,
     group_pairs,
     join_items,
     short,
@@ -109,7 +110,7 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
             if pair.agrees is False:
                 second_better = (pair.difference < 0) != (pair.measure == "loss")  # a smaller loss is better
                 first, second = (pair.second, pair.first) if second_better else (pair.first, pair.second)
-                better.append(f"{first} better than {second} (p {pair.p_holm:.2g})")
+                better.append(f"{first} better than {second} (p {format_p(pair.p_holm)})")
         if better:
             yield f"Not as published: {join_items(better, 4, '; ')}."
 
@@ -124,7 +125,7 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
         level = [cell.name for cell in cells if cell.name not in behind]
         largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
         others = f"not significantly worse: {join_items(level, 4, '; ')}"
-        verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
+        verdict = others if level else f"better than every other (largest p {format_p(largest)})"
         yield f"Best by {measure}: {clean(best)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
         yield f"With BLEU below {FEW_WORDS}, hardly a phrase is translated, so the loss is more reliable."

@@ -34,9 +34,11 @@ def setting(experiment: Experiment, name: str) -> str:
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
-    """Return `pass`, `FAIL`, or `–` if nothing was published."""
+    """Return `pass`, `FAIL`, `not tested` if the tolerance is too wide, or `–` without a reference value."""
     met = experiment.meets(figure)
-    return NO_VALUE if met is None else "pass" if met else "FAIL"
+    if met is None:
+        return NO_VALUE if figure not in (experiment.published or {}) else "not tested"
+    return "pass" if met else "FAIL"
 
 
 def heads_of(experiment: Experiment) -> int:
@@ -109,9 +111,6 @@ def _quartiles(curve: Curve, decimals: int) -> str:
     return f"{format_number(curve.low[-1], decimals)} … {format_number(curve.high[-1], decimals)}"
 
 
-SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
-
-
 @section(10, "experiments", ("screen",))
 def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the main measures of each series of checkpoints."""
@@ -149,23 +148,28 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
-    """Format a figure; if `compared`, add its published value, tolerance and verdict."""
+    """Format a figure; if `compared`, add its reference with its origin, the accepted values and the verdict."""
     value, error = experiment.final[figure], experiment.errors.get(figure)
     decimals = _decimals(experiment, figure)
     known = value is not None and error is not None
     ours = format_number(value, decimals) + (f" ± {short(error or 0.0)}" if known else "")
     if not compared:
         return {"ours": ours}
-    published, tolerance = (experiment.published or {}).get(figure), NO_VALUE
-    shown = NO_VALUE
+    published, shown, origin, accepted = (experiment.published or {}).get(figure), NO_VALUE, NO_VALUE, NO_VALUE
     if published is not None:
         least = max(decimals, decimals_for([published], figures=2))
         small = abs(published) < 1e-4 and published != 0
-        sign = SIGNS[experiment.bounds.get(figure, "within")]
-        shown = sign + format_number(published, decimals_for([published]) if small else least)
-        slack = (experiment.tolerance or {}).get(figure, 0.0)
-        tolerance = short(slack) if slack else "exact"
-    return {"ours": ours, "published": shown, "tolerance": tolerance, "verdict": judgement(experiment, figure)}
+        places = decimals_for([published]) if small else least
+        bound, slack = experiment.bounds.get(figure, "within"), (experiment.tolerance or {}).get(figure, 0.0)
+        shown, origin = format_number(published, places), experiment.origins.get(figure, "published")
+        low, high = (
+            short(end) if published == 0 else format_number(end, places)
+            for end in (published - slack, published + slack)
+        )
+        accepted = f"≥ {low}" if bound == "at least" else f"≤ {high}" if bound == "at most" else f"{low} to {high}"
+        accepted = "exact" if bound == "within" and not slack else accepted
+    verdict = judgement(experiment, figure)
+    return {"ours": ours, "reference": shown, "origin": origin, "accepted": accepted, "verdict": verdict}
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
@@ -187,8 +191,8 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
         )
     if any(experiment.published for experiment in experiments):
         yield (
-            "published: value in the paper, or from a reimplementation with many seeds; ≥ and ≤ are bounds; tolerance: "
-            "largest allowed difference."
+            "origin: the reference is published in the paper, computed by a reimplementation, or the bound of a "
+            "control; accepted: reference ± tolerance; not tested: the tolerance exceeds a third of the reference."
         )
     yield from (f"source: {source}" for source in dict.fromkeys(clean(e.source) for e in experiments if e.source))
 
@@ -220,9 +224,10 @@ def experiment_rows(report: Report) -> list[Row]:
             "ours": experiment.final[figure],
             "error": experiment.errors.get(figure),
             "published": (experiment.published or {}).get(figure),
+            "origin": experiment.origins.get(figure, "published") if figure in (experiment.published or {}) else None,
             "bound": experiment.bounds.get(figure, "within") if figure in (experiment.published or {}) else None,
             "tolerance": (experiment.tolerance or {}).get(figure),
-            "verdict": {None: None, True: "pass", False: "fail"}[experiment.meets(figure)],
+            "verdict": None if figure not in (experiment.published or {}) else judgement(experiment, figure).lower(),
         }
         for experiment, figure in figures
     ]

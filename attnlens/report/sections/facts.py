@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from attnlens.choices import KINDS
 from attnlens.records import Report, Text
+from attnlens.records.studies import Origin
 from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items, model_name
@@ -36,13 +37,33 @@ def standing(report: Report) -> tuple[str, bool]:
         return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
     if report.coverage.heads or report.kind != "experiments":
         return clean(report.coverage.sentence), report.coverage.complete
-    judged = [experiment for experiment in report.experiments if experiment.passed is not None]
-    missed = [clean(experiment.name) for experiment in judged if not experiment.passed]
+    missed = [clean(experiment.name) for experiment in report.experiments if experiment.passed is False]
     total = format_count(len(report.experiments), "experiment")
-    if not judged:
+    if not any(experiment.published for experiment in report.experiments):
         return f"{total}; nothing published to compare with.", True
-    verdict = f"missed by {join_items(missed)}" if missed else "all agree"
-    return f"{len(judged)} of {total} compared with published figures; {verdict}.", not missed
+    agreeing = sum((experiment.agreeing for experiment in report.experiments), Counter[Origin]())
+    untested = state_untested(sum(len(experiment.untested) for experiment in report.experiments))
+    verdict = f"; some differ: {join_items(missed)}" if missed else ""
+    return f"{total}; {count_agreeing(agreeing)}{verdict}{untested}.", not missed
+
+
+ORIGINS: dict[Origin, str] = {
+    "published": "published",
+    "reimplementation": "of a reimplementation",
+    "control": "of a control",
+}
+
+
+def count_agreeing(counts: Counter[Origin]) -> str:
+    """State how many figures agree with their reference, by its origin: `3 figures agree (2 published, …)`."""
+    parts = [f"{counts[origin]} {words}" for origin, words in ORIGINS.items() if counts[origin]]
+    verb = "agrees" if counts.total() == 1 else "agree"
+    return f"{format_count(counts.total(), 'figure')} {verb}{f' ({join_items(parts)})' if parts else ''}"
+
+
+def state_untested(count: int) -> str:
+    """Return the clause on figures whose tolerance is too wide to count; empty if there are none."""
+    return f"; {count} not tested (tolerance above a third of the reference)" if count else ""
 
 
 def null_cell(mean: float, sd: float) -> str:
@@ -126,7 +147,15 @@ def _grid(report: Report) -> str:
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""
-    return f", {format_count(len(counts), 'layer')} × {format_count(counts.popitem()[1], 'head')}"
+    return f", {format_count(len(counts), 'layer')} × {format_count(counts.popitem()[1], 'head')}{state_whole(report)}"
+
+
+def state_whole(report: Report) -> str:
+    """State the size of the model of which only a part was requested, ` of 4 layers with 32 heads`; else empty."""
+    coverage = report.coverage
+    if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
+        return ""
+    return f" of {format_count(coverage.model_sites, 'layer')} with {format_count(coverage.model_heads, 'head')}"
 
 
 def conventions(report: Report) -> str:

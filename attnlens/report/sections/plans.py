@@ -8,9 +8,9 @@ from statistics import median
 
 from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import DIVERGED, UNITS, effect_name, figures, interval
+from attnlens.report.sections.swaps import DIVERGED, LARGE, UNITS, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
-from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
+from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
 STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}  # Name of each stage of healing
 SAVED = {  # Description of each cost that a plan saves or adds, by field
@@ -142,7 +142,9 @@ def _format_savings(plan: Plan) -> Iterator[str]:
 
 
 def share(number: float, digits: int = 2) -> str:
-    """Format a share in per cent with its sign: `+0.62 %`."""
+    """Format a share in per cent with its sign, `+0.62 %`, or as a factor (`× 12`) from + 1,000 % on."""
+    if number >= LARGE - 1:
+        return f"× {format_number(1 + number, decimals_for([1 + number], 2))}"
     sign = "−" if number < 0 else "+"
     return f"{sign}{abs(number) * 100:.{digits}f} %"
 
@@ -292,7 +294,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
                 "part": effect.part if parts else None,
                 "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
                 "95 % interval": interval(effect.ci95, decimals),
-                "p": _format_p(effect.p_value) if tested else None,
+                "p": format_p(effect.p_value) if tested else None,
                 "FDR 5 %": "*" * effect.significant if tested else None,
             }
             for effect in swap.sweep
@@ -327,11 +329,6 @@ def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
     return f"{verdict}.{f' Diverged: {noun} {names}.' if diverged else ''}"
 
 
-def _format_p(number: float | None) -> str:
-    """Format a p-value with two significant digits, or `–` for None."""
-    return NO_VALUE if number is None else "<0.0001" if number < 1e-4 else f"{number:.2g}"
-
-
 @section(46, "swap")
 def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the section on the measures that best predict the harm of each kernel."""
@@ -348,7 +345,7 @@ def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
             "over heads": interval(each.heads_ci95, 2),
             "over layers": interval(each.layers_ci95, 2),
             "over windows": interval(each.sequences_ci95, 2),
-            "p": _format_p(each.p_corrected),
+            "p": format_p(each.p_corrected),
             "holds": "*" * each.holds,
             "heads": str(each.heads),
         }

@@ -13,7 +13,8 @@ from attnlens.report.sections.section import Cell, Column, Section, Table, View,
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
-DIVERGED = "diverged"
+DIVERGED, DESTROYED = "diverged", "destroyed"
+LARGE = 11.0  # Factor of the perplexity from which a rise is a factor instead of a percentage
 SCREEN_COLUMNS = 5  # Number of columns of the outcomes on the screen: those on the loss or on its substitute
 SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
 UNITS = {  # Unit of loss and KL, by task
@@ -77,9 +78,20 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
     return " to ".join(format_number(end, decimals) for end in bounds or ()) or NO_VALUE
 
 
-def format_rise(loss: Change) -> tuple[str, str]:
-    """Format the rise in perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if it is unknown)."""
-    rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
+def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
+    """Format the rise in perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if it is unknown).
+
+    From LARGE on, both are factors (`× 51`, `× 40 to 63`). Of a model that is destroyed, the rise means nothing.
+    """
+    if destroyed:
+        return DESTROYED, ""
+    if loss is None or perplexity is None:
+        return NO_VALUE, ""
+    factors = [math.exp(min(delta, 700.0)) for delta in (loss.delta, *(loss.ci95 or ()))]  # a double ends at e^709
+    if factors[0] >= LARGE:
+        factor, *limits = (format_number(each, decimals_for([each], 2)) for each in factors)
+        return f"× {factor}", f"× {' to '.join(limits)}" * bool(limits)
+    rise, *ends = (100 * math.expm1(min(delta, 700.0)) for delta in (loss.delta, *(loss.ci95 or ())))
     size = (ends[1] - ends[0]) / 2 if ends else abs(rise)  # the interval justifies at most two decimals
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
     number, *bounds = (format_number(each, decimals) for each in (rise, *ends))
@@ -140,9 +152,10 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     heads = min(sum(len(site.heads) for site in each.sites) for each in swaps)
     paths = join_items(dict.fromkeys(site.path for each in swaps for site in each.sites))
     lines = [f"{clean(swap.kernel)}: {formula(swap)}"] if single else []
+    coverage = report.coverage
     lines.append(
-        f"{sites} of {format_count(report.coverage.sites, 'site')}, {heads} of "
-        f"{format_count(report.coverage.heads, 'head')} · path: {paths}"
+        f"{sites} of {format_count(coverage.model_sites or coverage.sites, 'site')}, {heads} of "
+        f"{format_count(coverage.model_heads or coverage.heads, 'head')} · path: {paths}"
     )
     if (text := report.settings.calibration) is not None:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
@@ -205,7 +218,11 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 
     def format_outcome(outcome: Outcome) -> dict[str, str]:
         kl, record, agreement = outcome.kl, outcome.beyond_window, outcome.agreement
-        cells = _loss_cells(outcome.loss, outcome.perplexity, decimals) if judged_by == "loss" else {}
+        cells = (
+            _loss_cells(outcome.loss, outcome.perplexity, decimals, destroyed=outcome.destroyed)
+            if judged_by == "loss"
+            else {}
+        )
         cells["KL"] = figures(kl)
         if judged_by == "kl":
             cells["95 % interval"] = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
@@ -232,9 +249,11 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
     return Table([names], [column for column in columns if set(column.cells[1:]) != {NO_VALUE}])
 
 
-def _loss_cells(loss: Change | None, perplexity: Change | None, decimals: int) -> dict[str, str]:
+def _loss_cells(
+    loss: Change | None, perplexity: Change | None, decimals: int, *, destroyed: bool = False
+) -> dict[str, str]:
     """Format a loss, its change, the perplexity and its rise, with intervals."""
-    rise, ends = format_rise(loss) if loss is not None and perplexity is not None else (NO_VALUE, "")
+    rise, ends = format_rise(loss, perplexity, destroyed=destroyed)
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
         "Δ": format_number(getattr(loss, "delta", None), decimals),
@@ -253,9 +272,10 @@ def _reading_help(report: Report) -> str:
     top = "KL(original ‖ changed); top-1: share of equal top predictions"
     states = "hidden cosine and CKA compare the last hidden states; 1: as in the original"
     rise = "rise: of the perplexity, e^Δ − 1; " * (swap.perplexity is not None)
+    rise += f"{DESTROYED}: an even guess over the vocabulary is better; " * any(row.destroyed for row in rows)
     unit = UNITS[swap.task]
     columns = {"loss": f"loss and KL in {unit}; {rise}{top}", "kl": f"KL in {unit}; {top}; {states}", "hidden": states}
-    intervals = none or f"intervals: paired bootstrap{f' ({scope})' if scope else ''}"
+    intervals = none or f"intervals: paired {report.settings.interval_method}{f' ({scope})' if scope else ''}"
     sentences = [f"{columns[swap.judged_by]}; {intervals}."]
     roles = {control.role for control in controls}
     if roles:

@@ -294,7 +294,7 @@ def _draw_site_changes(
         """Compute the scalar measures (no curves) by name; NaN for heads that are not finite."""
         by_name: dict[str, Tensor] = {}
         for analyzer in analyzers:
-            readings = analyzer.function(form.select(finite))
+            readings = analyzer.read(form.select(finite))
             for name in (info.name for info in analyzer.measures if not info.curve and info.name in readings):
                 by_name[name] = torch.full((len(form.heads),), torch.nan, dtype=torch.float64)
                 by_name[name][finite] = readings[name].double().cpu()

@@ -246,10 +246,10 @@ class Inspection(PreparedRun):
         norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
         nulls = self._draw_nulls(query_key)
         for analyzer in self.analyzers_of("weights"):
-            readings, bases = {name: part.cpu() for name, part in analyzer.function(query_key).items()}, {}
+            readings, bases = {name: part.cpu() for name, part in analyzer.read(query_key).items()}, {}
             if query_key.base is not None and not analyzer.needs_base:
                 unchanged = base is not None and base.query is whole.query
-                bases = readings if unchanged else analyzer.function(query_key.base)
+                bases = readings if unchanged else analyzer.read(query_key.base)
             for info in analyzer.measures:
                 null = scale_null(nulls[info.name], info, norms).tolist() if info.name in nulls else None
                 for index, answer in enumerate(answers.values()):

@@ -178,6 +178,8 @@ class Results:
             sites=len({head.site for head in self.heads}),
             heads=len(self.heads),
             analysed=len(present),
+            model_sites=len(self.inspection.calls),
+            model_heads=sum(len(each.call.key_heads) for each in self.inspection.calls),
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )

@@ -75,7 +75,7 @@ class SequenceValues:
         """Add the analyzers' values for a batch whose rows belong to sequences `numbers`; `total`: number of heads."""
         for rows, piece in split_batch(query_key):
             for analyzer in analyzers:
-                readings = analyzer.function(piece)
+                readings = analyzer.read(piece)
                 self.add(query_key.site, readings, [numbers[row] for row in rows], piece.heads, total)
 
     def add(self, site: Site, readings: Readings, sequences: Sequence[int], heads: Sequence[int], total: int) -> None:

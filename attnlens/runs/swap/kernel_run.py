@@ -34,7 +34,7 @@ from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, t
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites
+from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites, refuse_random
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
 from attnlens.runs.work import Stopped
 
@@ -63,6 +63,7 @@ class SwapSession:
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # shapes of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
+    model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
     timings: dict[str, float] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class SwapSession:
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
             checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
             self.sites = tuple(each.site for each in survey.sites)
+            self.model_heads = sum(each.call.query.shape[1] for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
             self.chosen = choose_sites(survey, list(self.kernels.values()), *selection)
             self.shapes = head_shapes(survey.sites, self.chosen)
@@ -353,7 +355,9 @@ class KernelRun:
         session, timings, plan = self.session, self.session.timings, None
         with time_stage(timings, "fit"):
             self._fit()
-        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
+        user = "" if self.kernel.info.built_in else self.kernel.info.name
+        refuse_random(session.setup(self.last.swaps), session.probe)
+        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user)
         with time_stage(timings, "compare"):
             self._compare()
         if session.train is not None and session.calibrated is not None:

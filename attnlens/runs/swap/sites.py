@@ -53,20 +53,49 @@ NO_ROWS = "the model returns no output per token"
 MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
 
 
+def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
+    """Raise IdentityError if a user's kernel gives other outputs when it is computed again for the same inputs.
+
+    The kernel is computed twice within a forward pass, because all passes have the same random draws.
+    """
+
+    def visit(site: Site, call: Call) -> None:
+        if (swap := setup.swaps.get(site)) is None:
+            return
+        part, name = call if swap.heads is None else call.select(swap.heads), swap.kernel.info.name
+        once, again = (attend(part, swap.kernel, setup.path).double().nan_to_num() for _ in range(2))
+        if (error := float((again - once).norm())) > TOLERANCE * float(once.norm()):
+            raise IdentityError(
+                f"Your kernel {name} is not deterministic: computed twice for the same input at {site.name}, its "
+                f"outputs differ by {error / float(once.norm()):.1e}.",
+                "Draw random numbers from a torch.Generator with a fixed seed.",
+            )
+
+    if all(swap.kernel.info.built_in for swap in setup.swaps.values()):
+        return
+    with torch.no_grad(), hooks.watch(setup.loaded.model, setup.sites, visit):
+        hooks.forward(setup.loaded.model, inputs)
+
+
 def leaks(
-    loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int
+    loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> dict[str, float | str]:
-    """Measure `causality_error` and `mask_error`, or say why one does not apply. Raises IdentityError on a leak."""
+    """Measure `causality_error` and `mask_error`, or say why one does not apply. Raises IdentityError on a leak.
+
+    `user` is the name of the kernel if a user registered it; its function is then to be corrected, not attnlens.
+    """
     decodes = any(site.part == "decoder" for site in sites)
     causality: float | str = "every token of this model can attend to every other token"
     if decodes and any(name in inputs for name in IDS):
-        causality = causality_error(loaded, inputs, variant, seed)
+        causality = causality_error(loaded, inputs, variant, seed, user)
     # Padding on the right of a causal sequence is hidden by causality alone.
     left = decodes and "decoder_input_ids" not in inputs
-    return {"causality_error": causality, "mask_error": mask_error(loaded, inputs, variant, seed, left=left)}
+    return {"causality_error": causality, "mask_error": mask_error(loaded, inputs, variant, seed, user, left=left)}
 
 
-def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
+def causality_error(
+    loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
+) -> float | str:
     """Measure the relative change of the outputs in each sequence's first half if the ids of the second half change.
 
     The model must have causal (decoder) self-attention. `_check_error` defines the result.
@@ -75,21 +104,29 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
     ids = inputs[name]
     half = ids.shape[1] // 2
     pair = inputs, {**inputs, name: torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)}
-    return _check_error(loaded, pair, variant, slice(0, half), "later tokens change", "leaks future tokens")
+    return _check_error(loaded, pair, variant, slice(0, half), "later tokens change", "leaks future tokens", user)
 
 
-def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
+def mask_error(
+    loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = "", *, left: bool
+) -> float | str:
     """Measure the relative change of the outputs at real tokens if padding before (`left`) or after them changes."""
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
         return NO_ROWS
     pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
-    return _check_error(loaded, pair, variant, slice(None), "the padding's content changes", "attends to padding")
+    return _check_error(loaded, pair, variant, slice(None), "the padding's content changes", "attends to padding", user)
 
 
 def _check_error(
-    loaded: Loaded, pair: tuple[Mapping[str, Tensor], ...], variant: Variant, positions: slice, when: str, flaw: str
+    loaded: Loaded,
+    pair: tuple[Mapping[str, Tensor], ...],
+    variant: Variant,
+    positions: slice,
+    when: str,
+    flaw: str,
+    user: str,
 ) -> float | str:
     """Return the error, or why it is unknown: no output has a row per token, or the original's error exceeds 1e-5.
 
@@ -104,8 +141,10 @@ def _check_error(
     if original is not None and original > TOLERANCE:
         return f"even under the model's own kernel, the outputs change by {original:.1e} when {when}"
     raise IdentityError(
-        f"With the new kernel, the outputs change by {error:.1e} when {when}.",
-        f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
+        f"With {f'your kernel {user}' if user else 'the new kernel'}, the outputs change by {error:.1e} when {when}.",
+        f"The kernel {flaw}. Correct its function: log k of a query and a key must not depend on other tokens."
+        if user
+        else f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
     )
 
 
@@ -215,6 +254,7 @@ def replaced(
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
+        refuse_random(SwapSetup(loaded, sites, swaps), inputs)
     return hooks.replace(loaded.model, sites, swaps)
 
 
