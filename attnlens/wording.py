@@ -14,9 +14,9 @@ SCIENTIFIC = -1  # Number of decimals that selects scientific notation, 1.2e-05
 
 
 def model_name(identity: str) -> str:
-    """Format a model's id as a title: the last two parts of a path of three or more parts, else the whole id."""
+    """Format a model's id as a title: the last part of a path of three or more parts, else the whole id."""
     parts = identity.replace("\\", "/").rstrip("/").split("/")
-    return clean(identity if len(parts) <= 2 else "…/" + "/".join(parts[-2:]))
+    return clean(identity if len(parts) <= 2 else parts[-1])
 
 
 def clean(text: str) -> str:

@@ -212,6 +212,7 @@ class Outputs:
     csv: str | None = None
     windows_csv: str | None = None
     figure: str | None = None
+    bare: bool = False
     html: str | None = None
     markdown: str | None = None
     plan: str | None = None
@@ -244,7 +245,10 @@ class Outputs:
             if other not in ("", option):
                 problem = f"{option_name(other)} and {flag} name the same file, {path}."
                 raise UsageError(problem, "Give each option its own file.")
-            for file in path.glob("*.png") if option == "figure" and path.is_dir() else [path]:
+            files = [path]
+            if option == "figure":
+                files = [*path.glob("*.png"), *path.glob("*.png.txt")] if path.is_dir() else [path, Path(f"{path}.txt")]
+            for file in files:
                 if what := describe_input(inputs, file):
                     raise UsageError(f"{flag} would replace {file}, {what}.", "Choose another path.")
         if self.figure is not None or self.html is not None:
@@ -307,10 +311,11 @@ def deliver(
             with _collect(failures):
                 annotate()
         made += _draw_figures(outputs, report, failures)  # one by one: an interruption keeps those drawn so far
-        written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
+        several = [f"{len(made)} pictures with captions to {outputs.figure}"] * (len(made) > 1)
+        written += several or [name for path in made for name in (str(path), f"{path}.txt")]
         if outputs.html is not None:
             with _collect(failures):
-                _draw(Path(outputs.html), lambda: writers["html"](report).encode())
+                _draw(Path(outputs.html), lambda: (writers["html"](report).encode(), ""))
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:
@@ -368,16 +373,19 @@ def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError
         from attnlens.report.export import drawings  # late, because it loads matplotlib
 
         with _collect(failures):
-            for path, draw in drawings(report, Path(outputs.figure)).items():
+            for path, draw in drawings(report, Path(outputs.figure), bare=outputs.bare).items():
                 with _collect(failures):
                     _draw(path, draw)
                     yield path
 
 
-def _draw(path: Path, draw: Callable[[], bytes]) -> None:
-    """Draw a picture or page and write it. Raise OutputError for any error, so that other files are still written."""
+def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
+    """Draw a picture or page; write it and its caption, if any.
+
+    Raise OutputError for any error, so that other files are still written.
+    """
     try:
-        content = draw()
+        content, caption = draw()
     except AttnlensError:
         raise
     except Exception as error:
@@ -387,6 +395,8 @@ def _draw(path: Path, draw: Callable[[], bytes]) -> None:
     make_folder(path.parent)
     try:
         write_atomically(path, content)
+        if caption:
+            write_atomically(path.with_name(f"{path.name}.txt"), caption.encode())
     except OutputError:
         if new:
             with suppress(OSError):

@@ -186,9 +186,14 @@ JSON = output("--json", "Write the report as JSON; `-` writes to stdout.")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
-FIGURE = "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder."
+FIGURE = (
+    "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder. A file named after a measure "
+    "(`weights.symmetry.pdf`) shows only this measure. Each caption is written to FILE.txt."
+)
+BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without title and notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes; in swaps and experiments, more tables."
 OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
+OUTPUT_OPTIONS |= option("--bare", bool, BARE, panel=OUTPUT)
 OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET
 OUTPUT_OPTIONS |= option("-v --verbose", bool, VERBOSE, panel=OUTPUT) | REPORT_OPTIONS
 _printed = typer.Option("--markdown", help="Print Markdown.")

@@ -92,7 +92,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "report": (
         "attnlens report report.json",
         "attnlens report report.json --html page.html",
-        "attnlens report report.json --figure overview.pdf",
+        "attnlens report report.json --bare --figure weights.symmetry.pdf",
     ),
     "list": ("attnlens list", "attnlens list kernels", "attnlens list schema"),
     "explain": ("attnlens explain symmetry", "attnlens explain tokens.entropy", "attnlens explain rbf"),

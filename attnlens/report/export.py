@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
+from attnlens.analyzers.registry import measure_infos
 from attnlens.errors import UsageError
 from attnlens.records import Kind, Report
 from attnlens.report import sections
@@ -153,17 +154,33 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
-def drawings(report: Report, target: Path) -> dict[Path, Callable[[], bytes]]:
-    """Return the files to write, each with a function that draws it and returns its bytes; nothing is drawn yet.
+Drawing = Callable[[], tuple[bytes, str]]
+"""Function that draws a picture; returns the bytes of its file, and its caption, which `caption_file` names."""
+
+
+def caption_file(path: Path) -> Path:
+    """Return the file for the caption of a picture: `heads.pdf.txt` for `heads.pdf`."""
+    return path.with_name(f"{path.name}.txt")
+
+
+def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Drawing]:
+    """Return the files to write, each with a function that draws it; nothing is drawn yet.
 
     A folder gets `overview.png` and one picture per measure, curve, stage or experiment. A path that ends in .png, .svg
-    or .pdf gets only the overview, or the margins of the selection if there is exactly one. Raises UsageError if the
-    report has nothing to draw, OutputError if the target has another suffix.
+    or .pdf gets the picture that has its stem in a folder (`weights.symmetry`), otherwise the overview, or the margins
+    of the selection if there is exactly one. `bare` pictures have no title or caption. Raises UsageError if the report
+    has nothing to draw or lacks the measure, OutputError if the target has another suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 
-    if is_file(target):
-        return {target: partial(encode_picture, overview(report), target.suffix.lower())}
     drawn = pictures(report)
-    names = file_names(picture.stem for picture in drawn)
-    return {target / name: partial(encode_picture, picture) for name, picture in zip(names, drawn, strict=True)}
+    named = dict(zip(file_names(picture.stem for picture in drawn), drawn, strict=True))
+    if not is_file(target):
+        return {target / name: partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
+    picture = named.get(f"{target.stem}.png") if target.stem != "overview" else None
+    if picture is None and target.stem in measure_infos():
+        raise UsageError(
+            f"The report has no picture of {target.stem}: it lacks the measure, or all heads have the same value.",
+            "Choose a measure that varies, or name the file otherwise to draw the overview.",
+        )
+    return {target: partial(encode_picture, picture or overview(report), target.suffix.lower(), bare=bare)}

@@ -21,19 +21,23 @@ if TYPE_CHECKING:
 class Report(records.Report):
     """The report of a command, which can be saved in every format, drawn, and shown in a notebook."""
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, bare: bool = False) -> None:
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
+        A picture is that of the measure in its name (`weights.symmetry.pdf`), otherwise the overview; its caption is
+        written to a second file (`weights.symmetry.pdf.txt`). `bare` draws for a paper, without title and notes.
         Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
         """
         from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS
-        from attnlens.report.render.html import encode_picture
 
         target = local_path(arguments.path("path", path))
         suffix = target.suffix.lower()
         if suffix in FORMATS:
-            write_atomically(target, encode_picture(export.overview(self), suffix))
+            ((_, draw),) = export.drawings(self, target, bare=bare).items()
+            content, caption = draw()
+            write_atomically(target, content)
+            write_atomically(export.caption_file(target), caption.encode())
         elif suffix in export.ENDINGS:
             write_atomically(target, export.WRITERS[export.ENDINGS[suffix]](self).encode())
         else:
@@ -42,13 +46,16 @@ class Report(records.Report):
                 f"Use one of: {', '.join((*export.ENDINGS, *FORMATS))}.",
             )
 
-    def plot(self) -> Figure:
-        """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
+    def plot(self, *, bare: bool = False) -> Figure:
+        """Draw the overview as a matplotlib Figure, whose label is the caption; `bare` draws for a paper.
+
+        Raise UsageError if the report has nothing to draw.
+        """
         from attnlens.report.export import overview
         from attnlens.report.pictures.style import house_style
 
-        with house_style():
-            return overview(self).draw()
+        with house_style(bare=bare):
+            return overview(self).draw(bare=bare)
 
     def _repr_html_(self) -> str:
         """Return the findings and the overview as HTML for notebooks."""

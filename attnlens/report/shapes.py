@@ -19,6 +19,7 @@ from attnlens.wording import source_of
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+SAME = 1e-6  # relative spread up to which values are equal
 MOST_FILLED = 1024
 """Largest number of layers or heads up to which missing layers and heads become empty rows and columns of maps."""
 
@@ -44,8 +45,8 @@ class MeasureMap:
 
     @property
     def constant(self) -> bool:
-        """True if more than one head has a value and all values are equal."""
-        return self.present.size > 1 and bool(np.all(self.present == self.present[0]))
+        """True if more than one head has a value and all values are equal up to rounding."""
+        return self.present.size > 1 and bool(np.ptp(self.present) <= SAME * np.abs(self.present).max())
 
     @property
     def signed(self) -> bool:

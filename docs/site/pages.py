@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +19,10 @@ from attnlens.report.sections.reference import kernel_pages, measure_pages
 from attnlens.report.sections.section import Section
 
 ROOT = Path(__file__).parents[2]
-LINKED = ("SECURITY.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")
+LINKED = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")
 """Files outside docs/ that the pages link to."""
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+"""Notebooks, each of which becomes a page."""
 SOLVERS = ("maths.attsvm", "maths.ksvd", "lab.primal")
 """Submodules that docs/python.md documents."""
 INTRODUCTIONS = {
@@ -33,11 +37,36 @@ def write_sources(folder: Path) -> None:
     for path in (*LINKED, *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.[mp]*")))):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
+    (folder / "examples").mkdir(exist_ok=True)
+    for notebook in NOTEBOOKS:
+        shutil.copy(notebook, folder / "examples")
+        for name, content in convert_notebook(notebook).items():
+            (folder / "examples" / name).write_bytes(content)
     navigation = (Path(__file__).parent / "navigation.md").read_text(encoding="utf-8")
     (folder / "index.md").write_text((ROOT / "README.md").read_text(encoding="utf-8") + "\n" + navigation)
     for name, text in build_reference().items():
         (folder / "reference" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "reference" / name).write_text(text)
+
+
+def convert_notebook(path: Path) -> dict[str, bytes]:
+    """Convert a notebook to a page of markdown with its outputs; return the page and its images by file name."""
+    lines: list[str] = []
+    images: dict[str, bytes] = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        lines.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}-{len(images)}.png"
+                images[name] = base64.b64decode(data["image/png"])
+                lines.append(f"![{''.join(data['text/plain'])}]({name})")
+            else:
+                text = "".join(output["text"] if "text" in output else data["text/plain"])
+                lines.append(f"```text\n{text.rstrip()}\n```")
+    lines.append(f"This page is the notebook [{path.name}]({path.name}).")
+    return images | {f"{path.stem}.md": ("\n\n".join(lines) + "\n").encode()}
 
 
 def build_reference() -> dict[str, str]:

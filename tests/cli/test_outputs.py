@@ -53,14 +53,14 @@ def test_pictures_are_counted_and_those_of_other_runs_mentioned(tmp_path, capsys
     folder, page = tmp_path / "all", tmp_path / "one.html"
     deliver(Outputs(figure=str(folder), html=str(page), quiet=False), swap_report())
     shown = capsys.readouterr().err
-    assert f"Wrote {len(names(folder))} pictures to {folder}, {page}" in shown
+    assert f"Wrote {len(names(folder)) // 2} pictures with captions to {folder}, {page}" in shown
     assert len(names(folder)) > 1
     assert "older" not in shown
     (folder / "another.png").touch()
     deliver(Outputs(figure=str(folder)), swap_report())
     assert "contains 1 older picture that this run did not write." in capsys.readouterr().err
     deliver(Outputs(figure=str(tmp_path / "one.png")), swap_report())
-    assert f"Wrote {tmp_path}/one.png\n" in capsys.readouterr().err
+    assert f"Wrote {tmp_path}/one.png, {tmp_path}/one.png.txt\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "target"), [("figure", "pictures.svg"), ("html", "pictures")])
@@ -70,9 +70,9 @@ def test_a_picture_that_fails_or_is_interrupted_costs_itself_alone(tmp_path, mon
         deliver(Outputs(**files, quiet=True), EMPTY)
     assert names(tmp_path) == {"a.json", "a.csv"}
     deliver(Outputs(**files, quiet=True), FEW)
-    assert names(tmp_path) == {"a.json", "a.csv", target}
+    assert names(tmp_path) == {"a.json", "a.csv", target, *(["pictures.svg.txt"] if option == "figure" else [])}
 
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pictures.maps, "overview_figure", interrupt)
@@ -89,20 +89,28 @@ def test_a_picture_that_fails_or_is_interrupted_costs_itself_alone(tmp_path, mon
 def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
     honest = pictures.panel_figure
 
-    def fail(report, panel):
+    def fail(report, panel, **how):
         if panel.stem == "weights.symmetry":
             raise ZeroDivisionError
-        return honest(report, panel)
+        return honest(report, panel, **how)
 
     monkeypatch.setattr(pictures, "panel_figure", fail)
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
         deliver(Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), FEW)
-    assert names(tmp_path / "p") == {"overview.png", "weights.definiteness.png"}
-    assert f"Wrote {tmp_path}/a.json, 2 pictures to {tmp_path}/p" in capsys.readouterr().err
+    drawn = ("overview.png", "weights.definiteness.png")
+    assert names(tmp_path / "p") == {*drawn, *(f"{name}.txt" for name in drawn)}
+    assert f"Wrote {tmp_path}/a.json, 2 pictures with captions to {tmp_path}/p" in capsys.readouterr().err
     with pytest.raises(typer.Exit) as stop:
         deliver(Outputs(figure=str(tmp_path / "x.png"), quiet=True), EMPTY, interrupted=True)
     assert stop.value.exit_code == 130, "after an interruption, whatever else fails"
     assert "no measures" in capsys.readouterr().err
+
+
+def test_a_caption_replaces_no_input(tmp_path):
+    outputs = Outputs(figure=str(tmp_path / "heads.png"))
+    outputs.check({})
+    with pytest.raises(AttnlensError, match=r"replace .*heads\.png\.txt, which --text reads"):
+        outputs.check({os.path.realpath(tmp_path / "heads.png.txt"): "which --text reads"})
 
 
 def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path):
     curves = [f"{projected}{name}" for projected in ("", "projected_") for name in ("svm_cosine", "margins")]
     drawings = {path.stem: draw for path, draw in drawings_of(report, tmp_path / "p").items()}
     assert {"overview", "selection-3.7", *(f"selection.{name}" for name in curves)} <= set(drawings)
-    assert drawings["selection-3.7"]().startswith(b"\x89PNG")
+    assert drawings["selection-3.7"]()[0].startswith(b"\x89PNG")
     small = {"layers": [0], "heads": [1], "windows": 2, "length": 16}
     report = json.loads(inspect("demo", analyzers="selection", select="top-p:0.5", **small).to_json())
     assert report["settings"]["select"] == "top-p:0.5"

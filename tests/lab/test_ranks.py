@@ -626,7 +626,7 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
     lines = " ".join(plan_lines(report.plan))
     words = ("Mean rank", "Estimated", "Promised", "Measured", "within the budget", "cache", "operations")
     assert all(word in lines for word in (*words, "half of the full rank"))
-    assert export.drawings(report, tmp_path)[tmp_path / "ranks.png"]().startswith(b"\x89PNG")
+    assert export.drawings(report, tmp_path)[tmp_path / "ranks.png"]()[0].startswith(b"\x89PNG")
     assert tmp_path / "ranks.png" not in export.drawings(with_plan(report, None), tmp_path)
     for unit in ("loss", "ppl"):
         note = budget_note(report.plan.model_copy(update={"unit": unit}))

@@ -37,7 +37,8 @@ def test_the_navigation_names_every_page_once_and_no_other(reference):
     assert pages - NAMED == set(), "add it to docs/site/navigation.md"
     lines = (SITE / "navigation.md").read_text().splitlines()
     assert all(lines.count(page) == 1 for page in NAMED)
-    pages = {str(path.relative_to(ROOT).with_suffix("")) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+    files = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.ipynb"))
+    pages = {str(path.relative_to(ROOT).with_suffix("")) for path in files}
     written = {page for page in NAMED if page.startswith("reference/")}
     assert NAMED - pages == written
     assert {f"{page.removeprefix('reference/')}.md" for page in written} <= set(reference)

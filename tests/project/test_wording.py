@@ -1,6 +1,15 @@
 """Tests that numbers have no false digits, and strings nothing that steers a terminal."""
 
-from attnlens.wording import big, clean, decimals_for, decimals_with_error, format_error, format_number, format_p
+from attnlens.wording import (
+    big,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    format_error,
+    format_number,
+    format_p,
+    model_name,
+)
 
 
 def test_numbers_are_written_without_false_digits():
@@ -21,3 +30,8 @@ def test_numbers_are_written_without_false_digits():
 
 def test_no_p_value_is_printed_below_its_floor():
     assert list(map(format_p, (9e-43, 9.9e-5, 1e-4, 0.0312, None))) == ["< 1e-4", "< 1e-4", "0.0001", "0.031", "–"]
+
+
+def test_a_local_model_is_named_by_its_folder_and_a_hub_id_in_full():
+    names = [model_name(identity) for identity in ("org/name", "/data/runs/final", "runs/a/final/", "demo")]
+    assert names == ["org/name", "final", "final", "demo"]

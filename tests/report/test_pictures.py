@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import matplotlib
+import matplotlib.text
 import numpy as np
 import pytest
 import views
@@ -15,7 +16,8 @@ from views import absent, check_layout, draw, draw_panel
 
 from attnlens.analyzers import registry
 from attnlens.errors import AttnlensError, OutputError, UsageError
-from attnlens.records import Measure, Null
+from attnlens.records import Measure, Null, Text
+from attnlens.report import export
 from attnlens.report.pictures import maps
 from attnlens.report.pictures.style import PART_COLOURS, house_style, new_figure, tick_positions
 from attnlens.report.report import Report
@@ -116,7 +118,6 @@ def test_colours_are_centred_for_signed_measures_and_bear_outliers_rounding_and_
     few = np.arange(6.0).reshape(2, 3)
     assert scale(0.7 + 1e-9 * few)[1](0.7) == pytest.approx(0.5, abs=1e-3)
     assert scale(0.7 + 1e-3 * few)[1](0.7) == 0  # the control
-    assert texts_of(panel(planted(np.full((2, 3), 0.7))).axes[0].child_axes[0].get_yticklabels()) == ["0.7"]
     axes = panel(synthetic_report(4, 4), "weights.kind").axes[0]
     assert isinstance(axes.images[0].norm, BoundaryNorm)
     labels = texts_of(axes.child_axes[0].get_yticklabels())
@@ -320,12 +321,63 @@ def test_ticks_are_written_out_and_differ_and_no_axis_has_an_offset():
     assert tick_positions(4, 8) == [0, 1, 2, 3]
     assert tick_positions(80, 12) == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72]
     for values in (1e-3 + 1e-7 * np.arange(6.0), 0.9999 + 1e-6 * np.arange(6.0), np.full(6, 0.7)):
-        for name in ("weights.planted", "weights.c"):
+        for name in ("weights.planted", "weights.c")[int(np.ptp(values) == 0) :]:
             figure = panel(planted(values.reshape(2, 3), curve="weights.c"), name)
             figure.draw_without_rendering()
             places = [place for axes in figure.axes for place in (axes, *axes.child_axes)]
             offsets = {axis.get_offset_text().get_text() for place in places for axis in (place.xaxis, place.yaxis)}
             assert offsets == {""}, values
+
+
+# Bare figures and captions
+
+
+@pytest.mark.parametrize(("stem", "width"), [("weights.symmetry", 3.4), ("overview", 7.0), ("any name", 7.0)])
+def test_a_bare_figure_has_8_point_text_and_no_title_or_note(tmp_path, stem, width):
+    report = synthetic_report(3, 4)
+    (drawing,) = export.drawings(report, tmp_path / f"{stem}.png", bare=True).values()
+    with house_style(bare=True):
+        figure = drawing.args[0].draw(bare=True)
+        figure.draw_without_rendering()
+    assert figure.get_figwidth() == width
+    shown = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
+    assert {text.get_fontsize() for text in shown} == {8}
+    words = " ".join(text.get_text() for text in shown)
+    assert report.model.title not in words
+    assert "null" not in words
+    with house_style():
+        usual = drawing.args[0].draw()
+    assert report.model.title in " ".join(text.get_text() for text in usual.findobj(matplotlib.text.Text)), (
+        "the control"
+    )
+    assert usual.get_label() == figure.get_label() == drawing()[1]
+
+
+def test_a_caption_names_panels_symbols_null_and_what_errors_cover():
+    report = synthetic_report(3, 4)
+    texts = [Text(name="essays", sha256="0" * 64, windows=[0, 3], available=9)]
+    settings = report.settings.model_copy(update={"texts": texts})
+    caption = overview(report.model_copy(update={"settings": settings})).get_label()
+    parts = ("(a) symmetry (weights.symmetry): Symmetry of M", "Null: the value expected", "Symbols: M = s·W_Q W_Kᵀ")
+    assert all(part in caption for part in (*parts, "Errors reflect which 2 of the 9 windows of essays were read"))
+    assert "Null:" not in panel(synthetic_report(3, 4), "tokens.entropy").get_label(), "the control: it has no null"
+
+
+def test_a_file_named_after_a_measure_shows_only_that_measure(tmp_path):
+    report = planted(np.eye(3), "weights.symmetry")
+    ((path, draw),) = export.drawings(report, tmp_path / "weights.symmetry.pdf").items()
+    assert (path.name, draw.args[0].stem) == ("weights.symmetry.pdf", "weights.symmetry")
+    ((_, draw),) = export.drawings(report, tmp_path / "symmetric.pdf").items()
+    assert draw.args[0].stem == "overview"
+    report.save(path, bare=True)
+    assert path.read_bytes().startswith(b"%PDF")
+    assert "(weights.symmetry)" in (tmp_path / "weights.symmetry.pdf.txt").read_text()
+    with pytest.raises(UsageError, match=r"no picture of tokens\.entropy"):
+        export.drawings(report, tmp_path / "tokens.entropy.pdf")
+    same = planted(np.full((2, 3), 0.7), "weights.symmetry", curve="weights.c")
+    assert [picture.stem for picture in export.pictures(same)] == ["overview", "weights.c"]
+    with pytest.raises(UsageError, match="same value"):
+        export.drawings(same, tmp_path / "weights.symmetry.pdf")
 
 
 def test_files_have_the_documented_names_and_hostile_names_stay_in_the_folder(tmp_path, recwarn):

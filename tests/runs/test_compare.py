@@ -26,6 +26,7 @@ from attnlens.models import loading, texts
 from attnlens.records import Comparison
 from attnlens.report.findings import find
 from attnlens.report.report import Report
+from attnlens.report.sections.facts import title
 from attnlens.report.shapes import Shapes
 
 SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}
@@ -273,7 +274,13 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
     options = {"windows": 6, "length": 32, "layers": [1]}
     save = options | loaded.BARE | {"heads": [0, 3], "save": tmp_path / "swapped"}
     swap = attnlens.swap_kernel("demo", kernels="rbf", **save).swap
-    result = attnlens.compare("demo", tmp_path / "swapped", analyzers="symmetry", **options).comparison
+    report = attnlens.compare("demo", tmp_path / "swapped", analyzers="symmetry", **options)
+    result = report.comparison
+    figure = report.plot()
+    assert figure.texts[0].get_text() == title(report) == "demo → swapped"
+    assert [axes.get_title("left")[3:8] for axes in figure.axes if axes.get_title("left")] == ["where"], (
+        "no measure changed, so there are no changes to draw by size"
+    )
     assert result.outcome.loss.after == pytest.approx(swap.loss.after, rel=1e-5)
     assert result.outcome.kl == pytest.approx(swap.kl, rel=1e-4)
     assert named(result, "compare.own_kl") == {(1, 0), (1, 3)}

@@ -111,7 +111,7 @@ def save_pictures(report: Report, target: Path) -> list[Path]:
     if not is_file(target):
         make_folder(target)
     for path, draw in drawings.items():
-        write_atomically(path, draw())
+        write_atomically(path, draw()[0])
     return list(drawings)
 
 

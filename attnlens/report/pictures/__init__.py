@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnlens.report.shapes import Shapes
 
-KINDS: dict[Kind, tuple[Callable[[Report], Figure], Callable[[Report], list[Panel]], str]] = {
+KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], str]] = {
     "swap": (swaps.swap_overview, swaps.swap_panels, "effects of the kernel"),
     "comparison": (
         series.comparison_overview,

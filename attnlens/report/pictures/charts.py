@@ -6,27 +6,42 @@ matplotlib's constrained layout places all axes, so that names, numbers, legends
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, groupby
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import EllipseCollection, LineCollection
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter
 
 from attnlens.choices import Part
 from attnlens.records import PARTS
-from attnlens.report.pictures.style import CATEGORIES, DEPTH, INK, MUTED, IndexTicks, Style, new_figure, shorten_label
-from attnlens.wording import big, clean
+from attnlens.report.pictures.captions import caption_panels
+from attnlens.report.pictures.style import (
+    BARE_POINTS,
+    CATEGORIES,
+    DEPTH,
+    INK,
+    MUTED,
+    IndexTicks,
+    Style,
+    legend_above,
+    new_figure,
+    shorten_label,
+)
+from attnlens.wording import big, clean, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
@@ -279,38 +294,63 @@ def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:
 
 
 def overview(
-    report: Report, rows: Sequence[Row], facts: Iterable[str], title: str = "", more: Iterable[str] = (), hint: str = ""
+    report: Report,
+    rows: Sequence[Row],
+    facts: Iterable[str],
+    title: str = "",
+    more: Iterable[str] = (),
+    hint: str = "",
+    *,
+    bare: bool = False,
 ) -> Figure:
-    """Draw a page of panels with lettered titles.
+    """Draw a page of panels with lettered titles; the figure's label is its caption.
 
-    `facts` are written under the title (by default the model's name), `more` at the bottom right, before the input and
-    the tool, `hint` at the bottom left.
+    `facts` are written under the title (by default the model's name), without the last one if they are too long; `more`
+    at the bottom right, before the input and the tool, `hint` at the bottom left. A `bare` page has panels only.
     """
-    title, fed, tool = title or report.model.title, clean(report.settings.fed), report.tool
+    facts, more, title = [*filter(None, facts)], [*more], title or report.model.title
+    panels = [panel for row in rows for panel in row.panels if panel is not None]
+    caption = caption_panels(report, panels, title, facts, [*more, hint])
+    if bare:
+        return _bare_figure(rows, caption)
+    fed, tool = clean(report.settings.fed), report.tool
     footnote = [*more, f"input: {fed}" * bool(fed), f"{clean(tool.name)} {clean(tool.version)}"]
     height = HEAD + sum(row.total for row in rows) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
+    figure.set_label(caption)
     left, right = SIDE / WIDTH, 1 - SIDE / WIDTH
     texts: Style = {"va": "center", "color": INK}
     figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
-    figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(filter(None, facts)), FACTS), fontsize=8, **texts)
+    if len(" · ".join(facts)) > FACTS:
+        facts = facts[:-1] or facts  # the caption has the last one
+    figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
     figure.text(right, 0.13 / height, shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
-    letters = cycle("abcdefghijklmnopqrstuvwxyz")
-    lettered = [
-        replace(row, panels=[panel and replace(panel, title=f"{next(letters)}  {panel.title}") for panel in row.panels])
-        for row in rows
-    ]
-    _draw_rows(figure, lettered, HEAD, FOOT)
+    _draw_rows(figure, _letter(rows), HEAD, FOOT)
     return figure
 
 
-def panel_figure(report: Report, panel: Panel) -> Figure:
-    """Draw one panel or its parts, with the caption and the model's name, size and input below."""
+def _letter(rows: Sequence[Row]) -> list[Row]:
+    """Put a letter before the title of each panel."""
+    letters = cycle(ascii_lowercase)
+    return [
+        replace(row, panels=[panel and replace(panel, title=f"{next(letters)}  {panel.title}") for panel in row.panels])
+        for row in rows
+    ]
+
+
+def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
+    """Draw one panel or its parts, with the caption and the model's name, size and input below unless `bare`.
+
+    The figure's label is its caption as text, with symbols.
+    """
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
+    caption = caption_panels(report, [panel], report.model.title, model_facts(report))
+    if bare:
+        return _bare_figure(rows, caption)
     width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
     characters = int((width - 2 * SIDE) * CAPTION_PER_INCH)
     lines = filter(None, [*panel.caption.splitlines(), " · ".join(facts)])
@@ -318,14 +358,70 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
     figure = new_figure(width, height)
+    figure.set_label(caption)
     look: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
     figure.text(SIDE / width, (below - 0.05) / height, words, **look)
     _draw_rows(figure, rows, MARGIN, below)
     return figure
 
 
-def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) -> None:
+COLUMN, PAGE = 3.4, 7.0  # inches: width of bare figures of one and of several panels across
+MOST_ACROSS = 3  # panels per row of a bare figure; more would be narrower than their labels
+NARROW = 5.0  # inches: largest width of the axes of a panel that fits into one column
+BARE_SCALE = 0.72  # height of the axes of a bare figure, as a share of that of other figures
+BARE_SIDE = 0.04  # inches: margin of a bare figure
+PER_INCH = 15  # characters of BARE_POINTS per inch
+
+
+def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
+    """Draw the panels at the width of one or two columns of a paper, with text of one size and no notes or headings."""
+    panels = [panel for row in rows for panel in row.panels if panel is not None]
+    if max(len(row.panels) for row in rows) > MOST_ACROSS:
+        rows = arrange(panels, MOST_ACROSS, rows[0].height)
+    titles = Counter(panel.title for panel in panels)
+    rows = [
+        Row([panel and _bare_panel(panel, titles[panel.title] > 1) for panel in row.panels], BARE_SCALE * row.height)
+        for row in rows
+    ]
+    narrow = all(len(row.panels) == 1 for row in rows) and max(panel.width for panel in panels) <= NARROW
+    figure = new_figure(COLUMN if narrow else PAGE, 2 * MARGIN + sum(row.total for row in rows), dpi=300)
+    figure.set_label(caption)
+    _draw_rows(figure, _letter(rows) if len(panels) > 1 else rows, MARGIN, MARGIN, bare=True)
+    return figure
+
+
+def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
+    """Remove a panel's note; add the source to the title of a measure if other panels have the same title."""
+    return replace(panel, note="", title=f"{panel.title} ({source_of(panel.stem)})" if ambiguous else panel.title)
+
+
+def _enlarge_text(figure: Figure, room: float) -> None:
+    """Give all text of a bare figure the same size: remove numbers that outgrow their cells, break long labels."""
+    for axes in figure.findobj(Axes):
+        axes.tick_params(labelsize=BARE_POINTS)
+        legend = axes.get_legend()
+        if legend is not None and not legend.get_in_layout():
+            legend_above(axes, int(PER_INCH * room))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.label.set_text(textwrap.fill(axis.label.get_text(), max(12, int(PER_INCH * room))))
+    for text in figure.findobj(Text):
+        text.set_fontsize(BARE_POINTS)
+
+
+def _drop_wide_numbers(figure: Figure) -> None:
+    """Remove the numbers in the cells of each map if one of them is wider than its cell."""
+    for axes in figure.axes:
+        numbers = [text for text in axes.texts if axes.images and not isinstance(text, Annotation)]
+        if numbers:
+            cell = axes.bbox.width / (axes.get_xlim()[1] - axes.get_xlim()[0])
+            if max(text.get_window_extent().width for text in numbers) > 0.96 * cell:
+                for text in numbers:
+                    text.remove()
+
+
+def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, *, bare: bool = False) -> None:
     """Draw the rows between the head and the foot of a page; `above` and `below` are their heights in inches."""
+    side = BARE_SIDE if bare else SIDE
     width, height = figure.get_size_inches()
     above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
     # consecutive rows of equally many panels form a block whose columns are aligned
@@ -336,14 +432,16 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) 
         columns = len(block[0].panels)
         heights = [size for row in block for size in (HEADING * bool(row.heading), row.height) if size]
         grid, lines = part.add_gridspec(len(heights), columns, height_ratios=heights), count()
-        room = (width - 2 * SIDE) / columns - BESIDE
+        room = (width - 2 * side) / columns - BESIDE
         for row in block:
             heading = grid[next(lines), :] if row.heading else None  # a flat row
             line = next(lines)
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
             for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):
                 axes = part.add_subplot(grid[line, column])
-                axes.set_title(shorten_label(panel.title, int(TITLE_PER_INCH * room)), pad=15, weight="bold", color=INK)
+                shorten = textwrap.fill if bare else shorten_label
+                title = shorten(panel.title, int(TITLE_PER_INCH * room))
+                axes.set_title(title, pad=5 if bare else 15, weight="bold", color=INK)
                 note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
                 axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
                 panel.draw(axes)
@@ -358,9 +456,13 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) 
                 strip.text(0, 0, row.heading, transform=strip.transAxes, fontsize=8.5, color=MUTED, style="italic")
     # The positions are fixed once for all file formats, and rounded, because the layout's last digits depend on the
     # order in which its solver eliminates variables, which differs from run to run; equal reports give equal bytes.
-    rect = (SIDE / width, below / height, 1 - 2 * SIDE / width, 1 - (above + below) / height)
+    if bare:
+        _enlarge_text(figure, width / max(len(row.panels) for row in rows) - BESIDE)
+    rect = (side / width, below / height, 1 - 2 * side / width, 1 - (above + below) / height)
     engine = ConstrainedLayoutEngine(rect=rect, h_pad=0.05, w_pad=0.05, hspace=0.03, wspace=0.03)
     for _ in range(2):  # the first pass changes which ticks have room, and so the width of their labels
         engine.execute(figure)
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position(original=False).bounds, 5).tolist())
+    if bare:
+        _drop_wide_numbers(figure)

@@ -49,10 +49,10 @@ WIDE = 3  # ratio of largest to smallest perplexity above which the axis is loga
 DASHES = ("-", "--", ":", "-.")
 
 
-def comparison_overview(report: Report) -> Figure:
+def comparison_overview(report: Report, *, bare: bool = False) -> Figure:
     """Draw both panels of a comparison on one page."""
-    against = [f"against {report.comparison.base.title}"] if report.comparison is not None else []
-    return overview(report, [Row(comparison_panels(report), 2.6)], [*against, clean(report.coverage.sentence)])
+    rows = [Row(comparison_panels(report), 2.6)]
+    return overview(report, rows, [clean(report.coverage.sentence)], title(report), bare=bare)
 
 
 def comparison_panels(report: Report) -> list[Panel]:
@@ -63,9 +63,10 @@ def comparison_panels(report: Report) -> list[Panel]:
     panels = []
     for name in rank_distances(comparison)[:1]:
         title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
-        note = "dots: named; hatched: no change at all"
-        caption = "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
-        caption += "Hatched: no change at all."
+        info, significant = find_measure(name), f"q ≤ {comparison.fdr:g}"
+        note = f"dots: {significant}; hatched: no change at all"
+        caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. Logarithmic colours; KL in nats. "
+        caption += f"Dots: heads with a significant change, {significant}. Hatched: no change at all."
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name)
         panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
@@ -73,6 +74,9 @@ def comparison_panels(report: Report) -> list[Panel]:
         "One dot per head and measure; changes are in units of the measure's interquartile range over the heads of the "
         "first model. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
     )
+    sizes = effect_sizes(comparison)
+    if panels and not any(row.delta for row in comparison.rows if row.measure in sizes):
+        return panels
     draw = partial(draw_volcano, comparison=comparison)
     return [*panels, Panel("volcano", "size and significance of changes", "", caption, draw)]
 
@@ -103,7 +107,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
             x = as_array(row.delta for row in rows) / [sizes[row.measure] for row in rows]
             certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_Q, None))
             axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
-    level = f"named above q = {comparison.fdr:g}"
+    level = f"significant above q = {comparison.fdr:g}"
     axes.axhline(-np.log10(comparison.fdr), color=style.MUTED, linewidth=0.6, linestyle="--", label=level)
     axes.axvline(0, color=style.MUTED, linewidth=0.4)
     axes.set_xscale("symlog", linthresh=0.1)
@@ -114,12 +118,13 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     style.legend_above(axes, 80, handlelength=0.8)
 
 
-def study_overview(report: Report) -> Figure:
+def study_overview(report: Report, *, bare: bool = False) -> Figure:
     """Draw the results and learning curves of every task on one page, two panels per row."""
     facts = [f"{study.name}: scale {study.scale}, {format_count(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
     rows = [Row(panels[n : n + 2], max(1.9, 0.16 * panels[n].rows)) for n in range(0, len(panels), 2)]
-    return overview(report, rows, facts, title(report), dict.fromkeys(study.source for study in report.studies))
+    sources = dict.fromkeys(study.source for study in report.studies)
+    return overview(report, rows, facts, title(report), sources, bare=bare)
 
 
 def study_panels(report: Report) -> list[Panel]:
@@ -196,7 +201,7 @@ MOST_ROWS = 80  # maximum number of figures in this picture: those farthest from
 FARTHEST = 3.0  # deviation, in tolerances, at or above which a figure is drawn at the edge
 
 
-def experiment_overview(report: Report) -> Figure:
+def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
     """Draw all panels on a page: three per row, or four if the experiment tracks heads over steps."""
     panels = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
@@ -207,7 +212,8 @@ def experiment_overview(report: Report) -> Figure:
     steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     checkpoints = [format_count(max(steps), "checkpoint")] if steps else []
     facts = [*model_facts(report), standing(report)[0], *checkpoints]
-    return overview(report, rows, facts, title(report), [ran_on(report), f"seed {report.settings.seed}"])
+    more, hint = [ran_on(report), f"seed {report.settings.seed}"], "black: median over heads" * followed
+    return overview(report, rows, facts, title(report), more, hint, bare=bare)
 
 
 def experiment_panels(report: Report) -> list[Panel]:
@@ -256,6 +262,7 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. " if info.meaning else ""
     coloured = ", coloured by layer" * bool(rows_of_layers)
     heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
+    heads += f", in {curve.quantity}" if curve.quantity and not info.meaning else ""
     caption += f"{heads}{null}."
     low, high, logarithmic = _limits(experiment, name) or (0.0, 0.0, True)
     room = np.inf if logarithmic else 0.05 * (high - low)  # width of the frame on each side of the limits

@@ -34,7 +34,7 @@ from attnlens.report.pictures.charts import (
 )
 from attnlens.report.sections.facts import state_whole
 from attnlens.report.sections.reference import bounds
-from attnlens.report.shapes import MeasureMap, Shapes, group_of
+from attnlens.report.shapes import SAME, MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ WIDE_RANGE = 20.0
 """Ratio of the largest number to the end of a falling median curve above which the axis is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the medians of encoder, decoder and cross on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
-SAME = 1e-6  # relative spread up to which all heads get one colour
 STEPS = 64  # number of samples of a colour map passed to pages that draw their own maps
 THIRDS = 3
 FURTHEST = 1e300
@@ -132,6 +131,14 @@ def heading_of_shares(shapes: Shapes, whole: str) -> str:
     return title_of(whole) + " (not identified)" * unsure
 
 
+def shares_caption(shapes: Shapes, whole: str) -> str:
+    """Format the caption of a set of measures that sum to 1, with the meaning of each."""
+    names = shapes.shares[whole]
+    labels = [label for label, _ in named_parts(names)]
+    parts = [f"{label}: {shapes.info(name).meaning}" for label, name in zip(labels, names, strict=True)]
+    return f"One line per head, sorted within a layer; the parts sum to 1. {'; '.join(parts)}."
+
+
 def source_heading(shapes: Shapes, name: str) -> str:
     """Format the source of a measure: `weights`, `tokens – 8 × 32 tokens of …`."""
     settings, group = shapes.report.settings, group_of(shapes.info(name))
@@ -147,7 +154,8 @@ def head_panels(shapes: Shapes) -> list[Panel]:
         if np.any(np.abs(values) > FURTHEST):
             problem = f"{clean(name)} has values beyond {FURTHEST:g}, too large to draw."
             raise UsageError(problem, "Write the values to a file instead: --csv FILE.")
-    panels = [map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings]
+    varying = [name for name, reading in shapes.readings.items() if not reading.constant]
+    panels = [map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in varying]
     panels += [fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves]
     for selection in shapes.report.inspection.selections:
         title = f"layer {selection.layer} head {selection.head}: margins of its selection"
@@ -175,8 +183,6 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
         bar.set_ticks(sorted(names), labels=[clean(names[number]).replace(" ", "\n") for number in sorted(names)])
         bar.ax.tick_params(length=0, pad=3, which="both")
         return
-    if reading.constant:
-        bar.set_ticks([float(reading.present[0])])
     if reading.null is not None:
         # mean as a horizontal line, ± sd as a vertical line, with a white border
         (low, high), (mean, sd) = bar.ax.get_ylim(), reading.null
@@ -356,7 +362,7 @@ SELECTION_CAPTION = (
 )
 
 
-def overview_figure(shapes: Shapes) -> Figure:
+def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
     """Draw a page of up to six pictures: one row per source, or two rows for a single source."""
     rows = page_rows(shapes)
     if not rows:
@@ -375,7 +381,7 @@ def overview_figure(shapes: Shapes) -> Figure:
         for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
     facts = [*model_facts(shapes.report), layout_line(shapes)]
-    return overview(shapes.report, page, facts, hint="hatched: no value" * hatched)
+    return overview(shapes.report, page, facts, hint="hatched: no value" * hatched, bare=bare)
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
@@ -396,7 +402,8 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
         maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
         name, depths = deep[0], groups_by_depth(shapes, deep[0])
         draw = partial(draw_depth, shapes=shapes, name=name, groups=depths)
-        fans = [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in depths]
+        caption = f"{curve_caption(shapes, name)}\nDotted: medians of the other groups."
+        fans = [Panel(name, g.title, g.note, caption, partial(draw, group=g), layers=shapes.layers) for g in depths]
         rows = [fans, [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
         rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
@@ -415,9 +422,14 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
-    maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
+    maps = [*maps, *(name for name, reading in of_source.items() if name in parts and not reading.constant)][
+        : room - len(wholes) - len(curves)
+    ]
     draw = partial(draw_shares, shapes=shapes)
-    shares = [Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw, whole=whole)) for whole in wholes]
+    shares = [
+        Panel(whole, heading_of_shares(shapes, whole), "", shares_caption(shapes, whole), partial(draw, whole=whole))
+        for whole in wholes
+    ]
     fans = [fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves]
     return [*shares, *(_noted_map(shapes, name) for name in maps), *fans]
 

@@ -45,6 +45,10 @@ SETTINGS = {  # Settings over matplotlib's defaults; the user's matplotlibrc is 
     "pdf.fonttype": 42,
 }
 
+BARE_POINTS = 8  # size of all text in bare figures
+BARE = dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), BARE_POINTS)
+"""Settings of bare figures, over SETTINGS."""
+
 Style = dict[str, Any]  # keywords of a matplotlib artist
 
 FORMATS: dict[str, dict[str, None]] = {  # Suffix → metadata to leave out, so that the bytes depend only on the report
@@ -72,12 +76,12 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digit
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Apply attnlens' matplotlib settings inside the context; restore the caller's settings afterwards.
+def house_style(*, bare: bool = False) -> Iterator[None]:
+    """Apply attnlens' matplotlib settings inside the context, or those of bare figures; then restore the caller's.
 
     A character missing from the font, for example in a folder's name, is drawn as an empty box without a warning.
     """
-    with matplotlib.style.context(["default", SETTINGS]), warnings.catch_warnings():
+    with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
@@ -184,7 +188,7 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
         axes.set_ylim(least - room, most + room)
 
 
-LEGEND_LINE = 9.4  # points per line of a legend in small print
+LEGEND_LINE = 1.45  # height of a legend's line, as a multiple of its font size
 
 
 def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None:
@@ -197,4 +201,5 @@ def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None
     legend = axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=columns, **spaces)
     legend.set_in_layout(False)  # the title's padding makes room for the legend
     lines = -(-len(labels) // columns)
-    axes.set_title(axes.get_title(loc="left"), pad=15 + LEGEND_LINE * (lines - 1), weight="bold", color=INK)
+    pad = 15 + LEGEND_LINE * matplotlib.rcParams["legend.fontsize"] * (lines - 1)
+    axes.set_title(axes.get_title(loc="left"), pad=pad, weight="bold", color=INK)

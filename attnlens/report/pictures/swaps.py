@@ -57,6 +57,11 @@ MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "far part, healed": ("^", "▲", "far part, healed"),
 }
 """Marker of each kind of control, the marker as a text character, and a description."""
+SITES = (
+    "‖new − original‖ / ‖original‖ of the output of each layer's attention, computed on the original model's queries, "
+    "keys and values. Hatched: no value."
+)
+"""Caption of the errors by layer."""
 CROWDED = 24  # number of layers above which bars touch
 WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
@@ -78,7 +83,7 @@ STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the 
 DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
 
 
-def swap_overview(report: Report) -> Figure:
+def swap_overview(report: Report, *, bare: bool = False) -> Figure:
     """Draw all panels on a page; a comparison of kernels comes above the other panels."""
     swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
@@ -89,8 +94,9 @@ def swap_overview(report: Report) -> Figure:
         low = 2.3 if several or len(rows) > 1 else 2.6
         page.append(Row(row, 0.19 * lines if len(row) == 1 else float(np.clip(0.115 * lines, low, 3.4))))
     what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
-    # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
-    return overview(report, page, [*model_facts(report), what, clean(report.coverage.sentence), how])
+    # the formula comes last: if the line is too long, the formula is left to the caption
+    facts = [*model_facts(report), what, clean(report.coverage.sentence), how]
+    return overview(report, page, facts, bare=bare)
 
 
 def swap_panels(report: Report) -> list[Panel]:
@@ -107,7 +113,7 @@ def _overview_panels(report: Report) -> list[Panel]:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
     note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap)
-    sites = Panel("sites", "output error by layer", note, "", draw, len(swap.sites))
+    sites = Panel("sites", "output error by layer", note, SITES, draw, len(swap.sites))
     panels = [_stages_panel(swap), sites]
     panels += [_ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
@@ -135,16 +141,18 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     note = f"grey: {controls}" if controls else ""
+    caption += f" Controls in {note}." if note else ""
     note = "no kernel has a value" if all(effect(swap, swap)[0] is None for swap in swaps) else note
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
     draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
-    yield Panel("sites", "output error by layer", "", "On the original model's queries, keys and values.", draw)
+    yield Panel("sites", "output error by layer", "", SITES, draw)
     if any(swap.sweep for swap in swaps) and not any(map(_of_heads, swaps)):
         by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda unit: unit.layer)) for swap in swaps]
         harms = [(kernel, as_array(unit.delta for unit in units)) for kernel, units in by_layer]
         draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
-        yield Panel("sweep", "each layer alone", "", "", draw)
+        caption = f"Δ of the {effect_name(swaps[0])} if only that layer has the kernel."
+        yield Panel("sweep", "each layer alone", "", caption, draw)
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
@@ -195,7 +203,10 @@ def _stages_panel(swap: Swap) -> Panel:
     note = f"{'in %: perplexity, ' if lossy else 'bars: '}95 % interval; dashed: the original"
     note = "in %: perplexity; grey: controls; ▶: off axis" if controls else note
     rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 12
-    return Panel("stages", name, note, "", partial(draw_stages, swap=swap), rows)
+    caption = f"{effect_name(swap)} of the original model (dashed), after each stage"
+    caption += ", and with each control (grey)" * bool(controls) + ". Bars: 95 % intervals of the difference."
+    caption += " In %: rise of the perplexity, with its interval." * lossy
+    return Panel("stages", name, note, caption, partial(draw_stages, swap=swap), rows)
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
@@ -404,6 +415,7 @@ def _ranks_panel(plan: Plan) -> Panel:
     caption += " Promised: on calibration text used neither to fit nor to choose them." * (plan.promised is not None)
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.4 * heads, 3.4, 8))
+    caption += f" {budget_note(plan)}."
     title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
     return Panel("ranks", title, budget_note(plan), caption, partial(draw_ranks, plan=plan), 2 * layers, wide)
 

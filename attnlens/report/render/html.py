@@ -23,13 +23,14 @@ from attnlens.wording import clean
 LARGEST_VECTOR = 400_000  # size of an SVG picture in bytes above which a page contains a PNG instead
 
 
-def encode_picture(picture: Picture, suffix: str = ".png") -> bytes:
-    """Draw a picture and return it as the bytes of an image file in the format given by `suffix`.
+def encode_picture(picture: Picture, suffix: str = ".png", *, bare: bool = False) -> tuple[bytes, str]:
+    """Draw a picture; return it as the bytes of an image file in the format given by `suffix`, and its caption.
 
     Equal pictures give equal bytes.
     """
-    with house_style():
-        return encode_figure(picture.draw(), suffix)
+    with house_style(bare=bare):
+        figure = picture.draw(bare=bare)
+        return encode_figure(figure, suffix), str(figure.get_label())
 
 
 def embed_picture(picture: Picture) -> str:

@@ -10,17 +10,19 @@ from attnlens.records import Report, Text
 from attnlens.records.studies import Origin
 from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
 from attnlens.report.shapes import Shapes
-from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items
+from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items, model_name
 
 
 def title(report: Report) -> str:
     """Return the title of the report: the names of the compared models, the studies, or the experiments' models."""
     if report.comparison is not None:
-        return f"{report.comparison.base.title} → {report.model.title}"
+        models = report.comparison.base, report.model
+        titles = [model.title for model in models]
+        return " → ".join(titles if titles[0] != titles[1] else [clean(model.id) for model in models])
     if report.studies:
         return clean("kernel study: " + ", ".join(study.name for study in report.studies))
     others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
-    return " + ".join([report.model.title, *map(clean, others)])
+    return " + ".join([report.model.title, *map(model_name, others)])
 
 
 def standing(report: Report) -> tuple[str, bool]:

@@ -113,7 +113,7 @@ class Picture:
     """Picture of a report."""
 
     stem: str  # file name without its suffix
-    draw: Callable[[], Figure]  # raises UsageError if there is nothing to draw
+    draw: Callable[..., Figure]  # with the keyword `bare`; raises UsageError if there is nothing to draw
     shows: str = ""  # description for the alternative text
 
 
