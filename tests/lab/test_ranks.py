@@ -711,7 +711,7 @@ def test_calibration_texts_that_cannot_be_used_are_refused(demo, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(f"{BOOK[0].text}\nAnd more.\n")
     with pytest.raises(TextError, match="of the evaluated tokens"):
-        attnlens.find_ranks(demo, budget="loss:1%", calibration=[str(text)], **SMALL)
+        attnlens.find_ranks(demo, budget="loss:1%", calibration=[str(text)], **SMALL | {"windows": 32})
     assert search.count_windows(BOOK, 32) == search.count_windows(BOOK, 64) == search.SEQUENCES
     assert search.count_windows(BOOK, 8) == search.SEQUENCES / 4, "--windows makes a search shorter"
     assert search.count_windows(BOOK, 1) == 12

@@ -359,7 +359,8 @@ def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning():
         black = [line for line in axes.lines if line.get_color() == "black"]
         np.testing.assert_allclose(black[0].get_ydata(), series.curves[name].median)
     own = {name: made for name, made in series.curves.items() if made.null_of is None}
-    rotated, random = "the value expected by chance (the head", "the value expected by chance (random W_Q, W_K)"
+    by_chance = "the value expected by chance"
+    rotated, random = f"{by_chance} (the head", f"{by_chance} (random W_Q, W_K of the same shape)"
     for names, words in (
         (["selection.efficiency"], f"null: {rotated} randomly rotated), mean"),
         (["weights.symmetry"], f"null: {random}, mean"),

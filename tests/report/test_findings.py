@@ -232,5 +232,5 @@ def test_doctor_says_whether_every_site_agrees(verdicts: tuple[Verdict, ...], an
 def test_experiments_are_judged_one_by_one() -> None:
     by_question = answers(experiment_report(converging(), failing()))
     assert [finding.severity for finding in by_question.values()] == ["none", "problem"]
-    assert by_question["Failing:"].answer.startswith("Not as published: 3 of 3 figures differ")
+    assert by_question["Failing:"].answer.startswith("3 of 3 figures differ")
     assert "→" in findings(series_report())[0].answer

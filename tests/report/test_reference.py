@@ -52,7 +52,7 @@ def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
 
 def test_a_page_has_the_facts_of_the_registry_and_what_to_do_can_be_typed():
     for name, item, fact in (
-        ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K)"),
+        ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K of the same shape)"),
         ("selection.margin", "null", "the value expected by chance (the head randomly rotated)"),
         ("tokens.entropy", "null", "none"),
         ("tokens.entropy", "error", "standard error of the mean over windows"),

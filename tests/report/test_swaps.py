@@ -135,7 +135,7 @@ def test_the_verdict_gives_the_direction_of_the_loss_and_divergence_is_no_number
         (3.28, "Loss 2.43 → 5.71"),
         (-1.0, "Loss 2.430 → 1.430"),
         (0.0, "None measurable"),
-        (0.01, "None measurable"),  # its interval holds 0
+        (0.01, "Unclear, read more --windows"),  # its interval holds 0 and more than 1 % of the loss
         (0.03, "Loss 2.430 → 2.460"),
     ):
         assert words in cost(swapped(deltas=(delta,))), delta
