@@ -43,7 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="read two windows")
     options = parser.parse_args()
+    if options.quick:
+        options.windows = 2
     rows = {"imports": run("-c", "import torch, transformers.models.gpt2.modeling_gpt2")}
 
     import torch
@@ -70,7 +73,7 @@ def main() -> None:
     for stage, number in rows.items():
         print(f"{stage:22} {number:7.2f} s")
     print(f"{'floor':22} {floor:7.2f} s")
-    print(f"{'attnlens inspect':22} {command:7.2f} s = {command / floor:.2f} × the floor")
+    print(f"{'attnlens inspect':22} {command:7.2f} s, ratio to the floor {command / floor:.2f}")
 
 
 if __name__ == "__main__":

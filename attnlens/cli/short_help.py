@@ -77,10 +77,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "heal": (
         "attnlens heal demo --kernel rbf --train 20k",
         "attnlens heal demo --kernel rbf --train 20k --layers 3 --save healed",
-        "attnlens heal demo --kernel linear --train 20k --control",
+        "attnlens heal demo --kernel linear --train 20k --learn text --control",
     ),
     "converge": (
-        "attnlens converge --experiment 'local convergence'",
+        "attnlens converge --experiment local-convergence",
         "attnlens converge demo --head 3.6",
         "attnlens converge --checkpoints --figure training.png",
     ),

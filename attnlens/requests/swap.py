@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from attnlens.kernels import Kernel
     from attnlens.records import Plan
 
-DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|k|ktok|M|Mtok|s|min|h)")
 UNITS: dict[str, tuple[HealingUnit, float]] = {  # Counted quantity and size of each unit
     **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
-    **{"tok": ("tokens", 1), "ktok": ("tokens", 1e3), "Mtok": ("tokens", 1e6)},
+    **{"tok": ("tokens", 1), **dict.fromkeys(("k", "ktok"), ("tokens", 1e3))},
+    **dict.fromkeys(("M", "Mtok"), ("tokens", 1e6)),
     **{"s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600)},
 }
 STEPS = 200  # Default number of training steps
@@ -79,7 +80,7 @@ class Amount:
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
             raise UsageError(
                 f"--train: cannot parse {format_argument(value)}.",
-                "Give a positive number of steps or tokens, or a duration: --train 200, 500ktok, 2Mtok, 90s or 2h.",
+                "Give a positive number of steps or tokens, or a duration: --train 200, 500k, 2M, 90s or 2h.",
             )
         return cls(number, unit)
 

@@ -44,7 +44,10 @@ def numbered(pairs):
 
 
 def lighter(line):
-    return " ".join([*(setting for part, setting in LESS.items() if part in line), line])
+    settings = (
+        setting for part, setting in LESS.items() if part in line and not (part[:2] == "--" and "--head" in line)
+    )
+    return " ".join([*settings, line])
 
 
 def without_installation(block):

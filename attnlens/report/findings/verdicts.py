@@ -119,7 +119,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
     missed = [each.name for each in shapes.report.experiments if each.passed is False]
     plain = [each.name for each in shapes.report.experiments if not each.trajectories]
     for name in (missed or plain)[:1]:
-        yield f"attnlens converge --experiment {quote(name)} --table"
+        yield f"attnlens converge --experiment {quote(name.replace(' ', '-'))} --table"
     yield "attnlens reproduce claims"
 
 

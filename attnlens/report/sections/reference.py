@@ -29,7 +29,7 @@ from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean, join_items, short, source_of
 
 DEMO_HEADS = Path(__file__).parent.parent / "demo_heads.json"
-"""File of `demo_heads`, made by benchmarks/demo_heads.py."""
+"""File of `demo_heads`, made by training/demo_heads.py."""
 SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("sink", "sinks", "first token"), "tokens.share_first"),
     **dict.fromkeys(("peaked", "peakedness", "collapse"), "tokens.entropy"),

@@ -1,6 +1,6 @@
 """Write attnlens/report/demo_heads.json: the heads of `demo` with the smallest and the largest value of each measure.
 
-python benchmarks/demo_heads.py
+python training/demo_heads.py
 
 `attnlens explain` shows them as examples.
 """
