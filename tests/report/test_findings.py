@@ -19,7 +19,7 @@ from attnlens.maths.statistics import gaussian_null
 from attnlens.records import Finding, Head, Measure, Null, SiteCheck, Verdict
 from attnlens.report import export
 from attnlens.report.findings import find, next_commands
-from attnlens.report.findings.heads import CHANCE, HeadTests
+from attnlens.report.findings.heads import CHANCE, HeadTests, _adjust
 from attnlens.report.render import terminal
 from attnlens.report.report import Report
 from attnlens.report.shapes import Shapes
@@ -234,3 +234,9 @@ def test_experiments_are_judged_one_by_one() -> None:
     assert [finding.severity for finding in by_question.values()] == ["none", "problem"]
     assert by_question["Failing:"].answer.startswith("3 of 3 figures differ")
     assert "→" in findings(series_report())[0].answer
+
+
+def test_q_values_are_those_of_scipy() -> None:
+    p = np.random.default_rng(0).random(50) ** 3
+    np.testing.assert_allclose(_adjust(p), stats.false_discovery_control(p), rtol=1e-12)
+    assert not np.allclose(_adjust(p), p)  # the control
