@@ -2,14 +2,18 @@
 
 import numpy as np
 import pytest
+import views
+from experiment_reports import curve, series_report
 from reports import planted, synthetic_report
-from swap_reports import controls, swap_report, swapped
+from swap_reports import controls, planned, swap_report, swapped
 
-from attnlens.records import AttentionRows, Null
+from attnlens.records import AttentionRows, KeyRank, Null
 from attnlens.report import export
 from attnlens.report.findings import find
 from attnlens.report.pictures.maps import scale
 from attnlens.report.sections.explorer import explorer
+from attnlens.report.sections.plans import plan_rows
+from attnlens.report.sections.section import Column, Section, Table
 from attnlens.report.shapes import Shapes
 
 
@@ -62,3 +66,34 @@ def test_the_format_of_a_picture_follows_its_suffix_in_upper_case_too(tmp_path):
     content = draw()
     image = content if isinstance(content, bytes) else content[0]
     assert image.startswith(b"\x89PNG")
+
+
+def test_the_mean_rank_of_a_shared_latent_is_per_key_head():
+    shared = KeyRank(
+        **{"site": "s", "layer": 0, "kv_head": 0, "heads": [0, 1, 2, 3], "kv_heads": [0, 1, 2, 3]},
+        **{"rank": 24, "part": "decoder", "head_dim": 256},
+    )
+    table = plan_rows(planned(ranks=[shared]).plan)
+    cells = {column.title: column.cells[0] for column in (*table.names, *table.columns)}
+    assert (cells["mean rank"], cells["of"]) == ("6.0", "64")
+
+
+def test_the_null_of_a_series_is_its_mean_with_its_sd():
+    report = series_report()
+    (series,) = report.experiments
+    null = curve(series.curves["weights.symmetry"].steps, np.full(7, 0.5), 0.1, null_of="weights.symmetry")
+    own = {name: each for name, each in series.curves.items() if each.null_of is None}
+    series = series.model_copy(update={"curves": own | {"weights.symmetry: null": null}})
+    text = views.summary(report.model_copy(update={"experiments": [series]}), 300)
+    shown = [line.split()[-3:] for line in text.splitlines() if line.split()[:1] == ["weights.symmetry"]]
+    assert ["0.50", "±", "0.10"] in shown
+
+
+def test_a_column_that_fits_the_page_exactly_is_shown_beside_the_others():
+    columns = [Column(f"m{number}", ["1234567890"]) for number in range(3)]
+    table = Table([Column("head", ["0"])], columns)
+    exact = len("head") + 3 * (2 + 10)
+    lines = [
+        views.printed(views.alone(Section(table=table)), width).count("1234567890\n") for width in (exact, exact - 1)
+    ]
+    assert lines == [1, 2]
