@@ -190,6 +190,11 @@ def make_folder(path: Path) -> None:
         raise OutputError(f"The folder {path} can't be created: {error.strerror}.", "Give a writable folder.") from None
 
 
+def caption_file(picture: Path) -> Path:
+    """Return the file for the caption of a picture: `heads.pdf.txt` for `heads.pdf`."""
+    return picture.with_name(f"{picture.name}.txt")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary file in the same folder and rename the file, so that no partial file is left.
 

@@ -31,7 +31,15 @@ from attnlens.cli.show import (
     say,
 )
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
-from attnlens.files import check_readable, check_writable, local_path, make_folder, with_home, write_atomically
+from attnlens.files import (
+    caption_file,
+    check_readable,
+    check_writable,
+    local_path,
+    make_folder,
+    with_home,
+    write_atomically,
+)
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest
@@ -241,16 +249,20 @@ class Outputs:
             flag = option_name(option)
             if option != "save":  # the run checks this folder
                 check_writable(path, may_be_folder=option == "figure")
-            other = names.setdefault(os.path.realpath(path), option)
-            if other not in ("", option):
-                problem = f"{option_name(other)} and {flag} name the same file, {path}."
-                raise UsageError(problem, "Give each option its own file.")
             files = [path]
-            if option == "figure":
-                files = [*path.glob("*.png"), *path.glob("*.png.txt")] if path.is_dir() else [path, Path(f"{path}.txt")]
+            if option == "figure" and path.is_dir():
+                files += [*path.glob("*.png"), *path.glob("*.png.txt")]
+            elif option == "figure" and path.suffix:
+                files.append(caption_file(path))
             for file in files:
+                other = names.setdefault(os.path.realpath(file), option)
+                if other not in ("", option):
+                    problem = f"{option_name(other)} and {flag} name the same file, {file}."
+                    raise UsageError(problem, "Give each option its own file.")
                 if what := describe_input(inputs, file):
                     raise UsageError(f"{flag} would replace {file}, {what}.", "Choose another path.")
+        if self.bare and self.figure is None:
+            raise UsageError("--bare draws nothing without --figure.", "Add --figure FILE, or leave out --bare.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 
@@ -312,7 +324,7 @@ def deliver(
                 annotate()
         made += _draw_figures(outputs, report, failures)  # one by one: an interruption keeps those drawn so far
         several = [f"{len(made)} pictures with captions to {outputs.figure}"] * (len(made) > 1)
-        written += several or [name for path in made for name in (str(path), f"{path}.txt")]
+        written += several or [name for path in made for name in (str(path), str(caption_file(path)))]
         if outputs.html is not None:
             with _collect(failures):
                 _draw(Path(outputs.html), lambda: (writers["html"](report).encode(), ""))
@@ -396,7 +408,7 @@ def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
     try:
         write_atomically(path, content)
         if caption:
-            write_atomically(path.with_name(f"{path.name}.txt"), caption.encode())
+            write_atomically(caption_file(path), caption.encode())
     except OutputError:
         if new:
             with suppress(OSError):

@@ -155,12 +155,7 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
 Drawing = Callable[[], tuple[bytes, str]]
-"""Function that draws a picture; returns the bytes of its file, and its caption, which `caption_file` names."""
-
-
-def caption_file(path: Path) -> Path:
-    """Return the file for the caption of a picture: `heads.pdf.txt` for `heads.pdf`."""
-    return path.with_name(f"{path.name}.txt")
+"""Function that draws a picture; returns the bytes of its file, and its caption, for `caption_file`."""
 
 
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Drawing]:

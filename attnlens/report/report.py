@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attnlens import arguments, records
 from attnlens.errors import OutputError
-from attnlens.files import local_path, write_atomically
+from attnlens.files import caption_file, local_path, write_atomically
 from attnlens.records.measures import read_record
 from attnlens.records.provenance import convert_report
 
@@ -37,7 +37,7 @@ class Report(records.Report):
             ((_, draw),) = export.drawings(self, target, bare=bare).items()
             content, caption = draw()
             write_atomically(target, content)
-            write_atomically(export.caption_file(target), caption.encode())
+            write_atomically(caption_file(target), caption.encode())
         elif suffix in export.ENDINGS:
             write_atomically(target, export.WRITERS[export.ENDINGS[suffix]](self).encode())
         else:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 LINKED = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")
 """Files outside docs/ that the pages link to."""
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-"""Notebooks, each of which becomes a page."""
+"""Notebooks; each becomes a page."""
 SOLVERS = ("maths.attsvm", "maths.ksvd", "lab.primal")
 """Submodules that docs/python.md documents."""
 INTRODUCTIONS = {

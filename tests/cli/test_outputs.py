@@ -113,6 +113,19 @@ def test_a_caption_replaces_no_input(tmp_path):
         outputs.check({os.path.realpath(tmp_path / "heads.png.txt"): "which --text reads"})
 
 
+def test_a_caption_replaces_no_other_output(tmp_path):
+    picture = str(tmp_path / "heads.png")
+    with pytest.raises(AttnlensError, match=r"--csv and --figure name the same file, .*heads\.png\.txt"):
+        Outputs(figure=picture, csv=f"{picture}.txt").check({})
+    Outputs(figure=picture, csv=f"{picture}.csv").check({})
+
+
+def test_bare_needs_a_picture(tmp_path):
+    with pytest.raises(AttnlensError, match="--bare draws nothing without --figure"):
+        Outputs(bare=True, html=str(tmp_path / "page.html")).check({})
+    Outputs(bare=True, figure=str(tmp_path / "heads.png")).check({})
+
+
 def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
     def fail(path, _content):
         raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,10 @@ from reports import synthetic_report
 from rich.console import Console
 from scipy import stats
 from swap_reports import planned, several, swap_report, swapped
+from typer.main import get_command
 
 from attnlens.analyzers.registry import NULL_DRAWS, select_analyzers
+from attnlens.cli.commands import app
 from attnlens.maths.statistics import gaussian_null
 from attnlens.records import Finding, Head, Measure, Null, SiteCheck, Verdict
 from attnlens.report import export
@@ -41,7 +44,7 @@ def report_of(values: dict[str, list[Measure]], layers: int = 4) -> Report:
 
 
 def random_report(seed: int, *, symmetric: int = 0) -> Report:
-    """A report on heads of Gaussian factors, of which the first `symmetric` have W_K = W_Q."""
+    """A report on heads of Gaussian factors; the first `symmetric` heads have W_K = W_Q."""
     query, key = random(32, 48, 8, seed=2 * seed), random(32, 48, 8, seed=2 * seed + 1)
     key[:symmetric] = query[:symmetric]
     heads = query_key(query, key)
@@ -169,6 +172,24 @@ def test_next_commands_follow_from_the_findings_and_quote_the_model() -> None:
     assert any("--kernel symmetric" in command for command in commands)
     assert all("'my model;ls'" in command for command in commands)
     assert not any("symmetric" in command for command in next_commands(Shapes(random_report(1))))
+
+
+@pytest.mark.parametrize("report", [random_report(0, symmetric=8), several(), swap_report(swapped(4, 8)), planned()])
+def test_next_commands_are_accepted_by_their_command(report: Report) -> None:
+    for command in next_commands(Shapes(report)):
+        program, name, *arguments = shlex.split(command)
+        assert program == "attnlens"
+        get_command(app).commands[name].make_context(name, arguments)
+
+
+def test_next_commands_of_a_plan_restrict_the_search_but_not_its_use() -> None:
+    """A plan sets its layers, so `--ranks` refuses `--layers`."""
+    report = planned()
+    report = report.model_copy(update={"settings": report.settings.model_copy(update={"layers": [0, 2]})})
+    search, use = next_commands(Shapes(report))
+    assert "--layers 0,2" in search
+    assert "--ranks" in use
+    assert "--layers" not in use
 
 
 def test_findings_are_in_the_json_and_in_every_presentation() -> None:

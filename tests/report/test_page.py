@@ -77,7 +77,7 @@ REPORT = synthetic_report(6, 5, missing=[(1, 2)])
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page, and one of which every string was written by a stranger."""
+    """A page, and a page whose strings were all written by a stranger."""
     paths = [tmp_path_factory.mktemp("pages") / name for name in ("page.html", "hostile.html")]
     for path, report in zip(paths, (REPORT, hostile()), strict=True):
         path.write_text(views.page(report))

@@ -1,4 +1,4 @@
-"""Reports of which every string was written by a stranger."""
+"""Reports whose strings were all written by a stranger."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 
 
 def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: Tell) -> Forms:
-    """Fit each form of latents in one pass of the original model over these batches, each of which has one text.
+    """Fit each form of latents in one pass of the original model over these batches; each batch has one text.
 
     If pairs are weighted by the output, the weights for a text come from gradients on this text alone, so that maps
     fitted without a text do not depend on it. Raises UsageError if only some query heads of a key head are swapped.

@@ -270,5 +270,5 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Select hypotheses to reject, of which an expected share ≤ `rate` is true; NaN is never selected."""
+    """Select hypotheses to reject so that at most a share `rate` of them is expected to be true; never select NaN."""
     return adjust_p_values(p_values) <= rate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shlex import quote
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Report, Swap
+from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Report, Rise, Swap
 from attnlens.records.comparison import DISTANCE
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
@@ -203,15 +203,9 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     limit = f"a {what} at most {100 * plan.budget:g} % higher"
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
+    promised = plan.promised
     evidence = (
-        ""
-        if plan.promised is None
-        else f"Expected rise {share(plan.promised.share)}"
-        + (
-            "."
-            if plan.promised.ci95 is None
-            else f", 95 % interval {share(plan.promised.ci95[0])} to {share(plan.promised.high)}."
-        )
+        "" if promised is None else ", ".join((f"Expected rise {share(promised.share)}", *_bounds(promised))) + "."
     )
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
     cache = plan.cache_bytes_per_token
@@ -228,14 +222,19 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     if (measured := plan.measured) is not None:
         within = measured.share <= plan.budget
         answer = f"{'Yes' if within else 'No'}: {share(measured.share)} on {clean(plan.text)}."
-        ends = "" if measured.ci95 is None else f"95 % interval {share(measured.ci95[0])} to {share(measured.high)}."
         yield Finding(
             question="Within budget?",
             answer=answer,
-            evidence=ends,
+            evidence="".join(f"{bounds}." for bounds in _bounds(measured)),
             severity="none" if within else "problem",
             measures=["swap.plan"],
         )
+
+
+def _bounds(rise: Rise) -> Iterator[str]:
+    """Yield the 95 % interval of a rise of the loss or perplexity, if there is one."""
+    if rise.ci95 is not None:
+        yield f"95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
@@ -245,7 +244,7 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     if report.plan is not None:
         budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{_scope(report)}"
         yield f"attnlens ranks {model} {budget} --plan plan.json"
-        yield f"attnlens ranks {model} --ranks plan.json{_scope(report)} --save smaller"
+        yield f"attnlens ranks {model} --ranks plan.json --save smaller"
         return
     kernel += _scope(report)
     if not swap.sweep:

@@ -26,13 +26,9 @@ from attnlens.wording import decimals_for, format_count, format_number, join_ite
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-CHANCE = (
-    "weights.symmetry",
-    "weights.definiteness",
-    "weights.effective_rank",
-    "selection.svm_cosine",
-    "selection.projected_svm_cosine",
-)
+SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
+"""Cosine of a head to its SVM in each space, with the space in words."""
+CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
 SHARES = {  # Parts that a head's scores divide into → how the head chooses keys if it is the largest part
     "tokens.share_key": "the key alone",
@@ -42,8 +38,6 @@ SHARES = {  # Parts that a head's scores divide into → how the head chooses ke
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
 Student's t: at 0.05, 9 % of runs on random weights would report a head."""
-SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
-"""Cosine of a head to its SVM in each space, with the space in words."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)

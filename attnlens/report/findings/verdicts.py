@@ -35,7 +35,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
         answer, severity = f"Not proved: {len(unchecked)} of {total} could not be checked completely.", "problem"
     else:
         answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
-    yield Finding(question="Read rightly?", answer=answer, evidence=largest, severity=severity)
+    yield Finding(question="Read correctly?", answer=answer, evidence=largest, severity=severity)
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:

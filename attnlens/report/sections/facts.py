@@ -153,7 +153,7 @@ def _grid(report: Report) -> str:
 
 
 def state_whole(report: Report) -> str:
-    """State the size of the model of which only a part was requested, ` of 4 layers with 32 heads`; else empty."""
+    """Return the model's size, ` of 4 layers with 32 heads`, if only a part of it was requested; else ""."""
     coverage = report.coverage
     if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
         return ""
