@@ -147,6 +147,8 @@ def verdict(
     return report.model_copy(update={"checks": checks})
 
 
+BLOCKS = "compare.blocks"  # subject of rules on the changes of a comparison's blocks
+NO_BLOCKS = "only reports of attnlens compare on text have blocks, if each of the model's blocks runs once"
 COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
 # First parts of dotted paths into the report, and paths that are suggested for misspelled ones
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
@@ -171,6 +173,25 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
     return list(zip(heads, numbers, strict=True))
+
+
+def _match_blocks(report: Report, rule: Rule) -> list[tuple[Breach, float | None]]:
+    """Return the blocks that contain a head covered by the rule, with the changes of their outputs.
+
+    Without filters, all blocks are covered. Raise UsageError if no block has a value.
+    """
+    blocks = [] if report.comparison is None else report.comparison.blocks
+    covered: list[tuple[Breach, float | None]] = []
+    for block in blocks:
+        heads = [head for head in report.heads if head.site.startswith(f"{block.path}.") and rule.covers(head)]
+        if heads or not rule.selection:
+            layer, part = block.layers[0] if block.layers else 0, (heads or report.heads)[0].part
+            covered.append((Breach(site=block.path, layer=layer, head=None, part=part, value=None), block.change))
+    if all(change is None for _, change in covered):
+        raise _no_match(
+            rule, "no block of this comparison has a value and matches the filters" if blocks else NO_BLOCKS
+        )
+    return covered
 
 
 def _match_field(report: Report, rule: Rule) -> float:
@@ -224,7 +245,9 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        covered = _match_heads(report, rule)
+        covered: Sequence[tuple[Head | Breach, float | None]] = (
+            _match_blocks(report, rule) if rule.stem == BLOCKS else _match_heads(report, rule)
+        )
         number = None if covered else _match_field(report, rule)
         heads = [(head, value) for head, value in covered if value is not None]
         if heads:
@@ -264,7 +287,9 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
     return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(rule.aggregate)
 
 
-def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
+def _breaking_heads(
+    heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
+) -> list[tuple[Head | Breach, float]]:
     """Return the heads that break the rule, worst first; [] if no single head can make the rule's aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
@@ -285,8 +310,8 @@ def _is_decisive(rule: Rule, value: float) -> bool:
     return comparison.operator in ((">", ">=") if lowest else ("<", "<="))
 
 
-def breach(head: HeadId, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
-    """Build the record of a head that breaks a rule, with its current value, its value in the baseline, and p."""
+def breach(head: HeadId | Breach, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
+    """Build the record of a head or block that breaks a rule, with its value, its value in the baseline, and p."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 

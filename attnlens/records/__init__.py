@@ -35,7 +35,8 @@ _NAMES = {  # Names by module
     "json_schema",
     "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
-    "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",
+    "HealingTraining Outcome Pair PositionChange Prediction PredictionChange Predictor SiteSwap Stage Swap Task "
+    "TextChange TextCosine",
     "tensors": "Call QueryKey Rotation Site Source",
 }
 

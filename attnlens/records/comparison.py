@@ -16,11 +16,11 @@ from attnlens.records.swaps import Outcome
 
 
 class Breach(Record):
-    """One head that breaks a rule."""
+    """One head, or one block of a comparison, that breaks a rule."""
 
-    site: str
+    site: str  # Path of the attention module, or of the block
     layer: Count
-    head: Count
+    head: Count | None  # None for a block
     part: Part
     value: Number | None  # current value; None if missing
     base: Number | None = None  # value of the baseline or of a second computation; None if missing
@@ -94,7 +94,9 @@ class MeasureChange(Record):
     p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
     q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
     least: Number | None = None  # Size of a change that this comparison names with a probability of about 80 %
-    named: bool = False  # True if q is at most the requested false-discovery rate
+    smallest: Number | None = None  # Smallest change of practical size; None if it is not defined for this measure
+    negligible: bool = False  # True if the 90 % interval of delta lies between −smallest and smallest
+    named: bool = False  # True if q is at most the requested false-discovery rate, and the change is not negligible
     reason: str | None = None
 
     @property

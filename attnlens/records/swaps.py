@@ -107,6 +107,26 @@ class TextCosine(Record):
     ci95: Interval | None = None
 
 
+class PredictionChange(Record):
+    """Statistics of a quantisation's or conversion's effect on predictions, as llama.cpp's perplexity tool prints them.
+
+    Standard errors are over windows, or over texts if there are at least five; None if only one was read.
+    """
+
+    tokens: Count  # Number of predictions compared
+    mean: Number  # KL(original ‖ changed) in nats per prediction
+    mean_se: Number | None
+    largest: Number
+    q999: Number  # 99.9 % quantile of the KL over predictions
+    q99: Number
+    q95: Number
+    median: Number
+    same_top: Number  # Share of predictions whose likeliest token or class is the same
+    same_top_se: Number | None
+    perplexity_ratio: Number | None  # Perplexity of the changed model / that of the original; None without targets
+    perplexity_ratio_se: Number | None
+
+
 class Outcome(Record):
     """Differences in predictions and hidden states between a changed model and the original."""
 
@@ -119,6 +139,9 @@ class Outcome(Record):
     perplexity: Change | None = None
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
+    predictions: PredictionChange | None = (
+        None  # Distribution of that KL over predictions; None if nothing is predicted
+    )
     top1_agreement: Number | None = None  # Share of predicted tokens that both models predict alike
     hidden_cosine: Number | None = None  # Mean cosine of the last hidden states, token by token
     hidden_cosine_ci95: Interval | None = None

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
-from attnlens.maths.statistics import Design, paired_difference
+from attnlens.maths.statistics import Design, paired_difference, standard_error
 from attnlens.maths.statistics.design import LinearCKA
 from attnlens.models import texts
 from attnlens.models.loading import Loaded, first_line
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
-from attnlens.records import Agreement, Change, Outcome, Task, TextChange, TextCosine
+from attnlens.records import Agreement, Change, Outcome, PredictionChange, Task, TextChange, TextCosine
 from attnlens.runs import outputs
 from attnlens.runs.outputs import PassOutputs, TokenLosses, Variant, run, tokens_in
 from attnlens.runs.progress import Tell
@@ -205,7 +206,8 @@ class Differences:
     predicting: list[Tensor] = field(default_factory=list)
     """True for each sequence with predictions; sequences without them are missing from the three lists above."""
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
-    agreeing: float = 0.0
+    token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
+    agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
     classes: int = 1  # number of tokens or classes that a prediction chooses from
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
@@ -240,8 +242,10 @@ class Differences:
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
             self.by_token.add(losses, targets, ids)
-        self.divergences.append(outputs.sequence_means(outputs.divergence(original, new), predicted)[0])
-        self.agreeing += float((original.argmax(-1) == new.argmax(-1)).sum())
+        divergences, equal = outputs.divergence(original, new), original.argmax(-1) == new.argmax(-1)
+        self.token_divergences.append(divergences.float().cpu())
+        self.divergences.append(outputs.sequence_means(divergences, predicted)[0])
+        self.agreeing.append(outputs.sequence_means(equal, predicted)[0])
 
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
         if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
@@ -289,9 +293,10 @@ class Differences:
         fields: dict[str, object] = {
             "kl": max(kl, 0.0),  # if both are equal, a mean of rounding errors of either sign
             "kl_ci95": interval,
-            "top1_agreement": self.agreeing / float(counts.sum()),
+            "top1_agreement": float((torch.cat(self.agreeing) * counts).sum() / counts.sum()),
         }
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
+        fields["predictions"] = self._prediction_change()
         if not self.noise:
             loss, perplexity = self._changes(seed)
             by_text = []
@@ -307,6 +312,39 @@ class Differences:
         if interval is None:
             reasons["kl_ci95"] = self._no_interval
         return fields, reasons
+
+    def _prediction_change(self) -> PredictionChange:
+        """Summarise the KL of all predictions, with standard errors over windows or texts."""
+        counts = torch.cat(self.counts)
+
+        def mean_with_error(parts: list[Tensor]) -> tuple[float, float | None]:
+            """Return the mean over tokens and its standard error, by linearisation of the ratio of two sums."""
+            means = torch.cat(parts)  # of each sequence
+            mean = (means * counts).sum() / counts.sum()
+            se = float(standard_error((means - mean) * counts / counts.mean(), self.sampled))
+            return float(mean), se if math.isfinite(se) else None
+
+        # rounding errors have either sign if both models are equal
+        tokens = torch.cat(self.token_divergences).clamp(min=0).numpy()
+        median, q95, q99, q999 = np.quantile(tokens, (0.5, 0.95, 0.99, 0.999)).tolist()
+        (mean, mean_se), (same, same_se) = map(mean_with_error, (self.divergences, self.agreeing))
+        changes = [after - before for before, after in zip(self.before, self.after, strict=True)]
+        change, change_se = mean_with_error(changes)
+        ratio = None if self.noise or change > outputs.LARGEST_LOSS else math.exp(change)
+        return PredictionChange(
+            tokens=len(tokens),
+            mean=max(mean, 0.0),
+            mean_se=mean_se,
+            largest=float(tokens.max()),
+            q999=q999,
+            q99=q99,
+            q95=q95,
+            median=median,
+            same_top=same,
+            same_top_se=same_se,
+            perplexity_ratio=ratio,
+            perplexity_ratio_se=None if ratio is None or change_se is None else ratio * change_se,
+        )
 
     def _state_fields(self, seed: int, texts: Sequence[str]) -> Fields:
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")

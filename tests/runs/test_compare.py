@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from attnlens.models import loading, texts
 from attnlens.records import Comparison
 from attnlens.report.findings import find
 from attnlens.report.report import Report
+from attnlens.report.sections.checked import describe_breach
 from attnlens.report.sections.facts import title
 from attnlens.report.shapes import Shapes
 
@@ -465,6 +467,48 @@ def test_a_gauge_keeps_attention_unless_biases_stay_behind():
     assert "W_Q and W_K of 4 heads have the same product M but different attention: biases" in notes
     assert "another gauge" not in notes
     assert "another gauge" not in " ".join(compared(own, other, source="weights").notes)
+
+
+def test_an_ill_conditioned_change_of_basis_is_significant_but_too_small_to_matter():
+    def change_basis(model: Any, amount: float = 0.0) -> None:
+        attention = model.transformer.h[1].attn.c_attn
+        d, width = attention.weight.shape[0] // 4, attention.weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        left, right = (torch.linalg.qr(torch.randn(d, d, generator=generator).double())[0] for _ in range(2))
+        basis = left @ torch.diag(torch.logspace(0, math.log10(70), d).double()) @ right
+        for start, matrix in ((0, basis), (width, torch.linalg.inv(basis).T)):
+            for tensor in attention.parameters():
+                columns = tensor[..., start : start + d]
+                columns.copy_((columns.double() @ matrix).to(tensor.dtype) * (1 + amount))
+
+    own = model("tiny gpt2")
+    result = compared(own, changed(own, change_basis), windows=12)
+    change = rows(result, "compare.form_change")[1, 0]
+    assert 0 < change.delta < change.smallest == 1e-3
+    assert change.negligible
+    assert result.named == 0
+    assert relations(result) == {"identical", "same form"}
+    result = compared(own, changed(own, lambda second: change_basis(second, 0.005)), windows=12)
+    assert (1, 0) in named(result, "compare.form_change"), "M is 1 % larger"
+
+
+def test_rules_cover_the_blocks_of_a_comparison():
+    report = report_of("tiny llama", ("head zeroed", 1))
+    blocks = report.comparison.blocks
+    assert [block.change > 0.01 for block in blocks] == [False, True]
+    both, first, last, median = (
+        f"compare.blocks: {words}"
+        for words in ("max < 0.01", "max < 0.01 @layers 0", "value < 0.01 @layers 1", "median < 9")
+    )
+    checks = attnlens.check(report, [both, first, last, median]).checks
+    assert [check.passed for check in checks] == [False, True, False, True]
+    assert checks[0].value == blocks[1].change
+    assert [(breach.site, breach.layer, breach.head) for breach in checks[2].breaches] == [(blocks[1].path, 1, None)]
+    assert f"block {blocks[1].path}: compare.blocks is" in describe_breach(checks[2], checks[2].breaches[0])
+    with pytest.raises(UsageError, match="matches nothing: no block"):
+        attnlens.check(report, ["compare.blocks: max < 0.01 @layers 7"])
+    with pytest.raises(UsageError, match="matches nothing: only reports of attnlens compare"):
+        attnlens.check(attnlens.inspect("demo", source="weights", layers=[0]), ["compare.blocks: max < 0.01"])
 
 
 def test_a_lifted_sliding_window_is_the_heads_own_change():

@@ -3,17 +3,21 @@
 import copy
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from loaded import BARE, family, package, sites_of
+from scipy import stats
 
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.maths.statistics import Design
 from attnlens.models import hooks
 from attnlens.models.texts import Content
-from attnlens.models.texts.targets import Fed
+from attnlens.models.texts.targets import NOTHING, Fed
 from attnlens.runs import differences
 from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, prompts_of
+from attnlens.runs.outputs import PassOutputs
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 4, "length": 48, "controls": False}
@@ -151,3 +155,53 @@ def test_prompts_are_the_lines_of_a_file_and_shorter_than_the_context(demo, tmp_
         path.write_text(text, encoding="utf-8")
         with pytest.raises(error, match=match):
             swap_kernel(model, "rbf", **{"prompts": path, "windows": 2, "length": 16} | options)
+
+
+def predictions(original, new, targets):
+    """The statistics of predictions that both models make, for logits (windows, tokens, vocabulary)."""
+    found = differences.Differences("causal", False, Design.plain(len(original)))
+    seen = targets != NOTHING
+    passes = [PassOutputs(logits[seen], None, None, 0.0) for logits in (original, new)]
+    found.add(*passes, targets, targets.numel())
+    return found.outcome(0, ["text"]).predictions
+
+
+def test_statistics_of_predictions_are_those_of_every_token():
+    generator = torch.Generator().manual_seed(0)
+    original = 2 * torch.randn(6, 9, 11, generator=generator, dtype=torch.float64)
+    new = original + torch.randn(original.shape, generator=generator, dtype=torch.float64)
+    targets = torch.randint(11, (6, 9), generator=generator)
+    targets[0, 3:] = NOTHING
+    change, seen = predictions(original, new, targets), targets != NOTHING
+    p, q = (torch.distributions.Categorical(logits=logits[seen]) for logits in (original, new))
+    kl = torch.distributions.kl_divergence(p, q).numpy()
+    assert change.tokens == len(kl) == 48
+    assert change.mean == pytest.approx(kl.mean())
+    expected = np.quantile(kl, (0.5, 0.95, 0.99, 0.999, 1))
+    assert [change.median, change.q95, change.q99, change.q999, change.largest] == pytest.approx(expected, rel=1e-6)
+    equal = (p.probs.argmax(-1) == q.probs.argmax(-1)).double()
+    assert change.same_top == pytest.approx(float(equal.mean()))
+    rise = (p.log_prob(targets[seen]) - q.log_prob(targets[seen])).mean()
+    assert change.perplexity_ratio == pytest.approx(float(rise.exp()))
+    same = predictions(original, original, targets)
+    assert (same.mean, same.largest, same.same_top, same.perplexity_ratio) == (pytest.approx(0, abs=1e-12), 0, 1, 1)
+
+
+def test_standard_errors_of_predictions_cover_the_population():
+    generator, hits, samples = torch.Generator().manual_seed(1), torch.zeros(3), 60
+    # windows differ in how much the second model is off, and in their number of tokens
+    counts = torch.randint(4, 40, (4000,), generator=generator)
+    scales = torch.rand(4000, 1, 1, generator=generator) * 2
+    original = 2 * torch.randn(4000, 40, 7, generator=generator, dtype=torch.float64)
+    new = original + scales * torch.randn(original.shape, generator=generator)
+    targets = torch.distributions.Categorical(logits=original).sample()
+    targets[torch.arange(40) >= counts[:, None]] = NOTHING
+    true = predictions(original, new, targets)
+    for _ in range(samples):
+        rows = torch.randint(4000, (24,), generator=generator)
+        sample = predictions(original[rows], new[rows], targets[rows])
+        t = stats.t.isf(0.025, 23)
+        for place, name in enumerate(("mean", "same_top", "perplexity_ratio")):
+            hits[place] += abs(getattr(sample, name) - getattr(true, name)) < t * getattr(sample, f"{name}_se")
+    low, high = (stats.binom.ppf(q, samples, 0.95) for q in (0.0005, 0.9995))
+    assert all(low <= hit <= high for hit in hits.tolist()), hits / samples

@@ -276,6 +276,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     blocks = [block for block in comparison.blocks if block.named]
     rate = f"false-discovery rate {comparison.fdr:g}"
     evidence = f"{comparison.named:,} of {comparison.tests:,} changes are significant ({rate})."
+    if small := sum(row.negligible and row.q is not None and row.q <= comparison.fdr for row in comparison.rows):
+        evidence += f" {small:,} more are significant but too small to matter."
     if blocks:
         evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
     changes = Changes.of(comparison)
@@ -311,10 +313,9 @@ class Changes:
     def of(cls, comparison: Comparison) -> Changes:
         """Classify the heads by the distances between their forms and between their attention rows."""
         rows = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
-        named = {name: _places(row for row in part if row.named) for name, part in rows.items()}
-        own = named[OWN_ROWS] | _places(row for row in rows[OWN_ROWS] if row.beyond_rounding)
+        own = _places(row for row in rows[OWN_ROWS] if row.named or (row.beyond_rounding and not row.negligible))
         changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
-        forms = named[FORMS] | (own & changed)
+        forms = _places(row for row in rows[FORMS] if row.named) | (own & changed)
         alike = _places(row for row in rows[OWN_ROWS] if row.beyond_rounding is False)
         inherited = (_places(row for row in comparison.rows if row.named) & alike) - own - forms
         others = _places(row for row in comparison.rows if row.named) - own - forms - inherited
@@ -370,8 +371,11 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
         parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
         severity = "problem" if _is_change(loss) and loss.delta > 0 else "none"
         parts += ["An even guess over the vocabulary is better."] * outcome.destroyed
-    if outcome.kl is not None and outcome.top1_agreement is not None:
-        parts.append(f"KL {short(outcome.kl)} nats per token; same top prediction for {outcome.top1_agreement:.1%}.")
+    if (change := outcome.predictions) is not None:
+        parts.append(
+            f"KL {short(change.mean)} nats per token (99.9 %: {short(change.q999)}); "
+            f"same top prediction for {change.same_top:.1%}."
+        )
     elif outcome.hidden_cosine is not None:
         parts.append(f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}.")
     if parts:

@@ -18,15 +18,20 @@ def describe_check(check: Check) -> str:
     """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
     text = f"{check.subject}: {'' if check.value is None else f'found {number(check.value)}, '}wanted {check.wanted}"
     if check.breaches:
-        count, first = f"{len(check.breaches)} of {format_count(check.heads or 0, 'head')}", check.breaches[0]
-        text += f"; {count}, worst layer {first.layer} head {first.head}: {_format_breach(first)}"
+        first = check.breaches[0]
+        count = format_count(check.heads or 0, "block" if first.head is None else "head")
+        text += f"; {len(check.breaches)} of {count}, worst {_format_place(first)}: {_format_breach(first)}"
     return clean(text)
 
 
 def describe_breach(check: Check, breach: Breach) -> str:
-    """Describe one head that breaks a rule."""
-    place = f"layer {breach.layer} head {breach.head} ({breach.part})"
+    """Describe one head or block that breaks a rule."""
+    place = _format_place(breach) + ("" if breach.head is None else f" ({breach.part})")
     return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
+
+
+def _format_place(breach: Breach) -> str:
+    return f"block {breach.site}" if breach.head is None else f"layer {breach.layer} head {breach.head}"
 
 
 def _format_breach(breach: Breach) -> str:
@@ -82,7 +87,8 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
         items = tuple(describe_breach(check, breach) for check, breach in cases[:SHOWN])
-        yield Section(f"Heads that break rules{more}", items=items)
+        what = "Heads and blocks" if any(breach.head is None for _, breach in cases) else "Heads"
+        yield Section(f"{what} that break rules{more}", items=items)
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:

@@ -235,10 +235,29 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         note = "Medians over heads, with quartiles. The heads do not correspond, so nothing is tested."
         yield Section("Distributions over heads", table=build_table(rows, {"measure"}, {"measure"}), notes=[note])
         return
+    yield from _prediction_section(comparison)
     yield from _head_sections(comparison, 16 if view == "terminal" else None)  # as many as fit on a terminal page
     least = tuple(_least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
+
+
+def _prediction_section(comparison: Comparison) -> Iterator[Section]:
+    """Yield the statistics of the predictions' KL that quantisation tools print."""
+    if comparison.outcome is None or (change := comparison.outcome.predictions) is None:
+        return
+    ratio, factor = change.perplexity_ratio, 100
+    lines = {
+        "KL mean": _with_error(change.mean, change.mean_se),
+        **{f"KL {name}": short(value) for name, value in (("max", change.largest), ("99.9 %", change.q999))},
+        **{f"KL {name}": short(value) for name, value in (("99 %", change.q99), ("95 %", change.q95))},
+        "KL median": short(change.median),
+        "same top-1": f"{_with_error(factor * change.same_top, factor * (change.same_top_se or 0) or None)} %",
+        "perplexity": "" if ratio is None else f"× {_with_error(ratio, change.perplexity_ratio_se)}",
+    }
+    note = f"KL(first ‖ second) in nats over {big(change.tokens)} predictions; ±: standard error over windows or texts."
+    rows = [{"predictions": name, "value": value} for name, value in lines.items() if value]
+    yield Section("Predictions", table=build_table(rows, {"predictions"}, {"predictions"}), notes=[note])
 
 
 def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:

@@ -21,7 +21,7 @@ from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
-from attnlens.runs.compare.significance import BLOCKS, ChangeTest, Rounding, number_of
+from attnlens.runs.compare.significance import BLOCKS, SMALLEST, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
@@ -55,8 +55,10 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.Hea
             relation, reason = None, None
             if isinstance(pair, str):
                 reason = pair
-            elif forms is not None and (relation := _relation(pairing, pair, head.head, float(forms.p[place]))) is None:
-                reason = "a form is 0 or not finite"
+            elif forms is not None:
+                change = float(forms.p[place]), float(forms.delta[place])
+                relation = _relation(pairing, pair, head.head, *change)
+                reason = "a form is 0 or not finite" if relation is None else None
             fields = {field: getattr(head, field) for field in records.HeadId.model_fields}
             partner = pairing.order[site][head.head]
             changes.append(records.HeadChange(**fields, partner=partner, relation=relation, reason=reason))
@@ -64,14 +66,14 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.Hea
 
 
 def _relation(
-    pairing: Pairing, pair: tuple[records.QueryKey, records.QueryKey], head: int, p: float
+    pairing: Pairing, pair: tuple[records.QueryKey, records.QueryKey], head: int, p: float, change: float
 ) -> records.Relation | None:
     first, second = pair
     sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
     same_scale = first.scale == second.scale
     if same_scale and all(torch.equal(*side) for side in sides):
         return "identical"
-    if p < CHANGED_P:
+    if p < CHANGED_P and change > SMALLEST[FORMS]:
         return "changed"
     if same_scale and pairing.order[first.site] == tuple(range(len(first.heads))):
         # factors computed from equal weights can differ by rounding
@@ -110,7 +112,9 @@ def describe(
             f"Layer {layer}: the second model has {format_count(count, 'head')} in another order; each head is "
             "compared with its partner."
         )
-    exceeds = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
+    exceeds = {
+        (row.layer, row.head): row.beyond_rounding and not row.negligible for row in rows if row.measure == OWN_ROWS
+    }
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
     turned = {head for head in _turned_heads(pairing, same) if exceeds.get(head) is not False}
     groups: dict[str | bool | None, list[str]] = defaultdict(list)

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from attnlens.analyzers.registry import OWN_ROWS, ROWS, Analyzer
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, Analyzer
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values, standard_error
 from attnlens.models import texts, weights
 from attnlens.models.hooks.survey import hiding_padding
@@ -23,9 +23,14 @@ from attnlens.runs.inspect import sequences
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from transformers import PreTrainedModel
 
+SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGLE: 0.06}
+"""Smallest distances of practical size: nats, a share of ‖M‖, and degrees (0.001 of a radian). A change of basis within
+a head that is exact in real numbers changes M by about eps · cond in floating point, which matters to no reader."""
+SMALLEST_SHARE = 0.01  # smallest change of practical size of a measure, in interquartile ranges over heads
+ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
 POWER = 0.8  # probability with which the smallest detectable change is named
 
 
@@ -47,6 +52,13 @@ class ChangeTest:
     se: Float[Tensor, " heads"] | None = None  # standard error over windows
     freedom: int = 0  # degrees of freedom of the standard error
     rounding: Rounding | None = None
+
+    def negligible(self, smallest: float | None) -> Bool[Tensor, " heads"]:
+        """Return True for changes whose 90 % interval lies within ± `smallest` (two one-sided tests at 5 %)."""
+        if smallest is None:
+            return torch.zeros_like(self.delta, dtype=torch.bool)
+        error = torch.zeros_like(self.delta) if self.se is None or self.freedom < 1 else self.se
+        return self.delta.abs() + float(stats.t.isf(0.05, max(self.freedom, 1))) * error <= smallest
 
     def least_change(self, level: float) -> Float[Tensor, " heads"]:
         """Compute the change that a test at `level` detects with probability POWER; NaN if no error is known."""
@@ -146,8 +158,12 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
     least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
     categories = {name for name in tests if is_category(heads, name)}  # for each, all heads are read
+    smallest = {name: None if name in categories else _smallest_change(heads, name) for name in tests}
+    negligible = {name: test.negligible(smallest[name]) for name, test in tests.items() if test is not None}
     rows = []
-    for (name, test, place), row_p, row_q, row_named in zip(keys, p.tolist(), q.tolist(), named.tolist(), strict=True):
+    for (name, test, place), row_p, row_q, significant in zip(
+        keys, p.tolist(), q.tolist(), named.tolist(), strict=True
+    ):
         head = heads[0][place]
         measures = {"first": head.measures.get(name), "second": heads[1][place].measures.get(name)}
         before, after = (None if measure is None else measure.value for measure in measures.values())
@@ -165,6 +181,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
         elif reason is None and before is not None and after is not None:
             fields, reason = {"delta": after - before}, untested
+        small = test is not None and bool(negligible[name][place])
         rows.append(
             MeasureChange(
                 layer=head.layer,
@@ -173,12 +190,26 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
                 before=before,
                 after=after,
                 q=number_of(row_q),
-                named=row_named,
+                smallest=smallest[name],
+                negligible=small,
+                named=significant and not small,
                 reason=reason,
                 **fields,
             )
         )
     return rows
+
+
+def _smallest_change(heads: Heads, name: str) -> float | None:
+    """Return the smallest change of practical size; None if the first model's heads do not spread in the measure."""
+    if name in SMALLEST:
+        return SMALLEST[name]
+    values = field_values(heads, name)[0]
+    values = values[values.isfinite()]
+    if len(values) < ENOUGH_HEADS:
+        return None
+    low, high = values.quantile(values.new_tensor([0.25, 0.75])).tolist()
+    return SMALLEST_SHARE * (high - low) or None
 
 
 def is_category(heads: Heads, name: str) -> bool:
