@@ -22,6 +22,7 @@ LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest t
 PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
 DEEPEST = 100  # Maximum nesting of JSON: configs have five levels, and parsers fail near 300
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Opens named pipes without blocking; 0 on Windows, which has none
+format_value = reprlib.repr  # Format a value from a file for a message; shortens long values
 OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Files that are already open, such as a shell's `<(…)`
 
 
@@ -134,11 +135,6 @@ def shorten_text(text: str) -> str:
     """Format a text on one line of at most 300 characters; omit the middle of a longer text."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
-
-
-def format_value(value: object) -> str:
-    """Format a value from a file for a message; shorten a long value."""
-    return reprlib.repr(value)
 
 
 def sha256(path: Path) -> str:

@@ -1,10 +1,7 @@
 """Check a report against rules and a baseline, without torch.
 
-Contents: `check` (the public function), `rule` (parse rules; tolerances), `judging` (find the values that a rule
-covers, and check them), `pytest_plugin` (the fixtures `attention_report` and `assert_attention`).
-Inputs: a `Report` or its file; rules as strings, a table or a TOML file; a baseline file. Output: the report with a
-list of `records.Check`. Importers: `cli`, `runs/doctor.py`, `attnlens` itself, and pytest for the plugin. Imports
-`analyzers` (names of measures), `report` and `records`.
+`rule` parses rules and defines tolerances, `judging` finds and checks the values that a rule covers, and
+`pytest_plugin` defines fixtures for pytest.
 """
 
 from __future__ import annotations

@@ -241,10 +241,10 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     """Return the outcome of each rule, in order; in a comparison's report, the changes count as measures too."""
     report = report.with_changes()
-    taken: Counter[str] = Counter()
+    occurrences = Counter[str]()
     checks = []
     for rule in rules:
-        taken[rule.id] += 1
+        occurrences[rule.id] += 1
         covered: Sequence[tuple[Head | Breach, float | None]] = (
             _match_blocks(report, rule) if rule.stem == BLOCKS else _match_heads(report, rule)
         )
@@ -256,7 +256,7 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
         passed = not broken if number is None else rule.comparison.holds(number)
         checks.append(
             Check(
-                id=rule.id + (f" #{taken[rule.id]}" if taken[rule.id] > 1 else ""),
+                id=rule.id + (f" #{occurrences[rule.id]}" if occurrences[rule.id] > 1 else ""),
                 rule=rule.spelling,
                 subject=rule.subject,
                 wanted=rule.wanted,

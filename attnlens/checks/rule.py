@@ -205,10 +205,7 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file, from [check] or [tool.attnlens.check].
-
-    Raise UsageError if the file is invalid, or if it has no rules although the user named it.
-    """
+    """Read [check] or [tool.attnlens.check] of a TOML file. Raise UsageError if a `named` file contains no rules."""
     remedy = f"Give a TOML file with a table [check] that contains, e.g., {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
     if named and not table:

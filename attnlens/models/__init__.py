@@ -1,8 +1,6 @@
-"""Access to models of the library `transformers`: loading, inputs, attention and weights.
+"""Access to models of the library `transformers`.
 
-Contents: loading/ (files → model), texts/ (texts and media → inputs), hooks/ (attention through transformers'
-interface), trace/ (attention traced from a softmax), weights/ (W_Q and W_K of each head), kernel_transformers.py (the
-models that `reproduce` trains). The table of supported model types is in `records.architectures`.
-Inputs: names of models, texts and files. Outputs: `Loaded` models, `Batches`, queries, keys and weights as tensors.
-Imports `records`, `kernels` and `requests`. Importers: `runs`, `lab` and, inside functions, `cli`.
+loading/ builds models from files, texts/ builds inputs from texts and media, hooks/ reads attention through
+transformers' interface, trace/ reads hand-written attention, weights/ reads W_Q and W_K of each head.
+kernel_transformers.py defines the models that `reproduce` trains.
 """

@@ -11,16 +11,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import modeling_auto as auto
 from transformers.utils.generic import ModelOutput
 
 from attnlens.choices import KERNEL_TRANSFORMER
@@ -108,8 +102,7 @@ class PositionScores(nn.Module):
             vectors, index = self._project(self.relative, query, 1 - keys, queries), index + keys - 1
         else:
             vectors, index = cast("Tensor", self.vectors), index.clamp(-FURTHEST, FURTHEST) + FURTHEST
-        products = query @ vectors.mT * scale
-        return products.gather(-1, index.expand(*query.shape[:2], -1, -1))
+        return (query @ vectors.mT * scale).gather(-1, index.expand(*query.shape[:2], -1, -1))
 
     def _project(self, projection: nn.Linear, like: Tensor, start: int, stop: int) -> Tensor:
         places = torch.arange(start, stop, device=like.device, dtype=like.dtype)
@@ -138,8 +131,8 @@ class KernelAttention(nn.Module):
         self.positions = form.positions if place in form.places else "none"
         self.kernel = parsed(form.kernel)
         self.query = _projection(d_model)
-        shared = form.symmetric or form.positions == "symmetric product"  # W_Q = W_K, also in Eq. 9
-        self.key = None if shared else _projection(d_model)
+        symmetric = form.symmetric or form.positions == "symmetric product"  # Eq. 9 too has W_Q = W_K
+        self.key = None if symmetric else _projection(d_model)
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
         self.value = None if primal else _projection(d_model)
         self.output = _projection(d_model)
@@ -321,8 +314,8 @@ class Classifier(nn.Module):
 
     def forward(self, inputs: Tensor, mask: Unpadded = None, _decoder_inputs: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) or a series (batch, steps, channels) to logits (batch, classes)."""
-        embed = cast("nn.Module", self.words or self.channels)
-        features: Tensor = self.encoder(embed(inputs), mask)
+        embedding = self.words or cast("nn.Linear", self.channels)
+        features: Tensor = self.encoder(embedding(inputs), mask)
         if mask is None:
             return cast("Tensor", self.classes(features.mean(1)))
         share = mask[..., None].to(features.dtype)
@@ -431,9 +424,9 @@ MODELS: dict[str, type[KernelTransformer]] = {  # Model class of each kind of ta
 }
 
 AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
-AutoModelForCausalLM.register(KernelTransformerConfig, KernelTransformerForCausalLM, exist_ok=True)
-AutoModelForSeq2SeqLM.register(KernelTransformerConfig, KernelTransformerForSeq2SeqLM, exist_ok=True)
-AutoModelForSequenceClassification.register(
+auto.AutoModelForCausalLM.register(KernelTransformerConfig, KernelTransformerForCausalLM, exist_ok=True)
+auto.AutoModelForSeq2SeqLM.register(KernelTransformerConfig, KernelTransformerForSeq2SeqLM, exist_ok=True)
+auto.AutoModelForSequenceClassification.register(
     KernelTransformerConfig, KernelTransformerForSequenceClassification, exist_ok=True
 )
 

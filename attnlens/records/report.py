@@ -13,7 +13,6 @@ from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandl
 from attnlens.choices import KINDS, Kind, Part
 from attnlens.errors import UsageError
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
-from attnlens.records.findings import Finding
 from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Reasons, Record, Selection
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
@@ -52,6 +51,20 @@ class Windows:
                     **unit,
                     **{name: value for name, value in numbers.items() if value == value},
                 }
+
+
+Severity = Literal["none", "notable", "problem"]
+"""`none`: nothing differs from chance or from the original; `notable`: something does; `problem`: act on it."""
+
+
+class Finding(Record):
+    """Answer to one question about a report."""
+
+    question: str  # Question in plain words: `Symmetric?`
+    answer: str  # Answer in one sentence
+    evidence: str = ""  # Numbers that support the answer: values with their errors, nulls or intervals
+    severity: Severity = "notable"
+    measures: list[str] = []  # Measures from which the answer is derived
 
 
 Verdict = Literal["agrees", "partly checked", "not checked", "differs"]  # Verdict of `doctor` on a site, or on a model

@@ -133,9 +133,7 @@ class Outcome(Record):
     loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
     loss_by_text: list[TextChange] = []
     loss_by_position: list[PositionChange] = []  # Loss by position in the sequence; causal models only
-    beyond_window: BeyondWindow | None = (
-        None  # Loss on tokens that depend on context beyond a window; causal models only
-    )
+    beyond_window: BeyondWindow | None = None  # Loss on tokens that depend on a context beyond a window; if causal
     perplexity: Change | None = None
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
@@ -149,7 +147,7 @@ class Outcome(Record):
     hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019).
     agreement: Agreement | None = None  # Agreement of greedy continuations; None if nothing is generated
     diverged: bool = False  # True if the changed model's predictions or hidden states are not finite
-    destroyed: bool = False  # True if an even guess over the vocabulary has a lower loss, but not than the original
+    destroyed: bool = False  # True if an even guess over the vocabulary beats this model, but not the original
     reasons: Reasons = {}
 
 

@@ -1,11 +1,7 @@
-"""Options of runs, and checks of their values.
+"""Options of runs, and checks of their values, which do not import torch, so that errors are reported immediately.
 
-Contents: `fields` (base class `Request`, field types), `run_options`, `swap` and `experiments` (the requests, one class
-per kind of run), `reading` (options → settings and analyzers).
-Inputs: options as keywords. Outputs: frozen requests, or UsageError. Imports `analyzers`, `kernels` and
-`records`. Importers: `models`, `runs`, `lab` and `cli`.
-
-Nothing heavy is imported here, so that errors are reported immediately.
+`fields` defines the base class `Request` and types of options; `run_options`, `swap` and `experiments` define one class
+per kind of run; `reading` derives settings and analyzers from options.
 """
 
 from attnlens.requests.fields import Request, Words, alternatives, details, head, numbers, one_head, takes, words

@@ -33,23 +33,23 @@ def choose_analyzers(
     If `adapted`, the model has an adapter, and the analyzers that compare it with the base model run too. Raise
     UsageError for unknown names, and for a source, `select` or `show` that the analyzers do not support.
     """
-    posed = show == SHOWN
     if show == ATTENTION and requested.source == "weights":
         problem = "With source=weights no text is read, so there is no attention to show."
         raise UsageError(problem, "Leave out --source, or --show attention.")
-    selected = registry.select_analyzers(named or [SHOWN] * posed, requested.source)
+    selected = registry.select_analyzers(named or [SHOWN] * (show == SHOWN), requested.source)
     if not selected:
         problem = f"{', '.join(named) or show} cannot be computed from source={requested.source}."
         raise UsageError(problem, "Omit --source, or choose another analyzer.")
     selected += registry.select_adapter_analyzers(requested.source) if adapted else []
     selected = list({id(analyzer): analyzer for analyzer in selected}.values())
     names = list(dict.fromkeys(analyzer.name for analyzer in selected))
-    looked = SHOWN in names
-    if not looked and (select != "argmax" or posed):
-        word = f"--show {show}" if posed else f"select={select}"
-        problem = f"{word} requires the analyzer `{SHOWN}`, which is not selected."
+    if SHOWN in names:
+        return selected, requested.model_copy(update={"analyzers": names, "select": select})
+    if select != "argmax" or show == SHOWN:
+        option = f"--show {show}" if show == SHOWN else f"select={select}"
+        problem = f"{option} requires the analyzer `{SHOWN}`, which is not selected."
         raise UsageError(problem, f"Add --analyzer {SHOWN}.")
-    return selected, requested.model_copy(update={"analyzers": names, "select": select if looked else None})
+    return selected, requested.model_copy(update={"analyzers": names, "select": None})
 
 
 def files(request: Feeding) -> list[str]:

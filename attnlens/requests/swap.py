@@ -19,19 +19,7 @@ from attnlens.choices import BUDGETED, ETA, KERNEL, Convention, HealingGoal, Hea
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.requests import fields
-from attnlens.requests.fields import (
-    BudgetText,
-    FilePlace,
-    FolderPlace,
-    Whole,
-    Words,
-    checks,
-    keyword,
-    option,
-    spelled,
-    switch,
-    words,
-)
+from attnlens.requests.fields import Whole, Words, checks, keyword, option, spelled, switch, words
 from attnlens.requests.run_options import KeptRequest, ModelRequest, SharedRequest, new_folder, one_file, several_files
 
 if TYPE_CHECKING:
@@ -78,10 +66,8 @@ class Amount:
         unit, factor = UNITS[match[2] if match else ""]
         number = float(match[1]) * factor if match else 0
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
-            raise UsageError(
-                f"--train: cannot parse {format_argument(value)}.",
-                "Give a positive number of steps or tokens, or a duration: --train 200, 500k, 2M, 90s or 2h.",
-            )
+            remedy = "Give a positive number of steps or tokens, or a duration: --train 200, 500k, 2M, 90s or 2h."
+            raise UsageError(f"--train: cannot parse {format_argument(value)}.", remedy)
         return cls(number, unit)
 
 
@@ -107,7 +93,7 @@ class KernelRequest(ModelRequest):
         least=0,
         most=65536,
     )
-    prompts: FilePlace = one_file(
+    prompts: fields.FilePlace = one_file(
         "File of prompts to continue, one per line. Default: the first halves of 16 evaluated windows.",
         python_only=True,
     )
@@ -115,7 +101,7 @@ class KernelRequest(ModelRequest):
         "Calibration text for fitting, choosing ranks and training; repeatable. Default: windows of --text that are "
         "not used for evaluation."
     )
-    save: FolderPlace = new_folder("Save the changed model to this new or empty folder.")
+    save: fields.FolderPlace = new_folder("Save the changed model to this new or empty folder.")
 
 
 fit_option = partial(switch, "Fit the kernel's free parameters to calibration text, in closed form for each head.")
@@ -139,7 +125,7 @@ class SwapRequest(SharedRequest, KernelRequest):
 class RanksRequest(KeptRequest, KernelRequest):
     """Options of `find_ranks`."""
 
-    budget: BudgetText | None = option(
+    budget: fields.BudgetText | None = option(
         "Find the smallest rank per key head that raises the loss or perplexity by at most this percentage "
         "(`loss:1%`, `ppl:2%`), and estimate the rise on held-out windows.",
         metavar="BUDGET",
@@ -202,16 +188,12 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
             raise UsageError(f"--save accepts a single kernel, not {len(kernels)}.", "Give one --kernel.")
         for name in ("shard", "jobs", "engine"):
             if getattr(request, name) not in (None, 1, "local"):
-                raise UsageError(
-                    f"save requires all units to be computed in this process, which {name} prevents.",
-                    f"Leave out either {name} or save.",
-                )
+                problem = f"save requires all units to be computed in this process, which {name} prevents."
+                raise UsageError(problem, f"Leave out either {name} or save.")
     for kernel in kernels if request.sweep == "heads" else ():
         if kernel.joins:
-            raise UsageError(
-                f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually.",
-                "Use --sweep layers, or rank:group=1.",
-            )
+            problem = f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually."
+            raise UsageError(problem, "Use --sweep layers, or rank:group=1.")
     if request.calibration and not reads_calibration(kernels, request.fit):
         raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave out --calibration.")
     return kernels
@@ -237,17 +219,13 @@ def heal_kernels(
         spellings = [_unlimited(plan.form)]
     (new,) = kernels = _parse_kernels(spellings, request)
     if new.oracle:
-        raise UsageError(
-            f"{new.spelling} can't be healed: this kernel decomposes the evaluated text's own logits.",
-            "Omit oracle: only the fitted form can be trained.",
-        )
+        problem = f"{new.spelling} can't be healed: this kernel decomposes the evaluated text's own logits."
+        raise UsageError(problem, "Omit oracle: only the fitted form can be trained.")
     if not new.has_gradient:
         raise UsageError(f"{new.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
     if request.control and request.learn != "text":
-        raise UsageError(
-            "--control has no effect here: the original model already makes its own predictions.",
-            "Add --learn text, so that both models are trained on the text.",
-        )
+        problem = "--control has no effect here: the original model already makes its own predictions."
+        raise UsageError(problem, "Add --learn text, so that both models are trained on the text.")
     if new.info.form != "output" and (request.eta is not None or request.ksvd_convention != "paper"):
         name = "ksvd_convention" if request.eta is None else "eta"
         raise UsageError(f"{name} applies only to the kernel primal.", f"Leave out {name}, or use --kernel primal:8.")
@@ -275,25 +253,21 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
         name, _, form = spelling.partition(":")
         if name == BUDGETED and (not form or re.fullmatch(LATENTS, form)) and "rank=" not in form:
             more = f",{form}" if form else ""
-            raise UsageError(
-                f"Kernel `{BUDGETED}` needs a rank, the number of dimensions kept per head.",
-                f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%.",
-            )
+            remedy = f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%."
+            raise UsageError(f"Kernel `{BUDGETED}` needs a rank, the number of dimensions kept per head.", remedy)
     allow_signed, fit = (getattr(request, name, False) for name in ("allow_signed", "fit"))
     parse = partial(parsed, allow_signed=allow_signed)
     kernels = list({kernel.spelling: kernel for kernel in map(parse, spellings)}.values())
     for kernel in kernels if fit else ():
         if len(kernels) == 1 and not kernel.fits:
-            raise UsageError(
-                f"{kernel.info.name} has no free parameters to fit.",
-                "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
-            )
-        if kernel.oracle or kernel.tie is not None:
-            reason = f"with {kernel.tie}, the kernel's logits are not those of the head"
-            if kernel.oracle:
-                reason = "this kernel decomposes the evaluated text's own logits"
-            remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
-            raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
+            remedy = "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`."
+            raise UsageError(f"{kernel.info.name} has no free parameters to fit.", remedy)
+        if kernel.oracle:
+            problem = f"{kernel.spelling} can't be fitted: this kernel decomposes the evaluated text's own logits."
+            raise UsageError(problem, "Leave out --fit, or oracle.")
+        if kernel.tie is not None:
+            problem = f"{kernel.spelling} can't be fitted: with {kernel.tie}, its logits are not those of the head."
+            raise UsageError(problem, f"Leave out --fit, or {kernel.tie}.")
     return kernels
 
 
@@ -301,19 +275,14 @@ R = TypeVar("R", RanksRequest, HealRequest)
 
 
 def _read_plan(request: R) -> tuple[Plan | None, R]:
-    """Return the plan of --ranks, and the options completed by the plan's layers, heads and part.
-
-    Without --ranks, return None and the unchanged options. Raise UsageError if the plan is unreadable, or if
-    an option is set that the plan already sets.
-    """
+    """Return the plan of --ranks (None without it), and the options completed by its layers, heads and part."""
     from attnlens.records import Plan, read_plan
 
     ranks = request.ranks
     if ranks is None:
         return None, request
     if not isinstance(ranks, Plan | str | os.PathLike):
-        problem = f"ranks={format_argument(ranks)} is neither a plan nor a path."
-        raise UsageError(problem, "Give the path of a plan.")
+        raise UsageError(f"ranks={format_argument(ranks)} is neither a plan nor a path.", "Give the path of a plan.")
     plan = ranks if isinstance(ranks, Plan) else read_plan(path("ranks", ranks))
     selection: dict[str, object] = {"layers": plan.settings.layers, "heads": plan.settings.heads, "part": plan.part}
     for name in ("budget", "latents", *selection):

@@ -1,9 +1,7 @@
 """Watch a running model's attention, or replace its kernel, through transformers' attention interface.
 
-Contents: `survey` lists the attention sites of one forward pass; inside a `with`, `watch` observes the attention of
-sites and `replace` swaps it; `identity_error` measures how far outputs move if attnlens recomputes the attention;
-`record_outputs` and `replay_outputs` skip unchanged blocks. Inputs: a transformers model and the arguments of its
-forward pass. Outputs: `SiteCall`, `Call`, tensors. Imported by `models/weights`, `lab/` and `runs/`.
+`survey` lists the attention sites of one forward pass. Inside a `with`, `watch` observes the attention of sites, and
+`replace` swaps it. `identity_error` measures how much outputs change if attnlens recomputes the attention.
 """
 
 from attnlens.kernels import OWN

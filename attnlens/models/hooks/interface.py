@@ -1,4 +1,4 @@
-"""Watch attention, or replace its kernel, inside a `with` that counts the calls and restores the model at its end."""
+"""Watch a model's attention, or replace its kernel, inside a `with` that restores the model at its end."""
 
 from __future__ import annotations
 
@@ -270,8 +270,7 @@ def replace(
         return output
 
     traced = [model.get_submodule(site.path) for site in sites if site.traced]
-    counter_hook = model.register_forward_pre_hook(begin_pass)
-    with remove_hooks([counter_hook]), answer_calls(model, answer, modules=traced):
+    with remove_hooks([model.register_forward_pre_hook(begin_pass)]), answer_calls(model, answer, modules=traced):
         yield counter
     missed = [site.name for site in swaps if not calls[site.path]]
     if missed and every_site:

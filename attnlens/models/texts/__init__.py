@@ -1,10 +1,7 @@
 """Inputs of a model: windows or lines of texts, and images and sounds, from files or random.
 
-Contents: sequences.py reads and tokenizes texts, and places windows in them; media.py prepares images and sounds;
-cutting.py defines `Cut` (the options) and `batches`, which builds batches from these; targets.py adds what the model
-should predict.
-Inputs: a `Loaded` model, paths and a `Cut`. Output: `Batches`, whose inputs are keyword arguments of the model.
-Imported by: runs and lab.
+sequences.py reads and tokenizes texts, media.py prepares images and sounds, cutting.py builds batches from both, and
+targets.py adds what the model should predict.
 """
 
 from attnlens.models.texts.cutting import Batch, Batches, Cut, batches, passages, placeholder, reads_noise, reads_text

@@ -15,20 +15,7 @@ from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.models.loading.placement import device_of_inputs
 from attnlens.models.texts import media, sequences
-from attnlens.models.texts.media import media_of, placeholder_ids
-from attnlens.models.texts.sequences import (
-    CHARACTERS,
-    PACKED,
-    Content,
-    Row,
-    decodes_text,
-    foreign_notes,
-    required_inputs,
-    sequences_in,
-    thin_text,
-    vocabulary,
-    window_length,
-)
+from attnlens.models.texts.sequences import CHARACTERS, PACKED, Content, Row, sequences_in, vocabulary
 from attnlens.records import Text
 
 if TYPE_CHECKING:
@@ -163,7 +150,7 @@ def batches(
     for row in rows:
         ids[row.text] += row.ids
     unknown = {name: sum(id_ == unknown_id for id_ in each) / len(each) for name, each in ids.items()}
-    if not cut.allow_foreign and (problems := foreign_notes(unknown, sequences.FOREIGN)):
+    if not cut.allow_foreign and (problems := sequences.foreign_notes(unknown, sequences.FOREIGN)):
         raise TextError(problems[0], "Give a text that suits the model with --text, or add --allow-foreign-text.")
     count, notes = len(rows) or wanted, list(() if files else accepted.notes)
     if rows and count < cut.sequences:
@@ -200,16 +187,16 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
 
 def _checked_media(loaded: Loaded) -> media.Media:
     """Return which media the model reads. Raises TextError if it requires an input that can't be generated."""
-    accepted = media_of(loaded.model, loaded.folder)
+    accepted = media.media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
-    if missing := [name for name in required_inputs(loaded.model) if name not in available]:
+    if missing := [name for name in sequences.required_inputs(loaded.model) if name not in available]:
         raise TextError(*sequences.describe_missing_inputs(loaded.model, missing))
     return accepted
 
 
 def reads_text(loaded: Loaded) -> bool:
     """Return True if any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
-    return sequences.reads_ids(loaded.model) or decodes_text(loaded.model)
+    return sequences.reads_ids(loaded.model) or sequences.decodes_text(loaded.model)
 
 
 def reads_noise(loaded: Loaded) -> bool:
@@ -226,7 +213,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
     ids: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # not for cryptography
-        known, placeholders = vocabulary(loaded.model) or CHARACTERS, placeholder_ids(loaded.model)
+        known, placeholders = vocabulary(loaded.model) or CHARACTERS, media.placeholder_ids(loaded.model)
         usable = (number for number in iter(lambda: draws.randrange(known), None) if number not in placeholders)
         ids = [[next(usable) for _ in range(tokens)] for _ in range(sequences)]
     if bare and accepted.before:
@@ -246,7 +233,7 @@ def _cut_texts(
     """Cut the texts; return the chosen sequences and a record of each used text. Raises TextError if none is left."""
     if not reads_text(loaded):
         return [], []
-    length = window_length(loaded.model, cut.tokens)
+    length = sequences.window_length(loaded.model, cut.tokens)
     cuttings = [_cut_text(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
     skips = [taken.get(digest, frozenset()) for digest in digests]
@@ -280,7 +267,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
             raise TextError(problem, f"Put the tokenizer files into the model's folder, or {sequences.WITHOUT_TEXT}")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
-        thinned = thin_text(content, spread=is_spread)
+        thinned = sequences.thin_text(content, spread=is_spread)
         if cut.pack and not cut.pairs:
             content.cuttings[key] = sequences.cut_windows(tokenizer, thinned, tokens=length)
         else:

@@ -225,8 +225,9 @@ def sequences_in(inputs: Mapping[str, Tensor]) -> int:
 
 def first(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Return the inputs of the first `count` sequences."""
-    whole = sequences_in(inputs) <= count
-    return {name: value if whole else value[:count] for name, value in inputs.items()}
+    if sequences_in(inputs) <= count:  # also inputs that pack all images in one row
+        return dict(inputs)
+    return {name: value[:count] for name, value in inputs.items()}
 
 
 def token_tensors(
@@ -418,8 +419,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     limit = position_limit(model)
     length = tokens or max(2, min(128, limit or 128))
     if limit is not None and length > limit:
-        problem = f"The model accepts at most {limit} tokens, not {length}."
-        raise UsageError(problem, "Use a smaller --length.")
+        raise UsageError(f"The model accepts at most {limit} tokens, not {length}.", "Use a smaller --length.")
     return length
 
 

@@ -209,7 +209,7 @@ def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # parameters of torch's fused attention
 
-Refused = dict[nn.Module, str]  # modules with unreadable attention → reason
+Refused = dict[nn.Module, str]  # reason by module whose attention is unreadable
 RunningModule = tuple[nn.Module, Tokens]  # a module that is running, and the axes of its input
 SiteReader = Callable[[nn.Module, Tokens], tuple[Call, Lead]]
 
@@ -262,7 +262,7 @@ class _Tracer(TorchFunctionMode):
     constants: set[int] = field(default_factory=set)  # addresses of the parameters and buffers
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Add a module that starts (hook) to the running modules; if it is the outermost module, record its inputs."""
+        """Forward pre-hook: add the module to the running modules; record the inputs of the outermost module."""
         with torch._C.DisableTorchFunction():  # private: only it also disables modes, such as this tracer
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
@@ -274,7 +274,7 @@ class _Tracer(TorchFunctionMode):
             self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
     def leave(self, *_: object) -> None:
-        """Remove the module that ends (hook), which is the innermost, from the running modules."""
+        """Forward hook: remove the module that ends, which is the innermost, from the running modules."""
         self.running.pop()
 
     def __torch_function__(

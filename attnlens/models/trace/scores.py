@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only  # private: the public torch.utils has no map over nested arguments
+from torch.utils._pytree import tree_leaves, tree_map_only  # private: torch has no public map over nested arguments
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnlens.errors import UnreadableError
@@ -221,7 +221,7 @@ class Provenance:
 
     def run(self, call: FunctionCall) -> Any:
         """Run the call, record these facts for its result, and return the result."""
-        arguments, name = list(tensors((call.args, call.kwargs))), getattr(call.function, "__name__", "")
+        arguments, name = tensors((call.args, call.kwargs)), getattr(call.function, "__name__", "")
         # `max` of two tensors is elementwise, so that scores continue
         ends = name in STEPS_END and not (name == "max" and len(arguments) == 2)
         carried = dict.fromkeys(scores for tensor in arguments for scores in self.scores.get(tensor, ()))
@@ -259,7 +259,7 @@ class Provenance:
 
             args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))
             result = call.function(*args, **kwargs)
-            return list(tensors(args[0] if call.function is Tensor.__setitem__ else result))
+            return tensors(args[0] if call.function is Tensor.__setitem__ else result)
 
         known = next(self.scores[tensor][scores] for tensor in arguments if scores in self.scores.get(tensor, ()))
         try:
@@ -268,13 +268,6 @@ class Provenance:
             return []
 
 
-def tensors(value: object) -> Iterator[Tensor]:
-    """Yield, in order, the tensors in arguments or results, including nested ones."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors(part)
+def tensors(value: object) -> list[Tensor]:
+    """Return, in order, the tensors in arguments or results, including nested ones."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

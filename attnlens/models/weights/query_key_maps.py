@@ -78,7 +78,7 @@ class Factors:
 
     @property
     def latent(self) -> bool:
-        """True for latent attention, whose two parts are separate forms."""
+        """True for latent attention, which has two separate forms."""
         return len(self.groups) > 1
 
     @property
@@ -115,7 +115,7 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on (x, 1), where biases are the last rows of factors; None if logits are not bilinear in one input x."""
+        """M on the inputs (x, 1), with the biases as last rows of W_Q and W_K; None if logits aren't bilinear in x."""
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -138,7 +138,6 @@ ROWS = 16  # inputs that determine the pairs: a wrong partner explains about 1/R
 POSITIONS = 32  # positions that determine the pairs
 STILL = 1e-5  # relative change up to which a coordinate is constant: above the float32 rounding of cos and sin
 ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
-EQUAL = 1e-6  # largest difference of the angles of equal rotations, in radians: too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
@@ -151,8 +150,14 @@ class Turns:
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-    """Kind of sites → position tensors (kept so that no other tensors get their ids) and rotations: True → fitted only
-    to directions, since norms scale queries and keys; False → fitted to queries and keys."""
+    """By kind of site: its position tensors, kept so that no other tensors get their ids, and its rotations. The
+    rotation at key True is fitted to directions alone, because norms scale queries and keys."""
+
+    def add_kind(self, leader: SiteCall) -> bool:
+        """Add the kind of this site; return False if it is already known."""
+        is_new = _kind(leader) not in self.fitted
+        self.fitted.setdefault(_kind(leader), (_positions(leader), {}))
+        return is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
         """Return the leader's rotation if it also fits this site; otherwise return a new fit."""
@@ -166,13 +171,13 @@ class Turns:
 
 
 def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return what identifies sites that should rotate alike: class, part, and the ids of their position tensors."""
+    """Return a key that sites with equal rotations share: class, part, and the ids of their position tensors."""
     return type(target.module), target.site.part, *map(id, _positions(target))
 
 
 def _positions(target: SiteCall) -> list[Tensor]:
     embeddings = target.arguments.get("position_embeddings")  # cos and sin, the same objects for all layers
-    return list(tensors(embeddings)) if isinstance(embeddings, tuple | list) else []
+    return tensors(embeddings) if isinstance(embeddings, tuple | list) else []
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
@@ -213,20 +218,15 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
     """Yield each site's rotation, None if the site does not rotate, or the error if its rotation can't be fitted.
 
-    Equal rotations are one object. `window` are the sites' calls with as many positions as the rotations must cover.
+    `window` are the sites' calls with as many positions as the rotations must cover.
     """
-    known = list[Rotation]()
+    turns = Turns()
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            rotation = find_rotation(probe, norms_inside(target.module))
+            yield turns.of(probe, norms_inside(target.module), leading=turns.add_kind(target))
         except UnreadableError as error:
             yield error
-            continue
-        if rotation is not None:
-            rotation = next((other for other in known if _are_equal(other, rotation)), rotation)
-            known.append(rotation)
-        yield rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -329,13 +329,6 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-def _are_equal(first: Rotation, second: Rotation) -> bool:
-    if first.angles.shape != second.angles.shape or first.by_distance != second.by_distance:
-        return False
-    differences = _wrap(first.angles - second.angles).abs()
-    return torch.equal(first.pairs, second.pairs) and bool((differences < EQUAL).all())
-
-
 Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
 CHUNK = 512  # probe tokens that go through a module at once
 
@@ -362,8 +355,7 @@ def factors(
     kinds = [_kind(target) for target in window]
     for index in range(len(window)) if chosen is None else chosen:
         leader = kinds.index(kinds[index])
-        is_new = kinds[index] not in turns.fitted
-        turns.fitted.setdefault(kinds[index], (_positions(window[leader]), {}))
+        is_new = turns.add_kind(window[leader])
         try:
             if is_new and leader != index:
                 with suppress(UnreadableError):  # read for its rotation alone; without it each site gets a new fit
