@@ -59,7 +59,10 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
 
 
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
-    """Return the decimals of numbers with an error: at most to its second digit, or to its first beyond 3 decimals."""
+    """Return how many decimals to print for numbers with a standard error.
+
+    The last decimal is at most that of the error's second digit or, beyond three decimals, that of its first digit.
+    """
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
         return decimals

@@ -93,7 +93,7 @@ class MeasureChange(Record):
     rounding: Number | None = None  # RMS of the changes that rounding the weights causes by itself
     p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
     q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
-    least: Number | None = None  # Size of a change that this comparison names with a probability of about 80 %
+    least: Number | None = None  # Size of a change that this comparison detects with a probability of about 80 %
     smallest: Number | None = None  # Smallest change of practical size; None if it is not defined for this measure
     negligible: bool = False  # True if the 90 % interval of delta lies between −smallest and smallest
     named: bool = False  # True if q is at most the requested false-discovery rate, and the change is not negligible
@@ -150,7 +150,7 @@ class Comparison(Record):
     paired: bool  # True if changes are paired by window; otherwise, errors assume two independent samples
     fdr: Number
     tests: Count = 0  # Number of rows with a p
-    named: Count = 0
+    named: Count = 0  # Number of rows whose change is named
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
     blocks: list[BlockChange] = []  # Changes by block; empty if the models lack blocks that each run once

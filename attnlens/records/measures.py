@@ -168,7 +168,7 @@ class Skipped(Record):
     site: str  # The site's name, or a module's path
     heads: list[Count] = []  # Heads; empty means all
     measure: str | None = None  # Measure or source; None means all
-    reason: Annotated[str, AfterValidator(_clause)]  # Reason, phrased to follow «because»
+    reason: Annotated[str, AfterValidator(_clause)]  # Reason, as a clause that follows `because`
 
 
 class Coverage(Record):

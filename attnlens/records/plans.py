@@ -157,9 +157,11 @@ class Plan(Record):
     @property
     def within_budget(self) -> bool:
         """True if the measured rise is within the budget and so is the promised rise's upper bound, if known."""
-        unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
-        promised = self.promised.bound(1) <= self.budget if self.promised else unmade
-        return promised and self.measured is not None and self.measured.share <= self.budget
+        if self.measured is None or self.measured.share > self.budget:
+            return False
+        if self.promised is not None:
+            return self.promised.bound(1) <= self.budget
+        return self.estimated is None or self.reasons.get("promised") == CHOSEN_BY  # nothing was promised
 
 
 def read_plan(path: str | Path) -> Plan:

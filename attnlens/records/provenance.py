@@ -98,7 +98,7 @@ class Text(Record):
 
 
 FEWEST_DRAWS = 8
-"""Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
+"""Smallest number of draws (windows of each text, or texts) for a bootstrap. For fewer, Student's t describes the tails
 better: a sample that draws one of two windows twice has almost no error."""
 
 

@@ -136,7 +136,8 @@ def read_call(
 
 NAMES = "attnlens_"  # prefix of the attention functions that attnlens registers with transformers
 _name_numbers = count()
-_answered_models: WeakSet[nn.Module] = WeakSet()  # also those in which no configuration names an implementation
+_answered_models: WeakSet[nn.Module] = WeakSet()
+"""Models whose attention is replaced; their configurations do not show it if all their attention is hand-written."""
 
 
 @contextmanager

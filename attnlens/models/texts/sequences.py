@@ -459,10 +459,11 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 RUN = 32
 """Length in tokens (10 to 25 words) from which a repeated run is not a coincidence: the two halves of the demo's text,
 a single book, share no run of 12 tokens."""
-LEAST = 8  # minimum length of a whole line that counts as shared: those halves share 1 to 7 % of runs of 8
+LEAST = 8  # minimum length of a line that counts as shared: the two halves share 1 to 7 % of their runs of 8
 MOST_SHARED = 0.1
-"""Share of the evaluated tokens above which a measurement is not held out. In the worst case the loss of shared tokens
-is 0; a tenth then hides a tenth of the measured effect: less than the interval of a rise over 32 sequences."""
+"""Largest share of evaluated tokens that also occur in the calibration text if a measurement counts as held out. In the
+worst case, the loss of shared tokens is 0; a tenth of them then hides a tenth of the measured effect, less than
+the interval of a rise over 32 sequences."""
 
 Ids = Sequence[int]
 
