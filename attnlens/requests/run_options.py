@@ -43,14 +43,14 @@ ARRAY = "SLURM_ARRAY_TASK_"  # Prefix of the variables in which Slurm describes 
 def _shard(name: str, value: object) -> str:
     """Return the shard `I/N`; for `auto`, take I and N from Slurm or torchrun. Raise UsageError for other values."""
     if value == "auto":
-        return _of_environment()
+        return _shard_of_job()
     match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", value) if isinstance(value, str) else None
     if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MOST_JOBS:
         raise UsageError(f"{name}={format_argument(value)} is not a valid shard.", SAY_SHARD)
     return f"{int(match[1])}/{int(match[2])}"
 
 
-def _of_environment() -> str:
+def _shard_of_job() -> str:
     """Return the shard of this Slurm array task or torchrun process. Raise UsageError if there is none."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
     numbers = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
