@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
@@ -43,7 +43,7 @@ from attnlens.files import (
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest
-from attnlens.wording import clean, format_count
+from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -238,9 +238,12 @@ class Outputs:
 
     def files(self, *options: str) -> dict[str, Path]:
         """Return the checked paths of the options that are set and do not name stdout."""
-        named = [(option, getattr(self, option)) for option in options]
-        written = [(option, name) for option, name in named if name is not None and (option, name) != ("json", STDOUT)]
-        return {option: _path(option, name) for option, name in written}
+        named = ((option, getattr(self, option)) for option in options)
+        return {
+            option: _path(option, name)
+            for option, name in named
+            if name is not None and (option, name) != ("json", STDOUT)
+        }
 
     def check(self, inputs: dict[str, str]) -> None:
         """Raise UsageError or OutputError if an output can't be written or would replace an input."""
@@ -332,9 +335,6 @@ def deliver(
     finally:
         if written and not outputs.quiet:
             say(f"Wrote {', '.join(written)}")
-            if count := len({*Path(outputs.figure or os.devnull).glob("*.png")} - {*made}):
-                older = format_count(count, "older picture")
-                say(f"{outputs.figure} contains {older} that this run did not write.")
     errors = [failure for failure in failures if isinstance(failure, AttnlensError)]
     for error in errors if interrupted else errors[:-1]:
         complain(error.problem, error.remedy)
@@ -403,14 +403,7 @@ def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
     except Exception as error:
         remedy = "The other results were written; run the command again with --debug and report the output."
         raise OutputError(f"{path} can't be drawn: {type(error).__name__}: {error}.", remedy) from error
-    new = not path.parent.exists()
     make_folder(path.parent)
-    try:
-        write_atomically(path, content)
-        if caption:
-            write_atomically(caption_file(path), caption.encode())
-    except OutputError:
-        if new:
-            with suppress(OSError):
-                path.parent.rmdir()
-        raise
+    write_atomically(path, content)
+    if caption:
+        write_atomically(caption_file(path), caption.encode())

@@ -14,13 +14,12 @@ from attnlens.records import Kind, Report
 from attnlens.report import sections
 from attnlens.report.render.markdown import markdown, spreadsheet
 from attnlens.report.sections.comparisons import comparison_rows, study_rows
-from attnlens.report.sections.experiments import changed_measures, experiment_rows
+from attnlens.report.sections.experiments import experiment_rows
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.sections.facts import build_heading
-from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, build_table, section
+from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, section
 from attnlens.report.sections.swaps import swap_rows
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean
 
 for _module in iter_modules(sections.__path__):  # registers the sections of all modules
     import_module(f"attnlens.report.sections.{_module.name}")
@@ -53,20 +52,6 @@ def page(report: Report) -> Document:
 def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the overview."""
     yield Section("At a glance", picture=overview(shapes.report))
-
-
-@section(90, ("inspection", "experiments"), ("page",))
-def glossary(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a table of the meaning and formula of each measure; nothing if the registry explains none of them."""
-    series = [name for each in shapes.report.experiments if each.trajectories for name in changed_measures(each)]
-    infos = map(shapes.info, [*shapes.readings, *shapes.curves, *series])
-    rows = [
-        {"measure": clean(info.name), "meaning": clean(info.meaning), "formula": clean(info.formula)}
-        for info in infos
-        if info.meaning
-    ]
-    if rows:
-        yield Section("What is measured", table=build_table(rows, {"measure"}, set(rows[0]), fit="folded"))
 
 
 def pictures(report: Report) -> list[Picture]:

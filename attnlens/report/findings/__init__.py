@@ -2,7 +2,6 @@
 
 Contents: `heads` (inspections: each head against chance), `changes` (swaps, plans of ranks, comparisons), `verdicts`
 (`doctor`, experiments, studies).
-Inputs: `Shapes` of a report. Outputs: `records.Finding`s, commands. Importers: `report.sections`, `runs`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy as np
 
 from attnlens.analyzers.registry import NULL_DRAWS
 from attnlens.choices import Part
-from attnlens.records import Finding, Head, Report
+from attnlens.records import Finding, Head, Report, Severity
 from attnlens.report.shapes import MeasureMap, Shapes, middle
 from attnlens.wording import decimals_for, format_count, format_number, join_items, short, title_of
 
@@ -81,10 +81,8 @@ class HeadTests:
         if name in CHANCE:
             draws = NULL_DRAWS[self.shapes.info(name).null]
             nulls = [None if each is None else each.null for each in measures]
-            mean, sd = (
-                np.array([np.nan if null is None else getattr(null, field) for null in nulls])
-                for field in ("mean", "sd")
-            )
+            mean = np.array([np.nan if null is None else null.mean for null in nulls])
+            sd = np.array([np.nan if null is None else null.sd for null in nulls])
             # the null's mean is itself a mean over draws
             return value - mean, np.where(sd > 0, sd, np.nan) * (1 + 1 / draws) ** 0.5, np.full(len(value), draws - 1)
         error = np.array([np.nan if each is None or not each.se else each.se for each in measures])
@@ -120,13 +118,9 @@ def _adapted(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(ADAPTED)) is None:
         return None
     count = int((reading.present > 0).sum())
-    return Finding(
-        question="Adapter?",
-        answer=f"M changed in {count} of {_count(reading)}.",
-        evidence=f"‖ΔM‖/‖M‖: median {_middle(reading)}, largest {short(float(reading.present.max()))}.",
-        severity="notable" if count else "none",
-        measures=[ADAPTED],
-    )
+    answer = f"M changed in {count} of {_count(reading)}."
+    evidence = f"‖ΔM‖/‖M‖: median {_middle(reading)}, largest {short(float(reading.present.max()))}."
+    return _finding("Adapter?", answer, evidence, [ADAPTED], notable=count > 0)
 
 
 def _symmetric(tests: HeadTests) -> Finding | None:
@@ -139,18 +133,14 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     if below:
         parts.append(f"{_plural(below, 'is', 'are')} more antisymmetric{_places(tests.shapes, below)}")
     marked = above or below
-    typical = _value([head.measures[name].value for head in marked]) if marked else _middle(reading)
+    values = [value for head in marked if (value := head.measures[name].value) is not None]
+    typical = short(float(np.median(values))) if marked else _middle(reading)
     evidence = f"{'Their median' if marked else 'Median'} {typical} (at most 1); chance {_null(reading)}."
     definite = [len(tests.heads("weights.definiteness", sign)) for sign in (1, -1)]
     if any(definite):
         evidence += f" Definiteness: {format_count(definite[0], 'head')} above chance, {definite[1]} below."
-    return Finding(
-        question="Symmetric?",
-        answer=f"{'; '.join(parts)}.",
-        evidence=evidence,
-        severity="notable" if marked else "none",
-        measures=[name, "weights.definiteness"],
-    )
+    measures = [name, "weights.definiteness"]
+    return _finding("Symmetric?", f"{'; '.join(parts)}.", evidence, measures, notable=bool(marked))
 
 
 def _peaked(tests: HeadTests) -> Finding | None:
@@ -162,13 +152,8 @@ def _peaked(tests: HeadTests) -> Finding | None:
     evidence = f"Median {_middle(reading, tests.shapes)} (0: one key, 1: even)."
     if first:
         evidence += f" {_plural(first, 'puts', 'put')} most weight on the first token, a sink."
-    return Finding(
-        question="Peaked?",
-        answer=f"{_of(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}.",
-        evidence=evidence,
-        severity="notable" if below or first else "none",
-        measures=[name, "tokens.share_first"],
-    )
+    answer = f"{_of(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
+    return _finding("Peaked?", answer, evidence, [name, "tokens.share_first"], notable=bool(below or first))
 
 
 def _by_content(tests: HeadTests) -> Finding | None:
@@ -203,13 +188,8 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     if (needed := tests.shapes.readings.get("tokens.logit_rank90")) is not None:
         evidence += f" On text, {_middle(needed, tests.shapes)} directions keep 90 % of the scores."
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
-    return Finding(
-        question="Low rank?",
-        answer=f"{_of(below, reading)} of lower rank than chance{places}.",
-        evidence=evidence,
-        severity="notable" if below else "none",
-        measures=[name, "tokens.logit_rank90"],
-    )
+    answer = f"{_of(below, reading)} of lower rank than chance{places}."
+    return _finding("Low rank?", answer, evidence, [name, "tokens.logit_rank90"], notable=bool(below))
 
 
 def _like_svm(tests: HeadTests) -> Finding | None:
@@ -226,13 +206,10 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
     if (decided := tests.shapes.readings.get("selection.decided")) is not None:
         text += f" {_percent(decided)} of the queries give one key at least half of their weight."
-    return Finding(
-        question="Selects like an SVM?",
-        answer=f"{'; '.join(part if place == 0 else part[0].lower() + part[1:] for place, part in enumerate(parts))}.",
-        evidence=text,
-        severity="notable" if any(tests.heads(name, 1) for name in names) else "none",
-        measures=names,
-    )
+    first, *others = parts
+    answer = "; ".join([first, *(f"{part[0].lower()}{part[1:]}" for part in others)])
+    notable = any(tests.heads(name, 1) for name in names)
+    return _finding("Selects like an SVM?", f"{answer}.", text, names, notable=notable)
 
 
 QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)
@@ -249,6 +226,11 @@ def _medians(shapes: Shapes) -> Iterator[Finding]:
             low, high = (short(float(end(reading.present))) for end in (np.min, np.max))
             answer = f"median {_middle(reading, shapes)}, from {low} to {high}, {_count(reading)}"
         yield Finding(question=f"{title_of(reading.name).capitalize()}?", answer=f"{answer}.", measures=[reading.name])
+
+
+def _finding(question: str, answer: str, evidence: str, measures: list[str], *, notable: bool) -> Finding:
+    severity: Severity = "notable" if notable else "none"
+    return Finding(question=question, answer=answer, evidence=evidence, severity=severity, measures=measures)
 
 
 def _of(heads: Sequence[Head], reading: MeasureMap) -> str:
@@ -288,10 +270,6 @@ def _with_error(value: float, error: float) -> str:
         return short(value)
     decimals = decimals_for([error], 2)
     return f"{format_number(value, decimals)} ± {format_number(error, decimals)}"
-
-
-def _value(values: Sequence[float | None]) -> str:
-    return short(float(np.median([value for value in values if value is not None])))
 
 
 def _null(reading: MeasureMap) -> str:

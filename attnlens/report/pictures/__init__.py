@@ -3,8 +3,6 @@
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
 of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
 Each of these has a function that draws the overview, and one that lists the panels with their own files.
-Inputs: a `Report`, its `Shapes` or its records. Outputs: matplotlib figures. Importers: `report.sections`,
-`report.render` (encodes figures) and `report.report`.
 """
 
 from __future__ import annotations

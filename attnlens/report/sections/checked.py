@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -56,7 +55,6 @@ def document(report: Report) -> Document:
         title=clean(model.title),
         command="check",
         facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
-        asides=(),
         notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
         standing=standing if report.checks else "No rule was checked",
         sound=not failed,
@@ -117,18 +115,12 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
     """
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
-    sites = [clean(check.site) for check in checks]
-    shared = ""  # common beginning of all paths, up to a dot, left out unless all fit on a line of 100 columns
-    if len(sites) > 1 and max(map(len, sites)) > 24:
-        common = os.path.commonprefix(sites)  # noqa: RUF071  # dotted paths, compared character by character
-        shared = common[: common.rfind(".") + 1]
-    notes = [f"… stands for {shared}"] if shared else []
     rows = []
-    for site, check in zip(sites, checks, strict=True):
+    for check in checks:
         tokens, weights = check.tokens_error, check.weights_error
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
         row = {
-            "site": f"{'…' * bool(shared)}{site.removeprefix(shared)}",
+            "site": clean(check.site),
             "part": check.part,
             "heads": str(check.heads),
             "route": check.route,
@@ -138,4 +130,4 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
         }
         rows.append(row)
     table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded")
-    yield Section(table=table, notes=(*notes, *report.settings.notes))
+    yield Section(table=table, notes=report.settings.notes)

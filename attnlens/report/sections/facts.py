@@ -137,8 +137,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
         title=title(report),
         command=report.command,
         facts=" · ".join(clean(fact) for fact in facts if fact),
-        asides=[*filter(None, [ran_on(report)])],
-        notes=[clean(note) for note in (*settings.notes, *other_base(report))],
+        notes=[clean(note) for note in (ran_on(report), *settings.notes, *other_base(report)) if note],
         standing=verdict,
         sound=sound,
     )

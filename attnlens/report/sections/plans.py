@@ -8,7 +8,7 @@ from statistics import median
 
 from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import DIVERGED, LARGE, UNITS, effect_name, figures, interval
+from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
@@ -76,7 +76,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.estimated is not None:
         lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, used to choose the ranks")
     if (promised := plan.promised) is not None:
-        lines.append(f"Promised: {_rise(promised)} of {calibration}, {_promise(plan, promised)}")
+        lines.append(f"Promised: {_rise(promised)} of {calibration}, {_place_in_budget(plan, promised)}")
         ranked = sorted(promised.by_text.items(), key=lambda item: item[1])
         ends = {name: f" [{share(low)} to {share(high)}]" for name, (low, high) in promised.ci95_by_text.items()}
         texts = (f"{share(alone)}{ends.get(name, '')} ({clean(name)})" for name, alone in ranked)
@@ -108,21 +108,15 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
         yield f"Forms compared at half of the full rank: {'; '.join(texts)}"
 
 
-def _promise(plan: Plan, promised: Rise) -> str:
-    """State whether the promised rise over all texts, its interval, and the rise on each text are within the budget."""
-    beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
-    if beyond and max(promised.share, promised.high) <= plan.budget:
-        return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
-    doubt = ": the budget is not guaranteed" * (promised.share <= plan.budget < promised.high)
-    return f"{_place_in_budget(plan, promised)}{doubt}"
-
-
 def _place_in_budget(plan: Plan, record: Rise) -> str:
-    """State whether a rise and its interval are within the budget."""
+    """State whether a rise, its interval, and the rise on each text are within the budget."""
     if record.share > plan.budget:
         return "beyond the budget"
-    doubt = ", without an interval" if record.ci95 is None else ", though its interval is not"
-    return "within the budget" + doubt * (record.ci95 is None or record.high > plan.budget)
+    if record.high > plan.budget:
+        return "within the budget, though its interval is not: the budget is not guaranteed"
+    if beyond := [clean(name) for name, alone in record.by_text.items() if alone > plan.budget]:
+        return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
+    return f"within the budget{', without an interval' * (record.ci95 is None)}"
 
 
 def _format_savings(plan: Plan) -> Iterator[str]:
@@ -137,8 +131,7 @@ def _format_savings(plan: Plan) -> Iterator[str]:
         cost = f"{flops:,.0f} operations per cached token and new token"
         yield f"Rebuilding keys from latents costs {cost}, unless the keys are cached too"
     if (keys := plan.keys_to_gain) is not None:
-        condition = f"they save compute only if a query sees more than {keys:,.0f} keys"
-        yield f"Maps that are not merged into W_Q and W_K cost extra operations; {condition}"
+        yield f"Maps not merged into W_Q and W_K save compute only if a query sees more than {keys:,.0f} keys"
 
 
 def share(number: float, digits: int = 2) -> str:
@@ -183,16 +176,18 @@ def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the section on healing if the report has a single kernel."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
-        yield Section("Healing", items=healing_lines(swap.healing, UNITS[swap.task]))
+        yield Section("Healing", items=healing_lines(swap.healing))
 
 
-def healing_lines(record: Healing, unit: str) -> list[str]:
-    """List the sentences on a healing: amount, stages, validation distance, evaluation losses, control."""
+def healing_lines(record: Healing) -> list[str]:
+    """List the sentences on a healing: amount, stages, validation distance, perplexities, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     of_rank = f" as updates of rank {record.rank}" if record.rank else ""
+    steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
+    done = f"{_count(steps, 'step')} done{', interrupted' * record.interrupted}"
     lines = [
-        f"Healing: {_format_amount(record)}, best step {record.best}; {record.parameters:,} parameters "
-        f"trained{of_rank}, learning rate {_rate(record.learning_rate)}"
+        f"Healing: {record.amount or _count(record.steps, 'step')} requested, {done}, best step {record.best}; "
+        f"{record.parameters:,} parameters trained{of_rank}, learning rate {_rate(record.learning_rate)}"
     ]
     if record.tokens is not None and record.seconds is not None:
         goal = "the next tokens of the text" if record.goal == "text" else "the original model"
@@ -207,18 +202,19 @@ def healing_lines(record: Healing, unit: str) -> list[str]:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
         first, best = figures(distances[min(distances)]), figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
-    return [*lines, *_losses(record, unit)]
-
-
-def _format_amount(record: Healing) -> str:
-    """Format the training: `200 steps requested, 200 done`, `5,000 tokens requested, 5,120 done in 40 steps`."""
-    steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
-    amount = record.amount or _count(record.steps, "step").replace(",", "")
-    done = f"{steps} done"
-    for unit, number in (("token", record.tokens), ("second", record.seconds)):
-        if amount.rstrip("s").endswith(unit) and number is not None:
-            done = f"{number:,.0f} done in {_count(steps, 'step')}"
-    return f"{amount} requested, {done}" + (", interrupted" if record.interrupted else "")
+    # exp overflows float64 above 709
+    losses = [(step.tokens, step.loss) for step in record.curve if step.loss is not None and step.loss < 700]
+    perplexities = [f"{figures(math.exp(loss))} at {tokens:,}" for tokens, loss in losses if tokens is not None]
+    if perplexities:
+        lines.append(f"Perplexity of the evaluation text, by tokens trained on: {', '.join(perplexities)}")
+    if (control := record.control) is not None:
+        ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
+        lines.append(
+            f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
+            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
+            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
+        )
+    return lines
 
 
 def _count(number: int, noun: str) -> str:
@@ -237,27 +233,6 @@ def _stage(stage: HealingTraining) -> str:
     lowered = "" if stage.lowered_from is None else f", lowered from {_rate(stage.lowered_from)}"
     chosen = f"learning rate {_rate(stage.learning_rate)}{lowered}{tried}"
     return f"{name}: {_count(stage.steps, 'step')}, {_count(stage.tokens, 'token')}{speed}, {chosen}{ended}"
-
-
-def _losses(record: Healing, unit: str) -> Iterator[str]:
-    """Yield the losses on the evaluation text while the heads are trained, and the losses of the control."""
-    drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
-    counted = [(step.tokens, loss) for step, loss in drawn if step.tokens is not None]
-    # exp overflows float64 above 709
-    by_tokens = [f"{figures(math.exp(loss))} at {tokens:,}" for tokens, loss in counted if loss < 700]
-    if by_tokens:
-        yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
-    elif drawn:
-        losses = ", ".join(f"{figures(loss, 4)} at step {step.step}" for step, loss in drawn)
-        yield f"Loss on the evaluation text, in {unit}: {losses}"
-
-    if (control := record.control) is not None:
-        ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
-        yield (
-            f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
-            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
-        )
 
 
 def _rate(value: float) -> str:
@@ -318,15 +293,11 @@ def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
-    verdict = f"no {noun} has a significant effect on {format_count(windows, 'window')} (false discovery rate 5 %)"
-    if significant:
-        harm = sum(delta > 0 for delta in significant)
-        verb = "has a significant effect" if len(significant) == 1 else "have significant effects"
-        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} (false discovery rate 5 %)"
-        verdict += f": {harm} raise the loss, {len(significant) - harm} lower it"
-    diverged = [effect for effect in effects if effect.delta is None]
-    names = join_items((each.layer if each.head is None else f"{each.layer}.{each.head}" for each in diverged), 8)
-    return f"{verdict}.{f' Diverged: {noun} {names}.' if diverged else ''}"
+    harm, diverged = sum(delta > 0 for delta in significant), sum(effect.delta is None for effect in effects)
+    signs = f": {harm} raise the loss, {len(significant) - harm} lower it" * bool(significant)
+    counted = f"{len(significant)} of {format_count(len(effects), noun)}"
+    verdict = f"significant effects on {format_count(windows, 'window')} (false discovery rate 5 %): {counted}{signs}"
+    return f"{verdict}.{f' {diverged} diverged.' if diverged else ''}"
 
 
 @section(46, "swap")

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from attnlens.analyzers.registry import (
     BETWEEN_FORMS,
@@ -102,9 +101,8 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
-    columns = {"model type": "model_type", "through": "route", "weights.*": "weights"}  # title → field, if they differ
-    titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")
-    rows = [{title: getattr(entry, columns.get(title, title)) or NO_VALUE for title in titles} for entry in types]
+    titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")  # fields before the reason
+    rows = [{title: cell or NO_VALUE for title, cell in zip(titles, entry, strict=False)} for entry in types]
     lines = (
         f"{len(types)} model types, each run as a tiny model with its own configuration ({measured}): {coverage}.",
         "A type is read in part if part of the model is not run, cannot be read or lacks weights.*; reasons are below.",
@@ -219,29 +217,16 @@ def explanation(name: str) -> Section:
 
 
 @cache
-def demo_heads() -> dict[str, tuple[HeadValue, HeadValue]]:
-    """Return the heads of `demo` with the smallest and the largest value of each measure of a plain inspect."""
-    entries = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
-    return {name: (HeadValue(*low), HeadValue(*high)) for name, (low, high) in entries.items()}
-
-
-class HeadValue(NamedTuple):
-    """Value of one head."""
-
-    layer: int
-    head: int
-    value: float
+def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
+    """Return (layer, head, value) for the smallest and the largest value in `demo` of each measure of inspect."""
+    entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
+    return entries
 
 
 def _example(name: str) -> str:
     """Name the heads of `demo` with the smallest and the largest value; empty for other measures."""
-    if name not in demo_heads():
-        return ""
-    low, high = demo_heads()[name]
-    return (
-        f"smallest {short(low.value)} (layer {low.layer} head {low.head}), "
-        f"largest {short(high.value)} (layer {high.layer} head {high.head})"
-    )
+    ends = zip(("smallest", "largest"), demo_heads().get(name, ()), strict=False)
+    return ", ".join(f"{which} {short(value)} (layer {layer} head {head})" for which, (layer, head, value) in ends)
 
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:

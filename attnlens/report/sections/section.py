@@ -142,7 +142,6 @@ class Heading:
     title: str  # title of the report, usually the model's name
     command: str
     facts: str  # architecture, size and input of the model
-    asides: Sequence[str]  # conventions of the model's attention, and how closely attnlens recomputes it
     notes: Sequence[str]  # caveats for reading the numbers
     standing: str  # how much of the model was read, or the verdict on the experiments, studies or checks
     sound: bool  # True if the whole model was read, or no experiment, study or check failed

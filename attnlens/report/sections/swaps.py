@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
+from attnlens.records import Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
 from attnlens.report.sections.facts import no_errors, population
 from attnlens.report.sections.section import Cell, Column, Section, Table, View, build_columns, build_table, section
 from attnlens.report.shapes import Shapes
@@ -161,43 +161,38 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
         lines.append(f"calibration text: {clean(where)}, not part of the evaluated text")
     yield Section(lines=lines)
-    sentences = [*_state_long_range(swap)] if single else []
+    lines = _state_long_range(swap) if single else []
     notes = [] if single and swap.diverged else [_reading_help(report)]
-    yield Section("Effect" if single else "Effects", lines=sentences, table=_outcome_table(swaps), notes=notes)
+    yield Section("Effect" if single else "Effects", lines=lines, table=_outcome_table(swaps), notes=notes)
     yield from _by_text(swaps)
 
 
-def _state_long_range(swap: Swap) -> Iterator[str]:
-    """Yield the change of the loss on tokens that repeat a bigram from beyond a window."""
-    if (record := swap.beyond_window) is not None:
-        change, decimals = record.change, loss_decimals([record.change])
-        ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
-        yield (
-            f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more "
-            f"than {format_count(record.window, 'token')} back, the loss changes by "
-            f"{format_number(change.delta, decimals)}{ends}."
-        )
-
-
-def _count_tokens(number: float, agreement: Agreement) -> str:
-    """Format a number of equal tokens, `12`, or `≥ 64` if the continuation never differs."""
-    return f"≥ {agreement.tokens}" if number >= agreement.tokens else f"{number:.0f}"
+def _state_long_range(swap: Swap) -> list[str]:
+    """State the change of the loss on tokens that repeat a bigram from beyond a window; empty if it is unknown."""
+    if (record := swap.beyond_window) is None:
+        return []
+    change, decimals = record.change, loss_decimals([record.change])
+    ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
+    return [
+        f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more than "
+        f"{record.window} tokens back, the loss changes by {format_number(change.delta, decimals)}{ends}."
+    ]
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: one per stage, or per kernel if there are several; each kernel's controls follow."""
-    # controls common to all kernels come last, unless they differ because the kernels' Δ beyond has several windows
+    """List (name, outcome) pairs: one per stage or, of several kernels, one per kernel, followed by its controls.
+
+    Controls that do not depend on the kernel come last.
+    """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
-    records = [control.beyond_window for swap in swaps for control in measured_controls(swap)]
-    sharing = len(swaps) > 1 and len({record.window for record in records if record is not None}) < 2
     for swap in swaps:
         stages = swap.stages if len(swaps) == 1 else []
         rows += [(stage.name, stage) for stage in stages]
         rows += [] if stages else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
             name = f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
-            if sharing and control.role in SHARED:
+            if len(swaps) > 1 and control.role in SHARED:
                 shared.setdefault(name, control)
             else:
                 rows.append((name, control))
@@ -234,7 +229,11 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
             cells["CKA"] = format_number(outcome.hidden_cka, 3)
         window = f" (> {record.window})" if several and record is not None else ""
         cells["Δ beyond"] = format_number(record.change.delta, beyond_decimals) + window if record else NO_VALUE
-        cells["greedy"] = _count_tokens(agreement.median, agreement) if agreement else NO_VALUE
+        if agreement:
+            never = agreement.median >= agreement.tokens  # half of the continuations never differ
+            cells["greedy"] = f"≥ {agreement.tokens}" if never else f"{agreement.median:.0f}"
+        else:
+            cells["greedy"] = NO_VALUE
         if isinstance(outcome, Swap):
             times = ratio(outcome.tokens_per_second)
             cells["speed"] = NO_VALUE if times is None else f"× {format_number(times, 2)}"
