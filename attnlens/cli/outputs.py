@@ -94,10 +94,9 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
 
 
 def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
-    """Check the outputs, run the work and deliver its report, which covers the finished part if it was interrupted.
+    """Check the outputs, run the work, and deliver its report, which covers the finished part after an interruption.
 
-    Afterwards, raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are
-    missing.
+    Raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -303,9 +302,8 @@ def deliver(
 ) -> None:
     """Write the data, show the tables, draw the pictures, and print the names of the written files.
 
-    `writers` (by option) and `summary` default to those for all kinds of reports. `annotate` runs after the summary;
-    `saved` lists other outputs to print as written. Failures are raised after all other work: AttnlensError, or Exit
-    if the reader of stdout closed the pipe or the run was `interrupted`.
+    `writers` (by option) and `summary` default to those of `export`. `annotate` runs after the summary; `saved` lists
+    other outputs to print as written. A failure does not prevent other outputs; the last failure is raised at the end.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
@@ -392,10 +390,7 @@ def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError
 
 
 def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
-    """Draw a picture or page; write it and its caption, if any.
-
-    Raise OutputError for any error, so that other files are still written.
-    """
+    """Draw a picture or page, and write it and its caption, if any. Raise OutputError for errors while drawing."""
     try:
         content, caption = draw()
     except AttnlensError:

@@ -79,9 +79,8 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
 def rows(report: Report) -> Sequence[Row]:
     """Build the rows of a report, with the columns of `Report.to_dataframe`.
 
-    Each head has one row with site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps
-    have one row per stage, control or unit swapped alone. Experiments have one row per figure, or per head, measure and
-    step. Categories are given by name.
+    Inspections have one row per head, swaps one per stage, control, or unit swapped alone, experiments one per figure,
+    or per head, measure and step.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)
@@ -89,11 +88,7 @@ def rows(report: Report) -> Sequence[Row]:
 
 
 def windows(report: Report) -> Sequence[Row]:
-    """Build the rows of the values per window, from which standard errors and intervals are computed.
-
-    There is one row per window and head or, for a swap, per window, kernel and stage. Raises UsageError if no window
-    was read.
-    """
+    """Build one row per window and head, or per window, kernel and stage. Raise UsageError without windows."""
     values = report.windows
     if values is None or not values.windows:
         raise UsageError(
@@ -146,10 +141,9 @@ Drawing = Callable[[], tuple[bytes, str]]
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Drawing]:
     """Return the files to write, each with a function that draws it; nothing is drawn yet.
 
-    A folder gets `overview.png` and one picture per measure, curve, stage or experiment. A path that ends in .png, .svg
-    or .pdf gets the picture that has its stem in a folder (`weights.symmetry`), otherwise the overview, or the margins
-    of the selection if there is exactly one. `bare` pictures have no title or caption. Raises UsageError if the report
-    has nothing to draw or lacks the measure, OutputError if the target has another suffix.
+    A folder gets every picture. A file with a picture's stem (`weights.symmetry.pdf`) gets this picture, any other file
+    the overview. `bare` pictures have no title or caption. Raise UsageError if the report has nothing to draw or lacks
+    the measure, OutputError for another suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

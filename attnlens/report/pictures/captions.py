@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 def caption_panels(
     report: Report, panels: Collection[Panel], title: str, facts: Iterable[str], notes: Iterable[str] = ()
 ) -> str:
-    """Return the caption of a page of panels, with a paragraph for each panel; several panels are lettered.
-
-    The title and the facts on the model come first, the notes last.
-    """
+    """Return the caption of a page: title and facts on the model, a paragraph for each panel, notes."""
     known = [*filter(None, facts)]
     paragraphs = [f"{title}: {', '.join(known)}" if known else title]
     for letter, panel in zip(cycle(ascii_lowercase), panels, strict=False):

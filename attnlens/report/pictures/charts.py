@@ -167,10 +167,9 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head, coloured by layer.
+    """Draw one thin line per head, given by the row of its layer (0 to `layers` − 1) and its points.
 
-    `lines` contains the row of each head's layer (0 to `layers` − 1), and its points. `opacity` is the total over all
-    lines, followed by the smallest and largest opacity of a single line.
+    `opacity` is the total over all lines, followed by the smallest and the largest opacity of a single line.
     """
     if not lines:
         return
@@ -305,8 +304,8 @@ def overview(
 ) -> Figure:
     """Draw a page of panels with lettered titles; the figure's label is its caption.
 
-    `facts` are written under the title (by default the model's name), without the last one if they are too long; `more`
-    at the bottom right, before the input and the tool, `hint` at the bottom left. A `bare` page has panels only.
+    `facts` are written under the title (by default the model's name), `hint` at the bottom left, and `more` at the
+    bottom right. A `bare` page has panels only.
     """
     facts, more, title = [*filter(None, facts)], [*more], title or report.model.title
     panels = [panel for row in rows for panel in row.panels if panel is not None]
@@ -341,10 +340,7 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 
 
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
-    """Draw one panel or its parts, with the caption and the model's name, size and input below unless `bare`.
-
-    The figure's label is its caption as text, with symbols.
-    """
+    """Draw one panel or its parts, with a caption below unless `bare`; the figure's label is the whole caption."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))

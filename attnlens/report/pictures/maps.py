@@ -387,8 +387,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    If the single source has a curve to show by depth, the curve's thirds form the first row; maps form the second.
-    If the source has measures of two spaces, each space forms a row.
+    Of a single source, a curve by depth forms the first row, or each of two spaces forms a row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space

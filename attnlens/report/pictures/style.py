@@ -77,10 +77,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digit
 
 @contextmanager
 def house_style(*, bare: bool = False) -> Iterator[None]:
-    """Apply attnlens' matplotlib settings inside the context, or those of bare figures; then restore the caller's.
-
-    A character missing from the font, for example in a folder's name, is drawn as an empty box without a warning.
-    """
+    """Apply attnlens' settings of matplotlib inside the context, without warnings about characters the font lacks."""
     with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield

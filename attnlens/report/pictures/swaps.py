@@ -451,10 +451,9 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below over the number of tokens; if one is missing, draw only the other.
+    """Draw perplexity above and distance below over the tokens, or over the steps if tokens were not counted.
 
-    Separate axes, which need not begin at 0, keep the smaller quantity visible. Reports of versions that did not count
-    tokens are drawn over optimiser steps. Dots during attention transfer are hollow.
+    If one of the two quantities is missing, only the other is drawn. Dots during attention transfer are hollow.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}

@@ -44,10 +44,7 @@ class _Page(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on stdout or stderr, as wide as the terminal or COLUMNS, or 100 columns in a pipe.
-
-    The console respects NO_COLOR. COLUMNS=0, which some schedulers set, counts as not set.
-    """
+    """Return a console as wide as the terminal or COLUMNS, or 100 columns in a pipe; COLUMNS=0 counts as not set."""
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0

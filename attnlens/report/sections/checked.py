@@ -109,10 +109,7 @@ def rows(report: Report) -> list[Row]:
 
 @section(10, "doctor", ("screen", *TEXTS, "page"))
 def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict.
-
-    The screen omits sites that agree.
-    """
+    """Yield the table of sites, with relative errors of the attention; the screen omits sites that agree."""
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
     rows = []

@@ -25,17 +25,8 @@ PROMISED = (
     "Promised: on calibration text used neither to fit nor to choose. The rise over {population} lies within the "
     "interval in 95 % of such runs, and above it in 2.5 %."
 )
-MEASURED = (
-    "Measured: on the evaluation text. A rise is a ratio of two losses, Δ their difference in nats; near 0, only one "
-    "of the two intervals may contain 0."
-)
-HELD_OUT = (
-    "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text. The "
-    "final maps are fitted to all texts."
-)
-FURTHER = (
-    "New text: upper end of the prediction interval over the texts' rises, for a text of the same kind and length."
-)
+MEASURED = "Measured: on the evaluation text."
+HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
 LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the rank of each
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
@@ -56,14 +47,12 @@ def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     plan = shapes.report.plan
     if plan is None:
         return
-    promised = plan.promised
     terms = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
-    if plan.held_out or promised is not None:
+    if plan.held_out or plan.promised is not None:
         terms.append(HELD_OUT if plan.held_out else LONE)
     terms += [ESTIMATED] * (plan.estimated is not None)
-    if promised is not None:
-        terms.append(PROMISED.format(population=POPULATIONS[promised.over]))
-        terms += [FURTHER] * (promised.further is not None)
+    if plan.promised is not None:
+        terms.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
     terms += [MEASURED] * (plan.measured is not None)
     yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[" ".join(terms)])
 

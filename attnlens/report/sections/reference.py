@@ -45,10 +45,7 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """List the name, range and meaning of every measure and curve, those of a plain inspect first.
-
-    Formula, caution and source follow the meaning.
-    """
+    """List every measure and curve with its range, meaning and formula, those of a plain inspect first."""
     rows = []
     for info in sorted(infos, key=lambda info: (info.name not in _plain_measures(), not info.headline)):
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
@@ -195,10 +192,9 @@ def _plain_measures() -> set[str]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure or kernel. Raise UsageError unless the name matches exactly one.
+    """Return the page of a measure or kernel. Raise UsageError unless the name, or a synonym, matches exactly one.
 
-    The source of a measure can be omitted; of several measures of this name, that of a plain inspect is meant. SYNONYMS
-    lists further words.
+    The source can be omitted: `entropy` is `tokens.entropy`. Measures of a plain inspect take precedence.
     """
     pages = measure_pages() | kernel_pages()
     word = name.strip().lower()

@@ -46,8 +46,7 @@ def build_columns(
 ) -> list[Column]:
     """Build a column per key of the rows, in order of first occurrence; omit keys whose value is None in every row.
 
-    `words`: titles of the columns that are aligned to the left; `group`: heading above all of the columns; `missing`:
-    the cell of a row whose key is missing or None.
+    Columns in `words` are aligned left; `missing` replaces cells that are None.
     """
     cells = {title: [row.get(title) for row in rows] for title in dict.fromkeys(title for row in rows for title in row)}
     return [
@@ -92,10 +91,7 @@ class HeatMap:
     values: Sequence[Sequence[float | None]]
 
     def lines(self, shades: str = " ░▒▓█") -> Iterator[str]:
-        """Yield the map as lines, from the first shade for the smallest to the last for the largest value.
-
-        A missing value is `?`.
-        """
+        """Yield the map as lines: the first shade for the smallest value, the last for the largest, `?` for None."""
         present = [value for row in self.values for value in row if value is not None]
         low, high = min(present), max(present)
         label, count = max(map(len, self.rows)), len(self.values[0])

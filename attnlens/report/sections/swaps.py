@@ -79,10 +79,7 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
-    """Format the rise in perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if it is unknown).
-
-    From LARGE on, both are factors (`× 51`, `× 40 to 63`). Of a model that is destroyed, the rise means nothing.
-    """
+    """Format the rise in perplexity, e^Δ − 1, and its interval: `+5.6 %`, `4.9 to 6.4 %`, or `× 51`, `× 40 to 63`."""
     if destroyed:
         return DESTROYED, ""
     if loss is None or perplexity is None:
@@ -104,11 +101,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect by which a swap is judged, and its 95 % interval; None for a missing value.
-
-    The effect is Δ of the loss. If there is no loss, it is KL(original ‖ changed); if there are no predictions either,
-    it is 1 − hidden cosine.
-    """
+    """Return the effect by which a swap is judged, and its 95 % interval: Δ of the loss, else KL, else 1 − cosine."""
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
     if swap.judged_by == "kl":
@@ -180,10 +173,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: one per stage or, of several kernels, one per kernel, followed by its controls.
-
-    Controls that do not depend on the kernel come last.
-    """
+    """List (name, outcome) pairs: stages, or several kernels, each followed by its controls; shared controls last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     for swap in swaps:
