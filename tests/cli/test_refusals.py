@@ -161,7 +161,7 @@ DEFAULTS: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
     *((text, {}, ("attnlens.toml",)) for text in ("a = " + "[" * 50_000, "seed = " + "9" * 5000, "\udcff")),
     ("a = " + "{b=" * 9000, {}, ("attnlens.toml",)),
     *(("", {name: value}, (name,)) for name, value in
-      (("ATTNLENS_NO_PACK", "perhaps"), ("ATTNLENS_PACK", "perhaps"), ("ATTNLENS_LENGTH", "1"))),
+      (("ATTNLENS_PACK", "perhaps"), ("ATTNLENS_LENGTH", "1"))),
 ]  # fmt: skip
 """attnlens.toml, environment variables, and parts of the message of `inspect`."""
 PROJECT = [(text, ("pyproject.toml", "must be a table")) for text in ("tool = 5", "[tool]\nattnlens = 5")]

@@ -288,7 +288,6 @@ def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_a
         "Estimated: on the calibration text used to choose the ranks",
         "Promised: on calibration text used neither to fit nor to choose",
         "all windows of these texts",
-        "A rise is a ratio of two losses, Δ their difference in nats",
     )
     assert "their difference" not in flowing(planned(measured=None))
 

@@ -66,8 +66,7 @@ SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
 DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
 """Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
-PARTS_OF_SCORES = ("positive", "negative", "skew", "key", "distance", "interaction")
-PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
+PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "distance", "interaction"), CATEGORIES, strict=False))
 """Colour of each part of the scores, the same in every picture; other parts take CATEGORIES in turn."""
 
 DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
