@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], str]] = {
     "swap": (swaps.swap_overview, swaps.swap_panels, "effects of the kernel"),
-    "comparison": (
-        series.comparison_overview,
-        series.comparison_panels,
-        "which heads changed, and how certain the changes are",
-    ),
+    "comparison": (series.comparison_overview, series.comparison_panels, "changed heads and their significance"),
     "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
     "studies": (series.study_overview, series.study_panels, "results and learning curves"),
 }

@@ -295,11 +295,12 @@ def first_step(info: MeasureInfo) -> int:
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
     """Build the panel of a curve, with one line per head; if `split`, each model part has its own pair of axes."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
-    title, caption, drawn = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
-    panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
-    alone = [(f"{title}: {group.title}", partial(draw, groups=[group])) for group in groups]
-    parts = [replace(panel, title=name_of_part, draw=drawn, width=2.9) for name_of_part, drawn in alone]
-    return replace(panel, parts=parts) if split and len(parts) > 1 else panel
+    title, caption, whole = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
+    panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layers)
+    if not split or len(groups) < 2:
+        return panel
+    parts = [replace(panel, title=f"{title}: {g.title}", draw=partial(draw, groups=[g]), width=2.9) for g in groups]
+    return replace(panel, parts=parts)
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
@@ -421,9 +422,8 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
-    maps = [*maps, *(name for name, reading in of_source.items() if name in parts and not reading.constant)][
-        : room - len(wholes) - len(curves)
-    ]
+    maps += [name for name, reading in of_source.items() if name in parts and not reading.constant]
+    maps = maps[: room - len(wholes) - len(curves)]
     draw = partial(draw_shares, shapes=shapes)
     shares = [
         Panel(whole, heading_of_shares(shapes, whole), "", shares_caption(shapes, whole), partial(draw, whole=whole))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
-from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
+from attnlens.report.sections.facts import build_heading
+from attnlens.report.sections.section import TEXTS, Cell, Document, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
-from attnlens.wording import NO_VALUE, big, clean, format_count, format_p
+from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, format_count, format_number, format_p
 
 SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
@@ -48,17 +50,11 @@ def number(value: float) -> str:
 
 def document(report: Report) -> Document:
     """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
-    model, heads = report.model, format_count(report.coverage.heads, "head")
     failed, rules = sum(not check.passed for check in report.checks), format_count(len(report.checks), "rule")
     standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
-    head = Heading(
-        title=clean(model.title),
-        command="check",
-        facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
-        notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
-        standing=standing if report.checks else "No rule was checked",
-        sound=not failed,
-    )
+    standing = standing if report.checks else "No rule was checked"
+    notes = [] if report.coverage.complete else [clean(report.coverage.sentence)]
+    head = replace(build_heading(report, whole=True), command="check", notes=notes, standing=standing, sound=not failed)
     return Document(head, tuple(rule_sections(Shapes(report), "terminal")))
 
 
@@ -114,15 +110,14 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
     rows = []
     for check in checks:
-        tokens, weights = check.tokens_error, check.weights_error
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
         row = {
             "site": clean(check.site),
             "part": check.part,
             "heads": str(check.heads),
             "route": check.route,
-            "q·k logits": NO_VALUE if tokens is None else f"{tokens:.1e}",
-            "weights × inputs": NO_VALUE if weights is None else f"{weights:.1e}",
+            "q·k logits": format_number(check.tokens_error, SCIENTIFIC),
+            "weights × inputs": format_number(check.weights_error, SCIENTIFIC),
             "verdict": f"{verdict}\n{clean(check.reason)}" if check.reason else verdict,
         }
         rows.append(row)

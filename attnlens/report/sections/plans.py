@@ -229,9 +229,8 @@ def _rate(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-MOST, FEW = 10, 3
-"""Number of most and of least harmful units shown: for a single kernel, and for each of several kernels."""
-MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown: for a single kernel, for each of several
+MOST, FEW = 10, 3  # Number of most and of least harmful units shown for a single kernel, and for each of several
+MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are shown for each of several
 
 
 @section(44, "swap")
@@ -296,7 +295,7 @@ def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     if not swaps:
         return
     several = len(swaps) > 1
-    most = FEW_PREDICTORS if several else MOST_PREDICTORS
+    most = FEW if several else MOST_PREDICTORS
     rows = [
         {
             "kernel": clean(swap.kernel) if several else None,

@@ -398,12 +398,17 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section(f"Sites{name}", table=table, notes=(error,))
         if swap.loss_by_position:
             decimals = loss_decimals([part.change for part in swap.loss_by_position])
-            rows = []
-            for part in swap.loss_by_position:
-                row = {"tokens": f"{part.first}–{part.last}", "count": str(part.tokens)}
-                for when, title in (("before", "before"), ("after", "after"), ("delta", "Δ")):
-                    row[title] = format_number(getattr(part.change, when), decimals)
-                rows.append(row | {"95 % interval": interval(part.change.ci95, decimals)})
+            rows = [
+                {
+                    "tokens": f"{part.first}–{part.last}",
+                    "count": str(part.tokens),
+                    "before": format_number(part.change.before, decimals),
+                    "after": format_number(part.change.after, decimals),
+                    "Δ": format_number(part.change.delta, decimals),
+                    "95 % interval": interval(part.change.ci95, decimals),
+                }
+                for part in swap.loss_by_position
+            ]
             note = f"loss in {UNITS[swap.task]} by position in the sequence, counted from 1; Δ with a paired interval."
             yield Section(f"By position{name}", table=build_table(rows, {"tokens"}), notes=(note,))
 
