@@ -23,7 +23,7 @@ from attnlens.cli.show import complain, expect_json, interrupt, report_failure, 
 from attnlens.errors import UsageError
 from attnlens.requests import Request, details
 
-TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # click's class
+ClickError: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # click's class
 """Exception that click raises for arguments it can't parse; some versions of typer vendor click, others import it."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000  # Maximum width and height of a terminal; tables fill the width
@@ -55,7 +55,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
                 typer.echo(help_text)
                 return 0
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
-    except TypedWrong as error:
+    except ClickError as error:
         # the error has no context if an option lacks its value, which only happens within a command
         command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
         problem = f"{error.format_message()}{_variable_of(error)}"

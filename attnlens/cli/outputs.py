@@ -141,11 +141,11 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub id, unless a local folder or a file's name
 TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also datasets
-SAY_TEXT = "Give a plain text file in UTF-8."
+TEXT_REMEDY = "Give a plain text file in UTF-8."
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
-    """Describe each file and folder to be read, by its real path. Raise AttnlensError if one of them is missing."""
+    """Map the real path of each input to its description. Raise AttnlensError if an input is missing."""
     inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
@@ -154,7 +154,7 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
             if dataset is not None:
                 inputs[os.path.realpath(with_home(dataset.name))] = f"a file of the dataset that --{option} reads"
             elif str(path) != STDIN:
-                check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, SAY_TEXT)
+                check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, TEXT_REMEDY)
                 inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
         from attnlens.records import read_plan

@@ -101,12 +101,12 @@ def guard(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_struck: list[int] = []  # Signals that interrupted this run
+_received: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
     """Record the signal, and raise KeyboardInterrupt, which pydantic can replace by another error."""
-    _struck.append(number)
+    _received.append(number)
     raise KeyboardInterrupt
 
 
@@ -118,7 +118,7 @@ def report_failure(error: BaseException) -> int:
     name, exit_code = type(error).__name__, UNUSABLE
     if isinstance(error, AttnlensError):
         code, problem, remedy = error.code, error.problem, error.remedy
-    elif isinstance(error, KeyboardInterrupt) or _struck:
+    elif isinstance(error, KeyboardInterrupt) or _received:
         say(f"Interrupted. {RESUME}")
         write_json_error("interrupted", "Interrupted.", RESUME)
         return INTERRUPTED
@@ -148,23 +148,23 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
     try:
         if not shown:
             yield lambda _stage, _done, _total: None
-        elif plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
+        elif plain or not sys.stderr.isatty() or (terminal := console(stderr=True)).is_dumb_terminal:
             yield _plain()
         else:
-            with _bars(talk) as tell:
+            with _bars(terminal) as tell:
                 yield tell
     finally:
         log.removeHandler(handler)
 
 
 @contextmanager
-def _bars(talk: Console) -> Iterator[ReportProgress]:
+def _bars(terminal: Console) -> Iterator[ReportProgress]:
     """Yield a function that shows the progress of each stage as a bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=talk, transient=True) as bars:
+    with Progress(*columns, console=terminal, transient=True) as bars:
 
         def tell(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

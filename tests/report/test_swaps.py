@@ -211,7 +211,7 @@ def test_a_model_that_reads_noise_is_described_without_a_loss():
         flowing(report),
         "KL of the predictions from the original's: 3.61 nats per token.",
         f"loss, perplexity: {swap_reports.NOISE}",
-        "Δ of the KL to the original in nats per token, a distance: never negative, and not tested",
+        "Δ of the KL to the original in nats per token, a distance: it is never negative, so it is not tested",
     )
     assert "FDR" not in flowing(report)
     assert row(report, "swapped")[1:] == ["3.61", "3.25", "to", "4.04", "27.6", "%", "0.234", "0.303"]

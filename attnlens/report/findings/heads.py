@@ -30,7 +30,7 @@ SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosi
 """Cosine of a head to its SVM in each space, with the space in words."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
-SHARES = {  # Parts that a head's scores divide into → how the head chooses keys if it is the largest part
+SHARES = {  # Part of the variance of a head's scores → its name in findings
     "tokens.share_key": "the key alone",
     "tokens.share_distance": "the distance",
     "tokens.share_interaction": "query × key",
@@ -129,7 +129,7 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
     above, below = tests.heads(name, 1), tests.heads(name, -1)
-    parts = [f"{_of(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
+    parts = [f"{_format_share(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
     if below:
         parts.append(f"{_plural(below, 'is', 'are')} more antisymmetric{_places(tests.shapes, below)}")
     marked = above or below
@@ -152,7 +152,7 @@ def _peaked(tests: HeadTests) -> Finding | None:
     evidence = f"Median {_middle(reading, tests.shapes)} (0: one key, 1: even)."
     if first:
         evidence += f" {_plural(first, 'puts', 'put')} most weight on the first token, a sink."
-    answer = f"{_of(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
+    answer = f"{_format_share(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
     return _finding("Peaked?", answer, evidence, [name, "tokens.share_first"], notable=bool(below or first))
 
 
@@ -188,7 +188,7 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     if (needed := tests.shapes.readings.get("tokens.logit_rank90")) is not None:
         evidence += f" On text, {_middle(needed, tests.shapes)} directions keep 90 % of the scores."
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
-    answer = f"{_of(below, reading)} of lower rank than chance{places}."
+    answer = f"{_format_share(below, reading)} of lower rank than chance{places}."
     return _finding("Low rank?", answer, evidence, [name, "tokens.logit_rank90"], notable=bool(below))
 
 
@@ -200,7 +200,7 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     parts, evidence = [], []
     for name in names:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
-        parts.append(f"{_of(above, reading)} closer to the SVM than chance {SPACES[name]}")
+        parts.append(f"{_format_share(above, reading)} closer to the SVM than chance {SPACES[name]}")
         evidence.append(f"{_middle(reading)} {SPACES[name]}; chance {_null(reading)}")
     median = "Cosine" if len(tests.shapes.report.heads) == 1 else "Median cosine"
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
@@ -233,7 +233,7 @@ def _finding(question: str, answer: str, evidence: str, measures: list[str], *, 
     return Finding(question=question, answer=answer, evidence=evidence, severity=severity, measures=measures)
 
 
-def _of(heads: Sequence[Head], reading: MeasureMap) -> str:
+def _format_share(heads: Sequence[Head], reading: MeasureMap) -> str:
     """State how many of the heads with a value these are: `8 of 32 heads are`, `None of 32 heads is`, `The head is`."""
     if reading.present.size == 1:
         return f"The head is{'' if heads else ' not'}"

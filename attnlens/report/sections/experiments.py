@@ -12,7 +12,7 @@ from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.facts import null_cell
 from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Row, Section, Table, View, build_table, section
-from attnlens.report.shapes import Shapes, by_turns
+from attnlens.report.shapes import Shapes, alternate_sources
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items, short
 
 
@@ -50,7 +50,7 @@ def measures_of(experiment: Experiment) -> list[str]:
     """List the measures of a series in display order: main measures first, alternating between sources."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     main = sorted((name for name in names if _place(name) < math.inf), key=_place)
-    return [*main, *by_turns(name for name in names if name not in main)]
+    return [*main, *alternate_sources(name for name in names if name not in main)]
 
 
 def changed_measures(experiment: Experiment) -> list[str]:

@@ -14,7 +14,7 @@ from attnlens.records import Head
 from attnlens.report.sections.facts import no_errors, null_cell, population
 from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, section, sort_by_group
-from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
+from attnlens.report.shapes import MeasureMap, Shapes, alternate_sources, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
     clean,
@@ -134,7 +134,9 @@ def measure_columns(shapes: Shapes) -> list[Column]:
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
-    columns = [_layer_column(varying[name], shapes) for name in [*by_turns(headlines), *by_turns(others)]]
+    columns = [
+        _layer_column(varying[name], shapes) for name in [*alternate_sources(headlines), *alternate_sources(others)]
+    ]
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
     symmetry = {layer: value for layer, value in pairs if value is not None}

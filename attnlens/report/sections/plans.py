@@ -27,7 +27,7 @@ PROMISED = (
 )
 MEASURED = "Measured: on the evaluation text."
 HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
-LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
+LONE = "All calibration windows come from one text, so the promise does not cover other kinds of text."
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the rank of each
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
@@ -266,7 +266,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
             cells[most:-most] = [{title: None if cell is None else "…" for title, cell in cells[0].items()}]
         rows += cells
     noun, windows = "head" if heads else "layer", shapes.report.settings.windows or 0
-    untested = ", a distance: never negative, and not tested."
+    untested = ", a distance: it is never negative, so it is not tested."
     test = "; * significant at a false discovery rate of 5 %." if tested else untested
     note = f"Δ of the {effect_name(swaps[0])}{test}"
     note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))

@@ -355,14 +355,14 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, one line per reason, with kernels and stages if there are several."""
+    """List the fields without a value, one line per reason; reasons of one kernel or earlier stage name it."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
-    for swap in swaps:
-        kernel, stages = swap.kernel * (len(swaps) > 1), len(swap.stages) > 1
-        places += [(f"{kernel} {stage.name * stages}".strip(), stage.reasons) for stage in swap.stages]
-        # fields that only the swap has come after the fields of its stages
-        fields = type(swap.stages[0]).model_fields if swap.stages else {}
-        places.append((kernel, {name: why for name, why in swap.reasons.items() if name.split(".")[0] not in fields}))
+    for swap in swaps:  # its reasons contain those of its last stage
+        kernel = swap.kernel * (len(swaps) > 1)
+        for stage in swap.stages[:-1]:
+            others = {name: why for name, why in stage.reasons.items() if swap.reasons.get(name) != why}
+            places.append((f"{kernel} {stage.name}".strip(), others))
+        places.append((kernel, swap.reasons))
     entries = []  # ((fields, reason), kernel and stage)
     for place, reasons in places:
         by_reason = group_pairs(
