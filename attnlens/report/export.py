@@ -31,13 +31,9 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
     tables, with every head; `verbose` adds how the report was made.
     """
-    views: list[View] = ["markdown" if whole else "screen"]
-    if all_heads:
-        views += ["terminal", "table"]
-    if verbose:
-        views.append("verbose")
-    head = build_heading(report, whole)
-    return Document(head, [*build_sections(Shapes(report), *views)])
+    flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
+    views = [view for view, chosen in flags.items() if chosen]
+    return Document(build_heading(report, whole), [*build_sections(Shapes(report), *views)])
 
 
 def page(report: Report) -> Document:
@@ -134,12 +130,8 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
-Drawing = Callable[[], tuple[bytes, str]]
-"""Function that draws a picture; returns the bytes of its file, and its caption, for `caption_file`."""
-
-
-def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Drawing]:
-    """Return the files to write, each with a function that draws it; nothing is drawn yet.
+def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
+    """Return the files to write, each with a function that draws it and returns the file's bytes and the caption.
 
     A folder gets every picture. A file with a picture's stem (`weights.symmetry.pdf`) gets this picture, any other file
     the overview. `bare` pictures have no title or caption. Raise UsageError if the report has nothing to draw or lacks

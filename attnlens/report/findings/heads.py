@@ -131,7 +131,7 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     above, below = tests.heads(name, 1), tests.heads(name, -1)
     parts = [f"{_format_share(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
     if below:
-        parts.append(f"{_plural(below, 'is', 'are')} more antisymmetric{_places(tests.shapes, below)}")
+        parts.append(f"more antisymmetric: {format_count(len(below), 'head')}{_places(tests.shapes, below)}")
     marked = above or below
     values = [value for head in marked if (value := head.measures[name].value) is not None]
     typical = short(float(np.median(values))) if marked else _middle(reading)
@@ -151,7 +151,7 @@ def _peaked(tests: HeadTests) -> Finding | None:
     below, first = tests.heads(name, -1), tests.heads("tokens.share_first", 1)
     evidence = f"Median {_middle(reading, tests.shapes)} (0: one key, 1: even)."
     if first:
-        evidence += f" {_plural(first, 'puts', 'put')} most weight on the first token, a sink."
+        evidence += f" Most weight on the first token, a sink: {format_count(len(first), 'head')}."
     answer = f"{_format_share(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
     return _finding("Peaked?", answer, evidence, [name, "tokens.share_first"], notable=bool(below or first))
 
@@ -238,10 +238,6 @@ def _format_share(heads: Sequence[Head], reading: MeasureMap) -> str:
     if reading.present.size == 1:
         return f"The head is{'' if heads else ' not'}"
     return f"{len(heads) or 'None'} of {_count(reading)} {'are' if len(heads) > 1 else 'is'}"
-
-
-def _plural(heads: Sequence[Head], one: str, several: str) -> str:
-    return f"{format_count(len(heads), 'head')} {one if len(heads) == 1 else several}"
 
 
 def _count(reading: MeasureMap) -> str:

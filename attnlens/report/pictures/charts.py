@@ -23,9 +23,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter
 
+from attnlens.analyzers.registry import find_measure, list_analyzers
 from attnlens.choices import Part
 from attnlens.records import PARTS
-from attnlens.report.pictures.captions import caption_panels
 from attnlens.report.pictures.style import (
     BARE_POINTS,
     CATEGORIES,
@@ -38,6 +38,8 @@ from attnlens.report.pictures.style import (
     new_figure,
     shorten_label,
 )
+from attnlens.report.sections.facts import population
+from attnlens.report.sections.reference import null_words
 from attnlens.wording import big, clean, source_of
 
 if TYPE_CHECKING:
@@ -284,6 +286,38 @@ def model_facts(report: Report) -> list[str]:
     """Format the model's architecture and size."""
     model = report.model
     return [clean(model.architecture), f"{big(model.parameters)} parameters" if model.parameters else ""]
+
+
+def caption_panels(
+    report: Report, panels: Collection[Panel], title: str, facts: Iterable[str], notes: Iterable[str] = ()
+) -> str:
+    """Return the caption of a page: title and facts on the model, a paragraph for each panel, notes."""
+    known = [*filter(None, facts)]
+    paragraphs = [f"{title}: {', '.join(known)}" if known else title]
+    for letter, panel in zip(cycle(ascii_lowercase), panels, strict=False):
+        name = f" ({panel.stem})" if find_measure(panel.stem).meaning else ""
+        lines = [line for line in panel.caption.splitlines() if line not in known] or [panel.note]
+        letters = f"({letter}) " * (len(panels) > 1)
+        paragraphs.append(" ".join([f"{letters}{panel.title}{name}:", *map(_end, lines)]))
+    remarks = [*notes, f"input: {report.settings.fed}" * bool(report.settings.fed), population(report)]
+    paragraphs += [f"{remark[:1].upper()}{remark[1:]}" for remark in remarks]
+    paragraphs += _explain_measures(report, {panel.stem for panel in panels})
+    return "".join(f"{_end(clean(paragraph))}\n" for paragraph in paragraphs if paragraph)
+
+
+def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
+    """Explain the null of these measures, and the symbols of the analyzers that compute them."""
+    nulls = {name for head in report.heads for name, measure in head.measures.items() if measure.null is not None}
+    nulls |= {name for experiment in report.experiments for name in names if experiment.null(name) is not None}
+    infos = [find_measure(name) for name in sorted(nulls.intersection(names))]
+    entries = [entry for entry in list_analyzers() if any(info.name in names for info in entry.measures)]
+    symbols = dict.fromkeys(entry.definitions for entry in entries if entry.definitions)
+    return [f"Null: {null_words(infos)}, as mean ± sd"] * bool(infos) + [f"Symbols: {text}" for text in symbols]
+
+
+def _end(sentence: str) -> str:
+    """End a sentence with a full stop."""
+    return sentence if sentence.endswith((".", "?", "!", ":")) or not sentence else f"{sentence}."
 
 
 def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:

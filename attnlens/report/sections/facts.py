@@ -47,16 +47,9 @@ def standing(report: Report) -> tuple[str, bool]:
     return f"{total}; {count_agreeing(agreeing)}{verdict}{untested}.", not missed
 
 
-ORIGINS: dict[Origin, str] = {
-    "published": "published",
-    "reimplementation": "of a reimplementation",
-    "control": "of a control",
-}
-
-
 def count_agreeing(counts: Counter[Origin]) -> str:
     """State how many figures agree with their reference, by its origin: `3 figures agree (2 published, …)`."""
-    parts = [f"{counts[origin]} {words}" for origin, words in ORIGINS.items() if counts[origin]]
+    parts = [f"{counts[origin]} {origin}" for origin in ("published", "reimplementation", "control") if counts[origin]]
     verb = "agrees" if counts.total() == 1 else "agree"
     return f"{format_count(counts.total(), 'figure')} {verb}{f' ({join_items(parts)})' if parts else ''}"
 

@@ -46,7 +46,7 @@ def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 @section(35, ("inspection", "experiments"), ("page",))
-@section(10, views=("table",))
+@section(98, views=("terminal",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips explain gaps."""
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:

@@ -154,8 +154,8 @@ class Document:
     """Data of the interactive part of a page, between the opening and the sections."""
 
 
-View = Literal["screen", "terminal", "markdown", "verbose", "table", "opening", "page"]
-"""Places of sections: the screen that every command shows; the additions by --table (`terminal`, `table`) and
+View = Literal["screen", "terminal", "markdown", "verbose", "opening", "page"]
+"""Places of sections: the screen that every command shows; the additions by --table (`terminal`) and
 --verbose; the Markdown summary; the HTML page above and below its interactive part."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views with all tables of a report
 Builder = Callable[["Shapes", View], Iterable[Section]]
