@@ -118,7 +118,7 @@ def test_references_have_an_origin_and_a_wide_tolerance_tests_nothing():
     assert "| reimplementation | -0.03 to 0.27 | not tested |" in text
     text = flowing(report)
     assert "1 of 4 figures differ: wrong (reimplementation); 2 not tested" in text
-    assert "3 figures agree (2 published, 1 reimplementation); some differ: golden instances; 2 not tested" in text
+    assert "3 figures agree (2 published, 1 of a reimplementation); some differ: golden instances; 2 not tested" in text
     fine = made.model_copy(update={"published": {"share": 0.12}}).judge()
     assert fine.passed is None, "nothing tested, so nothing passed"
     strict = made.model_copy(update={"tolerance": made.tolerance | {"share": 0.01}})
