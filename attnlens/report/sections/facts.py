@@ -49,8 +49,9 @@ def standing(report: Report) -> tuple[str, bool]:
 
 def count_agreeing(counts: Counter[Origin]) -> str:
     """State how many figures agree with their reference, by its origin: `3 figures agree (2 published, …)`."""
-    words = {"published": "published", "reimplementation": "of a reimplementation", "control": "of a control"}
-    parts = [f"{counts[origin]} {word}" for origin, word in words.items() if counts[origin]]
+    others: tuple[Origin, ...] = ("reimplementation", "control")
+    parts = [f"{counts['published']} published"] if counts["published"] else []
+    parts += [f"{counts[origin]} of a {origin}" for origin in others if counts[origin]]
     verb = "agrees" if counts.total() == 1 else "agree"
     return f"{format_count(counts.total(), 'figure')} {verb}{f' ({join_items(parts)})' if parts else ''}"
 
