@@ -120,7 +120,7 @@ def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield figures, questions and missing values; of a series, a terminal shows all measures only with --verbose."""
+    """Yield figures, questions, missing values, and all measures of a series (on a terminal only with --verbose)."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:
@@ -138,8 +138,8 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
-        if experiment.trajectories:
-            yield _series_section(experiment, whole=view != "terminal")
+        if experiment.trajectories and view != "terminal":  # the screen above shows it
+            yield _series_section(experiment, whole=True)
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():
             missing.append(f"{clean(experiment.name)}: {join_items(names, 5)}, because {reason}")

@@ -169,7 +169,7 @@ def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def healing_lines(record: Healing) -> list[str]:
-    """List the sentences on a healing: amount, stages, validation distance, perplexities, control."""
+    """List the sentences on a healing: amount, stages, validation distance, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     of_rank = f" as updates of rank {record.rank}" if record.rank else ""
     steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
@@ -191,11 +191,6 @@ def healing_lines(record: Healing) -> list[str]:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
         first, best = figures(distances[min(distances)]), figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
-    # exp overflows float64 above 709
-    losses = [(step.tokens, step.loss) for step in record.curve if step.loss is not None and step.loss < 700]
-    perplexities = [f"{figures(math.exp(loss))} at {tokens:,}" for tokens, loss in losses if tokens is not None]
-    if perplexities:
-        lines.append(f"Perplexity of the evaluation text, by tokens trained on: {', '.join(perplexities)}")
     if (control := record.control) is not None:
         ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
         lines.append(
