@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
-from attnlens.report.sections.section import Section, Table, View, build_table, section
+from attnlens.records import Effect, Healing, HealingTraining, Pair, Plan, Rise, Swap
+from attnlens.report.sections.section import TEXTS, Section, Table, View, build_table, section
 from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
@@ -34,18 +34,15 @@ POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like the
 """Population that an interval covers, by the units over which it is computed."""
 
 
-@section(20, "swap", ("screen",))
-def rank_table(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the table of the ranks of each layer, if it is short."""
-    if (plan := shapes.report.plan) is not None and len({key.layer for key in plan.ranks}) <= MOST_LAYERS:
-        yield Section(table=plan_rows(plan))
-
-
-@section(20, "swap")
-def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a plan of ranks: promised rise and savings, the ranks of each layer, and explanations."""
+@section(20, "swap", ("screen", *TEXTS, "page"))
+def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the ranks of each layer, on the screen if they are few; elsewhere also rises, savings, and explanations."""
     plan = shapes.report.plan
     if plan is None:
+        return
+    if view == "screen":
+        if len({key.layer for key in plan.ranks}) <= MOST_LAYERS:
+            yield Section(table=plan_rows(plan))
         return
     terms = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
     if plan.held_out or plan.promised is not None:
@@ -145,19 +142,11 @@ def plan_rows(plan: Plan) -> Table | None:
     rows = []
     for keys in group_pairs((key.layer, key) for key in plan.ranks).values():
         mean = sum(key.rank / key.keys * len(key.heads) for key in keys) / sum(len(key.heads) for key in keys)
-        ranks = numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys)
+        latents = ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
+        ranks = latents if shared else " ".join(str(key.rank) for key in keys)
         size = str(keys[0].head_dim // keys[0].keys)
         rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
     return build_table(rows, {"layer"}, {title})
-
-
-def numbers_kept(keys: Sequence[KeyRank]) -> str:
-    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
-    totals = {key.head_dim for key in keys}
-    if len(totals) > 1:
-        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
-    each = " each" * (len(keys) > 1)
-    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
 
 
 @section(40, "swap")

@@ -128,19 +128,16 @@ def measured_controls(swap: Swap) -> list[Control]:
     return [control for control in swap.controls if control.kernel is not None]
 
 
-@section(10, "swap", ("screen",))
-def kernel_table(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a table of the losses under several kernels."""
-    if len(shapes.report.swaps) > 1:
-        table = _outcome_table(shapes.report.swaps)
-        yield Section(table=replace(table, columns=table.columns[:SCREEN_COLUMNS]))
-
-
-@section(10, "swap")
-def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the kernel and the number of its heads, the effect, and the effect on each text."""
+@section(10, "swap", ("screen", "terminal", "markdown", "page"))
+def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the kernel and the number of its heads, the effect, and the effect on each text; on the screen, losses."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
+    if view == "screen":
+        if not single:
+            table = _outcome_table(swaps)
+            yield Section(table=replace(table, columns=table.columns[:SCREEN_COLUMNS]))
+        return
     sites = min(len(each.sites) for each in swaps)
     heads = min(sum(len(site.heads) for site in each.sites) for each in swaps)
     paths = join_items(dict.fromkeys(site.path for each in swaps for site in each.sites))
