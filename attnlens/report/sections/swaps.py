@@ -382,7 +382,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             {
                 "layer": str(site.layer),
                 "part": site.part,
-                "heads": _format_ranges(site.heads),
+                "heads": join_items(site.heads, 8),
                 "output error": figures(site.output_error),
                 "off simplex": percent(site.off_simplex, 1) if any(site.off_simplex for site in swap.sites) else None,
                 "path": clean(site.path),
@@ -408,13 +408,6 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             ]
             note = f"loss in {UNITS[swap.task]} by position in the sequence, counted from 1; Δ with a paired interval."
             yield Section(f"By position{name}", table=build_table(rows, {"tokens"}), notes=(note,))
-
-
-def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format numbers, with consecutive numbers as a range: `0–7`, `0, 3–5`."""
-    # consecutive numbers have the same distance from their position in the sorted list
-    runs = group_pairs((number - place, number) for place, number in enumerate(sorted(set(numbers))))
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs.values())
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
