@@ -246,7 +246,7 @@ def test_several_kernels_are_rows_whatever_their_ties():
 
 def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole):
     sweep, text = whole.swaps[0].sweep, views.summary(whole, 110)
-    assert f"(false discovery rate 5 %): {sum(unit.significant for unit in sweep)} of 32 heads: " in text
+    assert f"{sum(unit.significant for unit in sweep)} of 32 heads with a significant effect on 32 windows" in text
     table = text[text.index("layer  head") :].splitlines()[2:23]
     ends = [*sweep[:10], *sweep[-10:]]
     assert set(table[10].split()) == {"…"}
@@ -254,7 +254,7 @@ def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole):
     assert [line.rstrip().endswith("*") for line in table[:10]] == [e.significant for e in sweep[:10]]
     alike = [Effect(layer=0, head=n, part="decoder", delta=0.1, ci95=(-0.1, 0.3), p_value=0.3) for n in range(4)]
     text = flowing(swap_report(swapped(sweep=alike), windows=4))
-    assert "significant effects on 4 windows (false discovery rate 5 %): 0 of 4 heads." in text
+    assert "0 of 4 heads with a significant effect on 4 windows (false discovery rate 5 %)." in text
 
 
 def test_reports_survive_json_and_strangers_strings_are_text(whole):

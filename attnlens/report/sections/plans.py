@@ -267,9 +267,9 @@ def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
     harm, diverged = sum(delta > 0 for delta in significant), sum(effect.delta is None for effect in effects)
     signs = f": {harm} raise the loss, {len(significant) - harm} lower it" * bool(significant)
-    counted = f"{len(significant)} of {format_count(len(effects), noun)}"
-    verdict = f"significant effects on {format_count(windows, 'window')} (false discovery rate 5 %): {counted}{signs}"
-    return f"{verdict}.{f' {diverged} diverged.' if diverged else ''}"
+    text = f"{len(significant)} of {format_count(len(effects), noun)} with a significant effect on "
+    text += f"{format_count(windows, 'window')} (false discovery rate 5 %){signs}."
+    return text + f" {diverged} diverged." * (diverged > 0)
 
 
 @section(46, "swap")
