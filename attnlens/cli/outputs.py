@@ -43,7 +43,6 @@ from attnlens.files import (
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest
-from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -121,7 +120,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
         from attnlens.report.sections.facts import state_unexpected
 
         for sentence in state_unexpected(report):
-            console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+            say(sentence)
         if not report.coverage.complete:
             say(report.coverage.sentence)
         if report.model.unexpected or not report.coverage.complete:
@@ -237,12 +236,8 @@ class Outputs:
 
     def files(self, *options: str) -> dict[str, Path]:
         """Return the checked paths of the options that are set and do not name stdout."""
-        named = ((option, getattr(self, option)) for option in options)
-        return {
-            option: _path(option, name)
-            for option, name in named
-            if name is not None and (option, name) != ("json", STDOUT)
-        }
+        named = {option: getattr(self, option) for option in options if getattr(self, option) is not None}
+        return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
     def check(self, inputs: dict[str, str]) -> None:
         """Raise UsageError or OutputError if an output can't be written or would replace an input."""
