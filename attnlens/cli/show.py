@@ -50,7 +50,7 @@ _machine = False  # True while stdout must receive JSON, also if the command fai
 
 
 def expect_json(expected: bool) -> None:
-    """Record whether stdout still has to receive JSON: at the start of `--json -` True, once it is written False."""
+    """Record whether stdout must still receive JSON: True when `--json -` starts, False once the JSON is written."""
     global _machine  # one command line per process
     _machine = expected
 

@@ -89,7 +89,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Reference:
-    """Heads with which a value is compared, or the reason why there are none."""
+    """Heads to compare a value with, or the reason why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
     spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads

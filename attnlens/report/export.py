@@ -37,7 +37,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
 
 def page(report: Report) -> Document:
-    """Build the document of a report's HTML page, of any length. Raises UsageError if there is nothing to draw."""
+    """Build the document of a report's HTML page, of any length. Raise UsageError if there is nothing to draw."""
     shapes = Shapes(report)
     below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
     explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
@@ -51,14 +51,14 @@ def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def pictures(report: Report) -> list[Picture]:
-    """Return all pictures of a report, the overview first. Raises UsageError if there is nothing to draw."""
+    """Return all pictures of a report, the overview first. Raise UsageError if there is nothing to draw."""
     from attnlens.report.pictures import list_pictures  # imported in functions, as below, because it loads matplotlib
 
     return list_pictures(Shapes(report))
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview, or the margins of the only selection. Raises UsageError if there is nothing to draw."""
+    """Return the overview, or the margins of the only selection. Raise UsageError if there is nothing to draw."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 

@@ -25,7 +25,7 @@ COMMANDS = 2  # Number of commands shown
 
 
 def find(shapes: Shapes) -> list[Finding]:
-    """Return the findings of a report, in the order in which they are read."""
+    """Return the findings of a report in display order."""
     return list(KINDS[shapes.report.kind][0](shapes))
 
 

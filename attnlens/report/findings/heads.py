@@ -55,7 +55,7 @@ class HeadTests:
 
     @cached_property
     def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
-        """By measure, for each head: 1 or −1 if it lies significantly above or below, 0 if not or without a value."""
+        """Significance by measure and head: 1 above the reference, −1 below it, 0 if not significant or without a value."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
         differences, p_values = [], []
@@ -75,7 +75,7 @@ class HeadTests:
         return {name: row.astype(int) for name, row in zip(names, significant, strict=True)}
 
     def _compare(self, name: str) -> tuple[Float[np.ndarray, " heads"], Float[np.ndarray, " heads"], np.ndarray]:
-        """Return each head's difference from its reference, the difference's standard error, degrees of freedom."""
+        """Return each head's difference from the null or threshold, its standard error, and its degrees of freedom."""
         measures = [head.measures.get(name) for head in self.shapes.report.heads]
         value = np.array([np.nan if each is None or each.value is None else each.value for each in measures])
         if name in CHANCE:
@@ -276,7 +276,7 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Name these heads, or the others, if they are few; else the layers with the largest share of them, in brackets."""
+    """Format the places of these heads, in brackets: their names if they are few, otherwise the layers with most of them."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:

@@ -21,7 +21,7 @@ MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield whether attnlens computes the attention of every site as the model does."""
+    """Yield the verdict: does attnlens compute the attention of every site as the model does?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]

@@ -191,7 +191,7 @@ def fan_chart(
 
 
 def scale_depth(layers: int) -> Normalize:
-    """Return the norm from a layer's row to the colours of DEPTH."""
+    """Return the norm that maps a layer's row to a colour of DEPTH."""
     return Normalize(0, max(1, layers - 1))
 
 

@@ -93,7 +93,7 @@ def _capitalise(text: str) -> str:
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Format one line that explains a fan's black lines; return '' if a legend names several parts' medians."""
+    """Describe the black lines of a fan in one line; empty if a legend describes the medians of several parts."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"

@@ -138,14 +138,14 @@ class IndexTicks(Locator):
 
 
 def tick_positions(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 … count − 1, which start at 0 and have equal, round steps."""
+    """Return at most `most` numbers below `count`, starting at 0, at equal and round steps."""
     steps = (1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 100, 200, 500, 1000)
     step = next((step for step in steps if count <= step * most), count)
     return list(range(0, count, step))
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and last of ascending ticks, and those at least `gap` of the span from all labelled ticks."""
+    """Label the first and the last tick, and others whose distance to labelled ticks is at least `gap` of the span."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -157,7 +157,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and ± the powers of ten from `least` on, for an axis that is linear near 0 and logarithmic beyond."""
+    """Label 0 and ± the powers of ten from `least` upwards on an axis that is linear near 0 and logarithmic beyond."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]

@@ -42,7 +42,7 @@ def embed_picture(picture: Picture) -> str:
 
 
 def is_file(target: Path) -> bool:
-    """Return True if the target is one picture, False if it is a folder. Raises OutputError for any other suffix."""
+    """Return True if the target is one picture, False if it is a folder. Raise OutputError for any other suffix."""
     suffix = target.suffix.lower()
     if not suffix or target.is_dir():
         return False

@@ -174,7 +174,7 @@ def _clean_column(column: Column) -> Column:
 
 
 def _width(column: Column) -> int:
-    """Compute the least width that breaks no word of the title and no cell."""
+    """Compute the smallest width at which neither a cell nor a word of the title is broken."""
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 

@@ -133,7 +133,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Heading:
-    """Head of a document, above all sections."""
+    """Title block of a document, above all sections."""
 
     title: str  # title of the report, usually the model's name
     command: str
