@@ -55,7 +55,7 @@ class HeadTests:
 
     @cached_property
     def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
-        """Significance by measure and head: 1 above the reference, −1 below it, 0 if not significant or without a value."""
+        """Significance by measure and head: 1 above the reference, −1 below, 0 if not significant or without a value."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
         differences, p_values = [], []
@@ -276,7 +276,7 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Format the places of these heads, in brackets: their names if they are few, otherwise the layers with most of them."""
+    """Format the places of these heads in brackets: their names if they are few, else the layers with most of them."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:

@@ -189,7 +189,7 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise in perplexity for a label, on a new line: `perplexity +5.6 % (4.9 to 6.4 %)`; empty if unknown."""
+    """Format the rise in perplexity on a new line of a label: `perplexity +5.6 % (4.9 to 6.4 %)`; empty if unknown."""
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
     rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)

@@ -173,7 +173,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Return decimals that show two significant digits of the tolerance or the error, or otherwise four of the value."""
+    """Return decimals that show two significant digits of the tolerance or error, or otherwise four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
