@@ -55,7 +55,7 @@ class HeadTests:
 
     @cached_property
     def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
-        """Significance by measure and head: 1 above the reference, −1 below, 0 if not significant or without a value."""
+        """Significance by measure and head: 1 above, −1 below the reference, 0 if not significant or missing."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
         differences, p_values = [], []
