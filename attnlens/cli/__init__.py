@@ -3,8 +3,6 @@
 Contents: `entry` (one command line and its exit code), `commands/` (one function per command), `parameters` (options,
 generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
 delivery), `show` (messages, interruptions, failures), `short_help` (help on one screen), `exit_codes`.
-Inputs: the arguments, ATTNLENS_ variables and attnlens.toml. Outputs: tables on stdout, messages on stderr, files, exit
-code. Importers: only `attnlens.__main__` and the installed script; no other package.
 
 This file imports only light modules, so that an interruption while others are imported ends the program with code 130.
 """

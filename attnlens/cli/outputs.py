@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
@@ -43,7 +43,6 @@ from attnlens.files import (
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest
-from attnlens.wording import clean, format_count
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -94,10 +93,9 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
 
 
 def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
-    """Check the outputs, run the work and deliver its report, which covers the finished part if it was interrupted.
+    """Check the outputs, run the work, and deliver its report, which covers the finished part after an interruption.
 
-    Afterwards, raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are
-    missing.
+    Raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -122,7 +120,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
         from attnlens.report.sections.facts import state_unexpected
 
         for sentence in state_unexpected(report):
-            console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+            say(sentence)
         if not report.coverage.complete:
             say(report.coverage.sentence)
         if report.model.unexpected or not report.coverage.complete:
@@ -142,11 +140,11 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub id, unless a local folder or a file's name
 TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also datasets
-SAY_TEXT = "Give a plain text file in UTF-8."
+TEXT_REMEDY = "Give a plain text file in UTF-8."
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
-    """Describe each file and folder to be read, by its real path. Raise AttnlensError if one of them is missing."""
+    """Map the real path of each input to its description. Raise AttnlensError if an input is missing."""
     inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
@@ -155,7 +153,7 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
             if dataset is not None:
                 inputs[os.path.realpath(with_home(dataset.name))] = f"a file of the dataset that --{option} reads"
             elif str(path) != STDIN:
-                check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, SAY_TEXT)
+                check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, TEXT_REMEDY)
                 inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
         from attnlens.records import read_plan
@@ -238,9 +236,8 @@ class Outputs:
 
     def files(self, *options: str) -> dict[str, Path]:
         """Return the checked paths of the options that are set and do not name stdout."""
-        named = [(option, getattr(self, option)) for option in options]
-        written = [(option, name) for option, name in named if name is not None and (option, name) != ("json", STDOUT)]
-        return {option: _path(option, name) for option, name in written}
+        named = {option: getattr(self, option) for option in options if getattr(self, option) is not None}
+        return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
     def check(self, inputs: dict[str, str]) -> None:
         """Raise UsageError or OutputError if an output can't be written or would replace an input."""
@@ -300,9 +297,8 @@ def deliver(
 ) -> None:
     """Write the data, show the tables, draw the pictures, and print the names of the written files.
 
-    `writers` (by option) and `summary` default to those for all kinds of reports. `annotate` runs after the summary;
-    `saved` lists other outputs to print as written. Failures are raised after all other work: AttnlensError, or Exit
-    if the reader of stdout closed the pipe or the run was `interrupted`.
+    `writers` (by option) and `summary` default to those of `export`. `annotate` runs after the summary; `saved` lists
+    other outputs to print as written. A failure does not prevent other outputs; the last failure is raised at the end.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
@@ -332,9 +328,6 @@ def deliver(
     finally:
         if written and not outputs.quiet:
             say(f"Wrote {', '.join(written)}")
-            if count := len({*Path(outputs.figure or os.devnull).glob("*.png")} - {*made}):
-                older = format_count(count, "older picture")
-                say(f"{outputs.figure} contains {older} that this run did not write.")
     errors = [failure for failure in failures if isinstance(failure, AttnlensError)]
     for error in errors if interrupted else errors[:-1]:
         complain(error.problem, error.remedy)
@@ -392,10 +385,7 @@ def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError
 
 
 def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
-    """Draw a picture or page; write it and its caption, if any.
-
-    Raise OutputError for any error, so that other files are still written.
-    """
+    """Draw a picture or page, and write it and its caption, if any. Raise OutputError for errors while drawing."""
     try:
         content, caption = draw()
     except AttnlensError:
@@ -403,14 +393,7 @@ def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
     except Exception as error:
         remedy = "The other results were written; run the command again with --debug and report the output."
         raise OutputError(f"{path} can't be drawn: {type(error).__name__}: {error}.", remedy) from error
-    new = not path.parent.exists()
     make_folder(path.parent)
-    try:
-        write_atomically(path, content)
-        if caption:
-            write_atomically(caption_file(path), caption.encode())
-    except OutputError:
-        if new:
-            with suppress(OSError):
-                path.parent.rmdir()
-        raise
+    write_atomically(path, content)
+    if caption:
+        write_atomically(caption_file(path), caption.encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
@@ -25,13 +24,12 @@ from attnlens.requests.run_options import OUTPUT, ModelRequest
 R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files that set options, and their tables
 RULES = "check"  # Table in these files with the rules of `check` instead of options
-NEGATED = {"no_pack": "pack"}  # Negative flags of switches, for which typer reads no environment variable
+NEGATED = {"no_pack": "pack"}  # Negative flags of switches, which a file can set
 REMEDY = "Correct the file, or run in another folder."
 WANTED = {  # Description and example of the values of each type in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a string in quotes", '"…"')},
 }
-YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
@@ -41,20 +39,17 @@ def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
 
 
 def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
-    """Read options from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
+    """Read options from `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
 
-    typer reads all other variables. Raise UsageError for an invalid file or value, and for options that a file may not
-    set: those that are dangerous, and those that name files to read or write.
+    Raise UsageError for an invalid file or value, and for options that a file may not set: those that are dangerous,
+    and those that name files to read or write.
     """
     options: dict[str, object] = {}
     for name, path in FILES.items():
         if not options and (folder / name).is_file():
             table = read_toml(folder / name, [path], REMEDY)
             options = dict(_parse_entry(name, key, value, known) for key, value in table.items() if key != RULES)
-    word = os.environ.get("ATTNLENS_NO_PACK", "").lower()
-    if word not in (*YES, *NO, ""):
-        raise UsageError(f"ATTNLENS_NO_PACK={word} is neither yes nor no.", "Set ATTNLENS_NO_PACK to 1 or 0.")
-    return options | ({"pack": word in NO} if word else {})
+    return options
 
 
 def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]) -> tuple[str, object]:

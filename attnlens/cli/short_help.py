@@ -127,16 +127,13 @@ def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
     wide = min(30, max(len(left) for left, _ in rows))
     lines = [f"Usage: attnlens {name} {' '.join(arguments)} [options]".replace("  ", " "), ""]
     lines += [next(commands[name] for commands in GROUPS.values() if name in commands), ""]
-    lines += [f"  {left:{wide}}  {_first(text, _width() - wide - 4)}" for left, text in rows]
+    room = min(100, shutil.get_terminal_size().columns) - wide - 4
+    lines += [f"  {left:{wide}}  {_first_sentence(text, room)}" for left, text in rows]
     lines += ["", "Examples", *(f"  {example}" for example in EXAMPLES[name]), ""]
     return "\n".join([*lines, f"attnlens {name} --help shows all options."])
 
 
-def _width() -> int:
-    return min(100, shutil.get_terminal_size().columns)
-
-
-def _first(text: str, width: int) -> str:
+def _first_sentence(text: str, width: int) -> str:
     """Return the first sentence of a text, shortened to a width."""
     sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
     return textwrap.shorten(sentence, width, placeholder=" …")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
-ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is estimated; duration that is announced
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -51,7 +50,7 @@ _machine = False  # True while stdout must receive JSON, also if the command fai
 
 
 def expect_json(expected: bool) -> None:
-    """Record whether stdout still has to receive JSON: at the start of `--json -` True, once it is written False."""
+    """Record whether stdout must still receive JSON: True when `--json -` starts, False once the JSON is written."""
     global _machine  # one command line per process
     _machine = expected
 
@@ -102,12 +101,12 @@ def guard(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_struck: list[int] = []  # Signals that interrupted this run
+_received: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
     """Record the signal, and raise KeyboardInterrupt, which pydantic can replace by another error."""
-    _struck.append(number)
+    _received.append(number)
     raise KeyboardInterrupt
 
 
@@ -116,26 +115,22 @@ RESUME = "Finished work is kept; run the same command again to continue."
 
 def report_failure(error: BaseException) -> int:
     """Print why a command failed and return the exit code; `error` may be a Rust panic, which is not an Exception."""
-    name = type(error).__name__
+    name, exit_code = type(error).__name__, UNUSABLE
     if isinstance(error, AttnlensError):
-        exit_code, code, problem, remedy = UNUSABLE, error.code, error.problem, error.remedy
-    elif isinstance(error, KeyboardInterrupt) or _struck:
+        code, problem, remedy = error.code, error.problem, error.remedy
+    elif isinstance(error, KeyboardInterrupt) or _received:
         say(f"Interrupted. {RESUME}")
         write_json_error("interrupted", "Interrupted.", RESUME)
         return INTERRUPTED
     elif is_memory(error):
+        code, problem = "memory", "Not enough memory."
         remedy = "Use a smaller --batch-size or --length, fewer --layers, or a smaller model."
-        exit_code, code, problem = UNUSABLE, "memory", "Not enough memory."
     elif name == "PanicException":
-        problem = f"A library crashed on a file of the model or on the text: {error}"
-        exit_code, code = UNUSABLE, "library"
+        code, problem = "library", f"A library crashed on a file of the model or on the text: {error}"
         remedy = "Check that these files are complete, for example by downloading them again."
     else:
-        problem, remedy = f"{name}: {error}", "Run the command again with --debug and report the output."
-        say(f"Internal error: {problem}")
-        say(remedy)
-        write_json_error("internal", problem, remedy)
-        return BUG
+        code, problem, exit_code = "internal", f"attnlens failed with {name}: {error}", BUG
+        remedy = "Run the command again with --debug and report the output."
     complain(problem, remedy)
     write_json_error(code, problem, remedy)
     return exit_code
@@ -153,45 +148,23 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
     try:
         if not shown:
             yield lambda _stage, _done, _total: None
-        elif plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
-            yield _announce_long(_plain())
+        elif plain or not sys.stderr.isatty() or (terminal := console(stderr=True)).is_dumb_terminal:
+            yield _plain()
         else:
-            with _bars(talk) as tell:
-                yield _announce_long(tell)
+            with _bars(terminal) as tell:
+                yield tell
     finally:
         log.removeHandler(handler)
 
 
-def _announce_long(tell: ReportProgress) -> ReportProgress:
-    """Let a progress function announce, once per stage, that the stage will take longer than LONG seconds.
-
-    The estimate is made after ESTIMATED seconds of the stage, from the steps done by then.
-    """
-    starts: dict[str, tuple[float, int]] = {}
-    announced: set[str] = set()
-
-    def extended(stage: str, done: int, total: int) -> None:
-        begin, first = starts.setdefault(stage, (time.monotonic(), done))
-        elapsed = time.monotonic() - begin
-        if stage not in announced and elapsed >= ESTIMATED and first < done < total:
-            announced.add(stage)
-            remaining = elapsed * (total - done) / (done - first)
-            if remaining > LONG:
-                minutes = round(remaining / 60)
-                say(f"{stage}: about {minutes} minutes left. Fewer --windows, --layers or --heads make it shorter.")
-        tell(stage, done, total)
-
-    return extended
-
-
 @contextmanager
-def _bars(talk: Console) -> Iterator[ReportProgress]:
+def _bars(terminal: Console) -> Iterator[ReportProgress]:
     """Yield a function that shows the progress of each stage as a bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=talk, transient=True) as bars:
+    with Progress(*columns, console=terminal, transient=True) as bars:
 
         def tell(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

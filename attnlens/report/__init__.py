@@ -4,6 +4,4 @@ Contents: `report` (`Report`, the `records.Report` with methods that write and d
 report as arrays), `atlas` (comparison with trained models), `findings/` (answers with their evidence), `sections/`
 (rows, and a `Document` of sentences, tables and pictures), `render/` (documents for a terminal, as markdown or HTML;
 rows as CSV), `pictures/` (matplotlib), `export` (documents and files).
-Inputs: a `records.Report`. Outputs: text, files, figures. Imports `records`, `kernels` and
-`analyzers`. Importers: `checks`, `runs`, `lab`, `cli`.
 """

@@ -89,7 +89,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Reference:
-    """Heads with which a value is compared, or the reason why there are none."""
+    """Heads to compare a value with, or the reason why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
     spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
@@ -133,8 +133,6 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     if sized_by := find_measure(measure).sized_by:
         return Reference(reason=f"it depends on {sized_by}")
     alike = [model for model in models() if model.part == subject.part]
-    if not alike:
-        return Reference(reason=f"the atlas has no trained model with heads of part {subject.part}")
     if source_of(measure) == "weights":
         alike = [model for model in alike if _forms_alike(model, subject)]
         criterion = f"whose form M is of that kind (positions {subject.positions}, {subject.tokens} tokens)"
@@ -151,12 +149,6 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
 def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
     """Return True if the forms M are comparable; under RoPE, M sums over the distances within a window."""
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
-
-
-def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
-    """Return (percentage of the reference's heads below the value, None), or (None, reason why it is unknown)."""
-    heads = reference(measure, depth, subject)
-    return heads.percentile(value), heads.reason
 
 
 def subject_of(report: Report, part: str) -> Subject:

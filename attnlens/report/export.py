@@ -14,13 +14,12 @@ from attnlens.records import Kind, Report
 from attnlens.report import sections
 from attnlens.report.render.markdown import markdown, spreadsheet
 from attnlens.report.sections.comparisons import comparison_rows, study_rows
-from attnlens.report.sections.experiments import changed_measures, experiment_rows
+from attnlens.report.sections.experiments import experiment_rows
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.sections.facts import build_heading
-from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, build_table, section
+from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, section
 from attnlens.report.sections.swaps import swap_rows
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean
 
 for _module in iter_modules(sections.__path__):  # registers the sections of all modules
     import_module(f"attnlens.report.sections.{_module.name}")
@@ -32,17 +31,13 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
     tables, with every head; `verbose` adds how the report was made.
     """
-    views: list[View] = ["markdown" if whole else "screen"]
-    if all_heads:
-        views += ["terminal", "table"]
-    if verbose:
-        views.append("verbose")
-    head = build_heading(report, whole)
-    return Document(head, [*build_sections(Shapes(report), *views)])
+    flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
+    views = [view for view, chosen in flags.items() if chosen]
+    return Document(build_heading(report, whole), [*build_sections(Shapes(report), *views)])
 
 
 def page(report: Report) -> Document:
-    """Build the document of a report's HTML page, of any length. Raises UsageError if there is nothing to draw."""
+    """Build the document of a report's HTML page, of any length. Raise UsageError if there is nothing to draw."""
     shapes = Shapes(report)
     below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
     explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
@@ -55,29 +50,15 @@ def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
     yield Section("At a glance", picture=overview(shapes.report))
 
 
-@section(90, ("inspection", "experiments"), ("page",))
-def glossary(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a table of the meaning and formula of each measure; nothing if the registry explains none of them."""
-    series = [name for each in shapes.report.experiments if each.trajectories for name in changed_measures(each)]
-    infos = map(shapes.info, [*shapes.readings, *shapes.curves, *series])
-    rows = [
-        {"measure": clean(info.name), "meaning": clean(info.meaning), "formula": clean(info.formula)}
-        for info in infos
-        if info.meaning
-    ]
-    if rows:
-        yield Section("What is measured", table=build_table(rows, {"measure"}, set(rows[0]), fit="folded"))
-
-
 def pictures(report: Report) -> list[Picture]:
-    """Return all pictures of a report, the overview first. Raises UsageError if there is nothing to draw."""
+    """Return all pictures of a report, the overview first. Raise UsageError if there is nothing to draw."""
     from attnlens.report.pictures import list_pictures  # imported in functions, as below, because it loads matplotlib
 
     return list_pictures(Shapes(report))
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview, or the margins of the only selection. Raises UsageError if there is nothing to draw."""
+    """Return the overview, or the margins of the only selection. Raise UsageError if there is nothing to draw."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
@@ -94,9 +75,8 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
 def rows(report: Report) -> Sequence[Row]:
     """Build the rows of a report, with the columns of `Report.to_dataframe`.
 
-    Each head has one row with site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps
-    have one row per stage, control or unit swapped alone. Experiments have one row per figure, or per head, measure and
-    step. Categories are given by name.
+    Inspections have one row per head, swaps one per stage, control, or unit swapped alone, experiments one per figure,
+    or per head, measure and step.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)
@@ -104,11 +84,7 @@ def rows(report: Report) -> Sequence[Row]:
 
 
 def windows(report: Report) -> Sequence[Row]:
-    """Build the rows of the values per window, from which standard errors and intervals are computed.
-
-    There is one row per window and head or, for a swap, per window, kernel and stage. Raises UsageError if no window
-    was read.
-    """
+    """Build one row per window and head, or per window, kernel and stage. Raise UsageError without windows."""
     values = report.windows
     if values is None or not values.windows:
         raise UsageError(
@@ -154,17 +130,12 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
-Drawing = Callable[[], tuple[bytes, str]]
-"""Function that draws a picture; returns the bytes of its file, and its caption, for `caption_file`."""
+def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
+    """Return the files to write, each with a function that draws it and returns the file's bytes and the caption.
 
-
-def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Drawing]:
-    """Return the files to write, each with a function that draws it; nothing is drawn yet.
-
-    A folder gets `overview.png` and one picture per measure, curve, stage or experiment. A path that ends in .png, .svg
-    or .pdf gets the picture that has its stem in a folder (`weights.symmetry`), otherwise the overview, or the margins
-    of the selection if there is exactly one. `bare` pictures have no title or caption. Raises UsageError if the report
-    has nothing to draw or lacks the measure, OutputError if the target has another suffix.
+    A folder gets every picture. A file with a picture's stem (`weights.symmetry.pdf`) gets this picture, any other file
+    the overview. `bare` pictures have no title or caption. Raise UsageError if the report has nothing to draw or lacks
+    the measure, OutputError for another suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

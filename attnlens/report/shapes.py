@@ -96,7 +96,7 @@ class Shapes:
     def readings(self) -> dict[str, MeasureMap]:
         """Scalar measures with at least one value, by name, the most informative first."""
         readings = (self._reading(name) for name in self.report.measure_names())
-        ordered = sorted((reading for reading in readings if reading.present.size), key=_background)
+        ordered = sorted((reading for reading in readings if reading.present.size), key=_informativeness)
         return {reading.name: reading for reading in ordered}
 
     @cached_property
@@ -173,15 +173,15 @@ def middle(values: Float[np.ndarray, "layers heads"]) -> float:
     return float(np.median(present)) if present.size else float("nan")
 
 
-def by_turns(names: Iterable[str]) -> list[str]:
-    """Order names so that their sources take turns: the first name of each source, then the second of each, …"""
+def alternate_sources(names: Iterable[str]) -> list[str]:
+    """Order names so that their sources alternate: the first name of each source, then the second of each, …"""
     sources: dict[str, list[str]] = {}
     for name in names:
         sources.setdefault(source_of(name), []).append(name)
     return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
 
 
-def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
+def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
     """Return the sort key that puts the most informative measures first."""
     # measures that are constant, not a headline, not identified, categories, or proportional to ‖Q‖‖K‖ come last;
     # bounded ranges with negative values come first, then other bounded ranges

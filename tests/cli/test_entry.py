@@ -251,7 +251,7 @@ def test_whatever_ends_a_command_has_its_exit_code_also_an_interruption_in_disgu
         assert part in result.stderr
         assert "Traceback" not in result.stderr
     assert not any(map(is_memory, (ValueError("out of memory"), RuntimeError("x"), OSError(2, "No such file"))))
-    monkeypatch.setattr(show, "_struck", [])
+    monkeypatch.setattr(show, "_received", [])
     assert show.report_failure(ValueError("a control: a bug, and no interruption")) == 70
     with pytest.raises(KeyboardInterrupt):
         show.interrupt(signal.SIGINT, None)

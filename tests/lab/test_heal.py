@@ -747,7 +747,7 @@ def test_the_program_reports_what_was_healed_until_ctrl_c(monkeypatch, tmp_path)
     assert list((tmp_path / "work").glob("*/*/heal-*.safetensors")), "its state stays"
     record = read_report(tmp_path / "r.json").swap.healing
     assert (record.curve[-1].step, bool(record.interrupted)) == (10, True)
-    assert any("done, interrupted, best step" in line for line in healing_lines(record, "nats"))
+    assert any("done, interrupted, best step" in line for line in healing_lines(record))
 
 
 @pytest.mark.full

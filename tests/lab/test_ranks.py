@@ -32,7 +32,7 @@ from attnlens.records import Pair, Rise, read_plan
 from attnlens.report import export
 from attnlens.report.pictures.swaps import budget_note
 from attnlens.report.report import read_report
-from attnlens.report.sections.plans import numbers_kept, plan_lines, plan_rows
+from attnlens.report.sections.plans import plan_lines, plan_rows
 from attnlens.runs.swap import fit as fit_module
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sites import SwapSetup
@@ -633,9 +633,8 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
         assert note.startswith(f"{unit} ≤ +3 %: promised ")
     one = report.plan.ranks[0]
     latents = [one.model_copy(update={"rank": rank, "head_dim": size}) for rank, size in ((20, 48), (7, 48), (12, 32))]
-    assert numbers_kept(latents[:1]) == "20 of 48"
-    assert numbers_kept(latents[:2]) == "20 7 of 48 each"
-    assert numbers_kept(latents) == "20 of 48, 7 of 48, 12 of 32"
+    kept = plan_rows(report.plan.model_copy(update={"ranks": latents})).columns[-1]
+    assert (kept.title, list(kept.cells)) == ("numbers kept", ["20 of 48, 7 of 48, 12 of 32"])
 
 
 def test_broken_promises_are_named(report):

@@ -284,7 +284,7 @@ def test_an_interrupted_study_resumes(small_scale, monkeypatch, capsys):
         patch.setattr(cells_module, "train_unit", train_two)
         assert exit_code([*words, "--work", "stopped"]) == 130
     error = capsys.readouterr().err
-    assert "Finished runs are kept: repeat the command to resume." in " ".join(error.split())
+    assert "Interrupted. Finished work is kept; run the same command again to continue." in " ".join(error.split())
     assert "Traceback" not in error
     monkeypatch.setattr(cells_module, "train_unit", lambda *args: trained.append(args) or honest(*args))
     assert exit_code([*words, "--work", "stopped", "--json", "stopped.json"]) == 0
@@ -316,7 +316,7 @@ def test_an_interrupted_process_ends_with_130_and_keeps_finished_runs(folder):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert b"Finished runs are kept: repeat the command to resume.\nInterrupted." in errors
+    assert b"Interrupted. Finished work is kept" in errors
     assert b"Traceback" not in errors
     assert len(list((folder / "stopped").glob("study/*.safetensors"))) >= 2
 

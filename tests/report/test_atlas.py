@@ -10,13 +10,11 @@ import torch
 from program import DEMO
 from reports import synthetic_report
 from safetensors.torch import load_file, save_file
-from views import page, summary
 
 import attnlens
 from attnlens.analyzers import registry
 from attnlens.report import atlas
 from attnlens.report.atlas import LEVELS, Distribution, Subject
-from attnlens.report.sections import layers as typical
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.shapes import Shapes
 
@@ -94,22 +92,22 @@ def test_every_lineage_counts_once_however_many_heads_and_models_it_has():
     high = Distribution(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
     of_three = atlas.Reference((model("a", "x", 1000), model("b", "x", 1000), model("c", "y", 10)), (low, low, high))
     assert of_three.percentile(50.0) == 50, "two tuned models of 2,000 heads weigh as one of 10 heads"
-    assert "2010 heads of 3 trained encoders" in typical.place(of_three, 50.0)
 
 
 def test_what_has_no_reference_has_a_reason():
-    assert atlas.percentile("weights.symmetry", "all", ENCODER, 0.5)[1] is None
-    assert atlas.percentile("weights.symmetry", "all", ENCODER, 0.5)[0] is not None
+    known = atlas.reference("weights.symmetry", "all", ENCODER)
+    assert known.reason is None
+    assert known.percentile(0.5) is not None
     for measure, subject, reason in (
         ("weights.unheard", ("encoder", "absolute", 128, True), "the atlas has no weights.unheard"),
-        ("tokens.entropy", ("cross", "absolute", 128, True), "the atlas has no trained model with heads of part cross"),
+        ("tokens.entropy", ("cross", "absolute", 128, True), "the atlas has no other trained cross"),
         ("tokens.entropy", ("encoder", "absolute", 128, False), "do not read windows"),
         ("tokens.entropy", ("encoder", "absolute", 64, True), "windows of 64 tokens"),
         ("weights.symmetry", ("encoder", "bias", 128, True), "positions bias"),
     ):
-        value, why = atlas.percentile(measure, "all", Subject(*subject), 0.5)
-        assert value is None
-        assert reason in why
+        reference = atlas.reference(measure, "all", Subject(*subject))
+        assert reference.percentile(0.5) is None
+        assert reason in reference.reason
     for name in ("weights.norm", "weights.effective_rank", "weights.decay", "tokens.logit_rank90"):
         assert name in entry("demo")["measures"]
         reference = atlas.reference(name, "all", ENCODER)
@@ -205,20 +203,7 @@ def test_depths_are_thirds_of_the_layers_of_each_part_and_shared_weights_have_no
     assert set(shared["measures"]["tokens.entropy"]) == {*atlas.DEPTHS, "all"}
 
 
-def test_summary_and_page_place_the_median_head_among_other_models(report):
-    terminal = " ".join(summary(report).split())
-    assert terminal.count("Compared with trained models (not a test): median entropy 0.70") == 1
-    assert "of 270 heads of SmolLM2" in terminal
-    assert "Compared with other trained models" in page(report)
-    assert "atlas" not in report.to_json(), "the report stays the model's own"
-    series = report.model_copy(update={"command": "converge"})
-    some = report.model_copy(update={"settings": report.settings.model_copy(update={"heads": [0, 1]})})
-    assert "Compared with other trained models" not in page(series)
-    for other in (series, some):
-        assert "Compared with trained models" not in summary(other)
-
-
-def test_the_page_has_a_percentile_for_each_head_and_percentiles_are_ordinals(report):
+def test_the_page_has_a_percentile_for_each_head(report):
     measures = {measure["name"]: measure for measure in explorer(Shapes(report))["measures"]}
     entropies = measures["tokens.entropy"]
     assert len(entropies["typical"]) == 32
@@ -227,5 +212,3 @@ def test_the_page_has_a_percentile_for_each_head_and_percentiles_are_ordinals(re
     places = [entropies["typical"][head] for head in order]
     assert places == sorted(entropies["typical"][:8]), "within one depth it rises"
     assert measures["weights.norm"]["typical"] == []
-    numbers = {1: "1st", 2: "2nd", 3: "3rd", 11: "11th", 12: "12th", 13: "13th", 22: "22nd"}
-    assert {number: typical.ordinal(number) for number in numbers} == numbers

@@ -21,7 +21,7 @@ from attnlens.report import export
 from attnlens.report.pictures import maps
 from attnlens.report.pictures.style import PART_COLOURS, house_style, new_figure, tick_positions
 from attnlens.report.report import Report
-from attnlens.report.shapes import Shapes, by_turns
+from attnlens.report.shapes import Shapes, alternate_sources
 
 SHARES = [f"tokens.share_{part}" for part in ("positive", "negative", "skew", "key")]
 SCORES = [f"tokens.share_{part}" for part in ("key", "distance", "interaction")]
@@ -233,7 +233,7 @@ def test_shares_are_recognised_by_their_sum_and_measures_ordered_by_what_they_sa
     assert names[0] == "weights.symmetry"
     assert names.index("weights.effective_rank") < names.index("weights.norm") < names.index("weights.kind")
     assert names[-2:] == ["weights.inertia_positive", "weights.inertia_negative"]
-    assert by_turns(["w.a", "w.b", "w.c", "t.a"]) == ["w.a", "t.a", "w.b", "w.c"]
+    assert alternate_sources(["w.a", "w.b", "w.c", "t.a"]) == ["w.a", "t.a", "w.b", "w.c"]
 
 
 def test_every_head_is_a_line_of_shares_in_their_own_colours():

@@ -46,10 +46,7 @@ for group, names in GROUPS.items():
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the help on one screen if `-h` is among the words; None if it is not.
-
-    Without a command, this is the overview of all commands.
-    """
+    """Return the short help of the command, or the overview of all commands, if `-h` is among the words; else None."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:

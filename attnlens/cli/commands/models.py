@@ -79,13 +79,10 @@ def doctor(context: typer.Context) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Return the error with which a failed `doctor` ends; it names the failed sites and the largest error."""
-    failed = [check for check in report.doctor if not check.passed]
-    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
+    """Return the error with which a failed `doctor` ends."""
+    failed = [check.site for check in report.doctor if not check.passed]
     if failed:
-        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without a reported error"
-        sites = format_count(len(report.doctor), "site")
-        problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
+        problem = f"{len(failed)} of {format_count(len(report.doctor), 'site')} failed: {join_items(failed)}."
     elif (error := report.summary.identity_error) is None:
         problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
     else:

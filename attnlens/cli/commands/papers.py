@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -14,15 +13,12 @@ from attnlens.choices import CLAIMS, STUDIES
 from attnlens.cli import parameters as opt
 from attnlens.cli.exit_codes import FAILED
 from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, run_command, start_workers
-from attnlens.cli.show import ReportProgress, complain, say
+from attnlens.cli.show import complain, say
 from attnlens.errors import UsageError
 from attnlens.requests import Request
 from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_table
 from attnlens.requests.run_options import SharedRequest
 from attnlens.wording import join_items
-
-if TYPE_CHECKING:
-    from attnlens.records import Report
 
 COMMON = {*opt.OUTPUT_OPTIONS, "seed", "strict"}
 INPUT = set(requests.Feeding.model_fields) - {"revision", "seed"}
@@ -150,17 +146,13 @@ def reproduce(context: typer.Context) -> None:
         refuse_other(CLAIMS, context, {CLAIMS: {"experiments", "quick"}, "a table": {*StudyRequest.model_fields}})
     else:
         start_workers(request.engine, request.jobs or os.cpu_count() or 1)
-
-    def work(analyses: ModuleType, tell: ReportProgress) -> Report:
-        try:
-            report: Report = analyses.reproduce(table, quick=params["quick"], progress=tell, request=request)
-        except KeyboardInterrupt:
-            if table != CLAIMS:
-                say("Finished runs are kept: repeat the command to resume.")
-            raise
-        return report
-
-    report = run_command(params, (), request, work)
+    quick = params["quick"]
+    report = run_command(
+        params,
+        (),
+        request,
+        lambda analyses, tell: analyses.reproduce(table, quick=quick, progress=tell, request=request),
+    )
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
         problem = f"Results differ from the published ones: {join_items(failed, 12)}."

@@ -19,7 +19,7 @@ import numpy as np
 
 from attnlens.analyzers.registry import NULL_DRAWS
 from attnlens.choices import Part
-from attnlens.records import Finding, Head, Report
+from attnlens.records import Finding, Head, Report, Severity
 from attnlens.report.shapes import MeasureMap, Shapes, middle
 from attnlens.wording import decimals_for, format_count, format_number, join_items, short, title_of
 
@@ -30,7 +30,7 @@ SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosi
 """Cosine of a head to its SVM in each space, with the space in words."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
-SHARES = {  # Parts that a head's scores divide into → how the head chooses keys if it is the largest part
+SHARES = {  # Part of the variance of a head's scores → its name in findings
     "tokens.share_key": "the key alone",
     "tokens.share_distance": "the distance",
     "tokens.share_interaction": "query × key",
@@ -55,7 +55,7 @@ class HeadTests:
 
     @cached_property
     def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
-        """By measure, for each head: 1 or −1 if it lies significantly above or below, 0 if not or without a value."""
+        """Significance by measure and head: 1 above, −1 below the reference, 0 if not significant or missing."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
         differences, p_values = [], []
@@ -75,16 +75,14 @@ class HeadTests:
         return {name: row.astype(int) for name, row in zip(names, significant, strict=True)}
 
     def _compare(self, name: str) -> tuple[Float[np.ndarray, " heads"], Float[np.ndarray, " heads"], np.ndarray]:
-        """Return each head's difference from its reference, the difference's standard error, degrees of freedom."""
+        """Return each head's difference from the null or threshold, its standard error, and its degrees of freedom."""
         measures = [head.measures.get(name) for head in self.shapes.report.heads]
         value = np.array([np.nan if each is None or each.value is None else each.value for each in measures])
         if name in CHANCE:
             draws = NULL_DRAWS[self.shapes.info(name).null]
             nulls = [None if each is None else each.null for each in measures]
-            mean, sd = (
-                np.array([np.nan if null is None else getattr(null, field) for null in nulls])
-                for field in ("mean", "sd")
-            )
+            mean = np.array([np.nan if null is None else null.mean for null in nulls])
+            sd = np.array([np.nan if null is None else null.sd for null in nulls])
             # the null's mean is itself a mean over draws
             return value - mean, np.where(sd > 0, sd, np.nan) * (1 + 1 / draws) ** 0.5, np.full(len(value), draws - 1)
         error = np.array([np.nan if each is None or not each.se else each.se for each in measures])
@@ -120,13 +118,9 @@ def _adapted(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(ADAPTED)) is None:
         return None
     count = int((reading.present > 0).sum())
-    return Finding(
-        question="Adapter?",
-        answer=f"M changed in {count} of {_count(reading)}.",
-        evidence=f"‖ΔM‖/‖M‖: median {_middle(reading)}, largest {short(float(reading.present.max()))}.",
-        severity="notable" if count else "none",
-        measures=[ADAPTED],
-    )
+    answer = f"M changed in {count} of {_count(reading)}."
+    evidence = f"‖ΔM‖/‖M‖: median {_middle(reading)}, largest {short(float(reading.present.max()))}."
+    return _finding("Adapter?", answer, evidence, [ADAPTED], notable=count > 0)
 
 
 def _symmetric(tests: HeadTests) -> Finding | None:
@@ -135,22 +129,18 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
     above, below = tests.heads(name, 1), tests.heads(name, -1)
-    parts = [f"{_of(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
+    parts = [f"{_format_share(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
     if below:
-        parts.append(f"{_plural(below, 'is', 'are')} more antisymmetric{_places(tests.shapes, below)}")
+        parts.append(f"more antisymmetric: {format_count(len(below), 'head')}{_places(tests.shapes, below)}")
     marked = above or below
-    typical = _value([head.measures[name].value for head in marked]) if marked else _middle(reading)
+    values = [value for head in marked if (value := head.measures[name].value) is not None]
+    typical = short(float(np.median(values))) if marked else _middle(reading)
     evidence = f"{'Their median' if marked else 'Median'} {typical} (at most 1); chance {_null(reading)}."
     definite = [len(tests.heads("weights.definiteness", sign)) for sign in (1, -1)]
     if any(definite):
         evidence += f" Definiteness: {format_count(definite[0], 'head')} above chance, {definite[1]} below."
-    return Finding(
-        question="Symmetric?",
-        answer=f"{'; '.join(parts)}.",
-        evidence=evidence,
-        severity="notable" if marked else "none",
-        measures=[name, "weights.definiteness"],
-    )
+    measures = [name, "weights.definiteness"]
+    return _finding("Symmetric?", f"{'; '.join(parts)}.", evidence, measures, notable=bool(marked))
 
 
 def _peaked(tests: HeadTests) -> Finding | None:
@@ -161,14 +151,9 @@ def _peaked(tests: HeadTests) -> Finding | None:
     below, first = tests.heads(name, -1), tests.heads("tokens.share_first", 1)
     evidence = f"Median {_middle(reading, tests.shapes)} (0: one key, 1: even)."
     if first:
-        evidence += f" {_plural(first, 'puts', 'put')} most weight on the first token, a sink."
-    return Finding(
-        question="Peaked?",
-        answer=f"{_of(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}.",
-        evidence=evidence,
-        severity="notable" if below or first else "none",
-        measures=[name, "tokens.share_first"],
-    )
+        evidence += f" Most weight on the first token, a sink: {format_count(len(first), 'head')}."
+    answer = f"{_format_share(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
+    return _finding("Peaked?", answer, evidence, [name, "tokens.share_first"], notable=bool(below or first))
 
 
 def _by_content(tests: HeadTests) -> Finding | None:
@@ -203,13 +188,8 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     if (needed := tests.shapes.readings.get("tokens.logit_rank90")) is not None:
         evidence += f" On text, {_middle(needed, tests.shapes)} directions keep 90 % of the scores."
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
-    return Finding(
-        question="Low rank?",
-        answer=f"{_of(below, reading)} of lower rank than chance{places}.",
-        evidence=evidence,
-        severity="notable" if below else "none",
-        measures=[name, "tokens.logit_rank90"],
-    )
+    answer = f"{_format_share(below, reading)} of lower rank than chance{places}."
+    return _finding("Low rank?", answer, evidence, [name, "tokens.logit_rank90"], notable=bool(below))
 
 
 def _like_svm(tests: HeadTests) -> Finding | None:
@@ -220,19 +200,16 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     parts, evidence = [], []
     for name in names:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
-        parts.append(f"{_of(above, reading)} closer to the SVM than chance {SPACES[name]}")
+        parts.append(f"{_format_share(above, reading)} closer to the SVM than chance {SPACES[name]}")
         evidence.append(f"{_middle(reading)} {SPACES[name]}; chance {_null(reading)}")
     median = "Cosine" if len(tests.shapes.report.heads) == 1 else "Median cosine"
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
     if (decided := tests.shapes.readings.get("selection.decided")) is not None:
         text += f" {_percent(decided)} of the queries give one key at least half of their weight."
-    return Finding(
-        question="Selects like an SVM?",
-        answer=f"{'; '.join(part if place == 0 else part[0].lower() + part[1:] for place, part in enumerate(parts))}.",
-        evidence=text,
-        severity="notable" if any(tests.heads(name, 1) for name in names) else "none",
-        measures=names,
-    )
+    first, *others = parts
+    answer = "; ".join([first, *(f"{part[0].lower()}{part[1:]}" for part in others)])
+    notable = any(tests.heads(name, 1) for name in names)
+    return _finding("Selects like an SVM?", f"{answer}.", text, names, notable=notable)
 
 
 QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)
@@ -251,15 +228,16 @@ def _medians(shapes: Shapes) -> Iterator[Finding]:
         yield Finding(question=f"{title_of(reading.name).capitalize()}?", answer=f"{answer}.", measures=[reading.name])
 
 
-def _of(heads: Sequence[Head], reading: MeasureMap) -> str:
+def _finding(question: str, answer: str, evidence: str, measures: list[str], *, notable: bool) -> Finding:
+    severity: Severity = "notable" if notable else "none"
+    return Finding(question=question, answer=answer, evidence=evidence, severity=severity, measures=measures)
+
+
+def _format_share(heads: Sequence[Head], reading: MeasureMap) -> str:
     """State how many of the heads with a value these are: `8 of 32 heads are`, `None of 32 heads is`, `The head is`."""
     if reading.present.size == 1:
         return f"The head is{'' if heads else ' not'}"
     return f"{len(heads) or 'None'} of {_count(reading)} {'are' if len(heads) > 1 else 'is'}"
-
-
-def _plural(heads: Sequence[Head], one: str, several: str) -> str:
-    return f"{format_count(len(heads), 'head')} {one if len(heads) == 1 else several}"
 
 
 def _count(reading: MeasureMap) -> str:
@@ -290,10 +268,6 @@ def _with_error(value: float, error: float) -> str:
     return f"{format_number(value, decimals)} ± {format_number(error, decimals)}"
 
 
-def _value(values: Sequence[float | None]) -> str:
-    return short(float(np.median([value for value in values if value is not None])))
-
-
 def _null(reading: MeasureMap) -> str:
     """Format mean and standard deviation of one head's null; ± stands for standard errors only."""
     mean, sd = reading.null or (0.0, 0.0)
@@ -302,7 +276,7 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Name these heads, or the others, if they are few; else the layers with the largest share of them, in brackets."""
+    """Format the places of these heads in brackets: their names if they are few, else the layers with most of them."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:

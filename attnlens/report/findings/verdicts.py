@@ -21,7 +21,7 @@ MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield whether attnlens computes the attention of every site as the model does."""
+    """Yield the verdict: does attnlens compute the attention of every site as the model does?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -39,7 +39,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the inspection of the model, whose numbers this check supports."""
+    """Yield the commands that inspect the checked model, and save the check."""
     model = model_argument(shapes.report)
     yield f"attnlens inspect {model}"
     yield f"attnlens doctor {model} --json doctor.json"
@@ -124,7 +124,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
 
 
 def study_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the best cell of each task, and how far the order of the cells is as published."""
+    """Yield the best cell of each task, and how many pairs of cells are ordered as published."""
     for study in shapes.report.studies:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]

@@ -3,8 +3,6 @@
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
 of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
 Each of these has a function that draws the overview, and one that lists the panels with their own files.
-Inputs: a `Report`, its `Shapes` or its records. Outputs: matplotlib figures. Importers: `report.sections`,
-`report.render` (encodes figures) and `report.report`.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], str]] = {
     "swap": (swaps.swap_overview, swaps.swap_panels, "effects of the kernel"),
-    "comparison": (
-        series.comparison_overview,
-        series.comparison_panels,
-        "which heads changed, and how certain the changes are",
-    ),
+    "comparison": (series.comparison_overview, series.comparison_panels, "changed heads and their significance"),
     "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
     "studies": (series.study_overview, series.study_panels, "results and learning curves"),
 }

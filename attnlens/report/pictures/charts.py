@@ -23,9 +23,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter
 
+from attnlens.analyzers.registry import find_measure, list_analyzers
 from attnlens.choices import Part
 from attnlens.records import PARTS
-from attnlens.report.pictures.captions import caption_panels
 from attnlens.report.pictures.style import (
     BARE_POINTS,
     CATEGORIES,
@@ -38,6 +38,8 @@ from attnlens.report.pictures.style import (
     new_figure,
     shorten_label,
 )
+from attnlens.report.sections.facts import population
+from attnlens.report.sections.reference import null_words
 from attnlens.wording import big, clean, source_of
 
 if TYPE_CHECKING:
@@ -167,10 +169,9 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head, coloured by layer.
+    """Draw one thin line per head, given by the row of its layer (0 to `layers` − 1) and its points.
 
-    `lines` contains the row of each head's layer (0 to `layers` − 1), and its points. `opacity` is the total over all
-    lines, followed by the smallest and largest opacity of a single line.
+    `opacity` is the total over all lines, followed by the smallest and the largest opacity of a single line.
     """
     if not lines:
         return
@@ -190,7 +191,7 @@ def fan_chart(
 
 
 def scale_depth(layers: int) -> Normalize:
-    """Return the norm from a layer's row to the colours of DEPTH."""
+    """Return the norm that maps a layer's row to a colour of DEPTH."""
     return Normalize(0, max(1, layers - 1))
 
 
@@ -287,6 +288,38 @@ def model_facts(report: Report) -> list[str]:
     return [clean(model.architecture), f"{big(model.parameters)} parameters" if model.parameters else ""]
 
 
+def caption_panels(
+    report: Report, panels: Collection[Panel], title: str, facts: Iterable[str], notes: Iterable[str] = ()
+) -> str:
+    """Return the caption of a page: title and facts on the model, a paragraph for each panel, notes."""
+    known = [*filter(None, facts)]
+    paragraphs = [f"{title}: {', '.join(known)}" if known else title]
+    for letter, panel in zip(cycle(ascii_lowercase), panels, strict=False):
+        name = f" ({panel.stem})" if find_measure(panel.stem).meaning else ""
+        lines = [line for line in panel.caption.splitlines() if line not in known] or [panel.note]
+        letters = f"({letter}) " * (len(panels) > 1)
+        paragraphs.append(" ".join([f"{letters}{panel.title}{name}:", *map(_end, lines)]))
+    remarks = [*notes, f"input: {report.settings.fed}" * bool(report.settings.fed), population(report)]
+    paragraphs += [f"{remark[:1].upper()}{remark[1:]}" for remark in remarks]
+    paragraphs += _explain_measures(report, {panel.stem for panel in panels})
+    return "".join(f"{_end(clean(paragraph))}\n" for paragraph in paragraphs if paragraph)
+
+
+def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
+    """Explain the null of these measures, and the symbols of the analyzers that compute them."""
+    nulls = {name for head in report.heads for name, measure in head.measures.items() if measure.null is not None}
+    nulls |= {name for experiment in report.experiments for name in names if experiment.null(name) is not None}
+    infos = [find_measure(name) for name in sorted(nulls.intersection(names))]
+    entries = [entry for entry in list_analyzers() if any(info.name in names for info in entry.measures)]
+    symbols = dict.fromkeys(entry.definitions for entry in entries if entry.definitions)
+    return [f"Null: {null_words(infos)}, as mean ± sd"] * bool(infos) + [f"Symbols: {text}" for text in symbols]
+
+
+def _end(sentence: str) -> str:
+    """End a sentence with a full stop."""
+    return sentence if sentence.endswith((".", "?", "!", ":")) or not sentence else f"{sentence}."
+
+
 def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:
     """Arrange panels in rows of `across` panels; unused cells of the last row stay empty."""
     places = [*panels, *[None] * (-len(panels) % across)]
@@ -305,8 +338,8 @@ def overview(
 ) -> Figure:
     """Draw a page of panels with lettered titles; the figure's label is its caption.
 
-    `facts` are written under the title (by default the model's name), without the last one if they are too long; `more`
-    at the bottom right, before the input and the tool, `hint` at the bottom left. A `bare` page has panels only.
+    `facts` are written under the title (by default the model's name), `hint` at the bottom left, and `more` at the
+    bottom right. A `bare` page has panels only.
     """
     facts, more, title = [*filter(None, facts)], [*more], title or report.model.title
     panels = [panel for row in rows for panel in row.panels if panel is not None]
@@ -341,10 +374,7 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 
 
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
-    """Draw one panel or its parts, with the caption and the model's name, size and input below unless `bare`.
-
-    The figure's label is its caption as text, with symbols.
-    """
+    """Draw one panel or its parts, with a caption below unless `bare`; the figure's label is the whole caption."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))

@@ -229,11 +229,7 @@ def experiment_panels(report: Report) -> list[Panel]:
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
-    """Scale and label the x axis: logarithmic (with room for 0) if the steps span a factor of 20, otherwise linear.
-
-    If there are few steps, all are labelled where there is room; otherwise, round numbers are. Both ends are always
-    labelled.
-    """
+    """Scale and label the x axis: logarithmic, with room for 0, if the steps span a factor of 20, otherwise linear."""
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]
     positive = [step for step in present if step > 0]

@@ -93,7 +93,7 @@ def _capitalise(text: str) -> str:
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Format one line that explains a fan's black lines; return '' if a legend names several parts' medians."""
+    """Describe the black lines of a fan in one line; empty if a legend describes the medians of several parts."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
@@ -295,11 +295,12 @@ def first_step(info: MeasureInfo) -> int:
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
     """Build the panel of a curve, with one line per head; if `split`, each model part has its own pair of axes."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
-    title, caption, drawn = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
-    panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
-    alone = [(f"{title}: {group.title}", partial(draw, groups=[group])) for group in groups]
-    parts = [replace(panel, title=name_of_part, draw=drawn, width=2.9) for name_of_part, drawn in alone]
-    return replace(panel, parts=parts) if split and len(parts) > 1 else panel
+    title, caption, whole = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
+    panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layers)
+    if not split or len(groups) < 2:
+        return panel
+    parts = [replace(panel, title=f"{title}: {g.title}", draw=partial(draw, groups=[g]), width=2.9) for g in groups]
+    return replace(panel, parts=parts)
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
@@ -387,8 +388,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    If the single source has a curve to show by depth, the curve's thirds form the first row; maps form the second.
-    If the source has measures of two spaces, each space forms a row.
+    Of a single source, a curve by depth forms the first row, or each of two spaces forms a row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space
@@ -422,9 +422,8 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
-    maps = [*maps, *(name for name, reading in of_source.items() if name in parts and not reading.constant)][
-        : room - len(wholes) - len(curves)
-    ]
+    maps += [name for name, reading in of_source.items() if name in parts and not reading.constant]
+    maps = maps[: room - len(wholes) - len(curves)]
     draw = partial(draw_shares, shapes=shapes)
     shares = [
         Panel(whole, heading_of_shares(shapes, whole), "", shares_caption(shapes, whole), partial(draw, whole=whole))

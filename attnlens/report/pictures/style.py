@@ -66,8 +66,7 @@ SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
 DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
 """Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
-PARTS_OF_SCORES = ("positive", "negative", "skew", "key", "distance", "interaction")
-PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
+PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "distance", "interaction"), CATEGORIES, strict=False))
 """Colour of each part of the scores, the same in every picture; other parts take CATEGORIES in turn."""
 
 DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
@@ -77,10 +76,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digit
 
 @contextmanager
 def house_style(*, bare: bool = False) -> Iterator[None]:
-    """Apply attnlens' matplotlib settings inside the context, or those of bare figures; then restore the caller's.
-
-    A character missing from the font, for example in a folder's name, is drawn as an empty box without a warning.
-    """
+    """Apply attnlens' settings of matplotlib inside the context, without warnings about characters the font lacks."""
     with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
@@ -142,14 +138,14 @@ class IndexTicks(Locator):
 
 
 def tick_positions(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 … count − 1, which start at 0 and have equal, round steps."""
+    """Return at most `most` numbers below `count`, starting at 0, at equal and round steps."""
     steps = (1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 100, 200, 500, 1000)
     step = next((step for step in steps if count <= step * most), count)
     return list(range(0, count, step))
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and last of ascending ticks, and those at least `gap` of the span from all labelled ticks."""
+    """Label the first and the last tick, and others whose distance to labelled ticks is at least `gap` of the span."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -161,7 +157,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and ± the powers of ten from `least` on, for an axis that is linear near 0 and logarithmic beyond."""
+    """Label 0 and ± the powers of ten from `least` upwards on an axis that is linear near 0 and logarithmic beyond."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]

@@ -176,7 +176,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def scale_widely(axes: Axes, which: Literal["x", "y"], values: Iterable[float]) -> None:
-    """Make an axis logarithmic on both sides of a linear part at 0 if the largest value would hide the smallest."""
+    """Make an axis linear near 0 and logarithmic beyond if the largest value would hide the smallest."""
     sizes = sorted(size for value in values if math.isfinite(size := abs(value)) and size >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:
         border = 10.0 ** math.floor(math.log10(sizes[0]))
@@ -189,7 +189,7 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise in perplexity on a new line: `name`, `+5.6 %`, `gap`, `(4.9 to 6.4 %)`; '' if it is unknown."""
+    """Format the rise in perplexity on a new line of a label: `perplexity +5.6 % (4.9 to 6.4 %)`; empty if unknown."""
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
     rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
@@ -249,7 +249,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
-    """Draw controls that would squeeze the original and its stages together as arrows at the edge."""
+    """Replace controls far beyond the original and its stages by arrows at the edge."""
     known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
     if original is None or not (span := max(abs(value - original) for value in known)):
         return list(dots)
@@ -451,10 +451,9 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below over the number of tokens; if one is missing, draw only the other.
+    """Draw perplexity above and distance below over the tokens, or over the steps if tokens were not counted.
 
-    Separate axes, which need not begin at 0, keep the smaller quantity visible. Reports of versions that did not count
-    tokens are drawn over optimiser steps. Dots during attention transfer are hollow.
+    If one of the two quantities is missing, only the other is drawn. Dots during attention transfer are hollow.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}

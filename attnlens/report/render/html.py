@@ -24,10 +24,7 @@ LARGEST_VECTOR = 400_000  # size of an SVG picture in bytes above which a page c
 
 
 def encode_picture(picture: Picture, suffix: str = ".png", *, bare: bool = False) -> tuple[bytes, str]:
-    """Draw a picture; return it as the bytes of an image file in the format given by `suffix`, and its caption.
-
-    Equal pictures give equal bytes.
-    """
+    """Draw a picture; return the bytes of an image file in the format given by `suffix`, and the caption."""
     with house_style(bare=bare):
         figure = picture.draw(bare=bare)
         return encode_figure(figure, suffix), str(figure.get_label())
@@ -45,7 +42,7 @@ def embed_picture(picture: Picture) -> str:
 
 
 def is_file(target: Path) -> bool:
-    """Return True if the target is one picture, False if it is a folder. Raises OutputError for any other suffix."""
+    """Return True if the target is one picture, False if it is a folder. Raise OutputError for any other suffix."""
     suffix = target.suffix.lower()
     if not suffix or target.is_dir():
         return False
@@ -76,8 +73,7 @@ SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "tabl
 def html(document: Document) -> str:
     """Render the document as a self-contained HTML page, with all text cleaned and escaped.
 
-    The page's content security policy allows only its own script and style, by hash, and no network access. Raises
-    UsageError if there is nothing to draw.
+    The page's content security policy allows only its own script and style, by hash, and no network access.
     """
     style, script = _file("page.css"), "\n".join(_file(f"{name}.js") for name in SCRIPTS)
     data = ""

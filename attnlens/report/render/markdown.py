@@ -122,7 +122,7 @@ def escape_text(text: str) -> str:
 
 def _head(head: Heading) -> Iterator[str]:
     yield from (f"## attnlens {escape_text(head.command)}: {escape_text(head.title)}", "", escape_text(head.facts), "")
-    yield from (f"- {escape_text(line)}" for line in (*head.asides, *head.notes))
+    yield from (f"- {escape_text(line)}" for line in head.notes)
     yield from ("", f"**{escape_text(head.standing)}**", "")
 
 

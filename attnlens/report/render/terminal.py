@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.records import Finding, Severity
+from attnlens.records import Finding
 from attnlens.report.sections.section import Column, Document, HeatMap, Section, Table, sort_by_group
 from attnlens.wording import clean, visible
 
@@ -44,10 +44,7 @@ class _Page(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on stdout or stderr, as wide as the terminal or COLUMNS, or 100 columns in a pipe.
-
-    The console respects NO_COLOR. COLUMNS=0, which some schedulers set, counts as not set.
-    """
+    """Return a console as wide as the terminal or COLUMNS, or 100 columns in a pipe; COLUMNS=0 counts as not set."""
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0
@@ -73,7 +70,6 @@ def document(doc: Document) -> Group:
     if (head := doc.head) is not None:
         standing = (clean(head.standing), "bold blue" if head.sound else "bold yellow")
         lines.append(Text.assemble((clean(head.title), "bold"), " · ", clean(head.facts), " · ", standing))
-        lines += [Text(clean(line), style="dim") for line in head.asides]
         lines += [Text(clean(note), style="yellow") for note in head.notes]
     for section in doc.sections:
         if lines and (section.title or section.table is not None):
@@ -93,7 +89,7 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
     if section.title:
         yield Text(clean(section.title), style="bold")
     if section.findings:
-        yield _labelled([(finding.question, _answer(finding)) for finding in section.findings])
+        yield _answers(section.findings)
     if section.heat_map is not None:
         yield Shades(section.heat_map)
     yield from (Text(clean(line), overflow="fold") for line in section.lines)
@@ -116,31 +112,22 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
         yield Padding(Text.assemble(*styled, overflow="fold"), (0, 0, 0, 2))
 
 
-STYLES: dict[Severity, str] = {"none": "", "notable": "", "problem": "bold yellow"}
-"""Style of a finding's answer."""
+LABEL = 14  # Largest width of a finding's question
 
 
-def _answer(finding: Finding) -> Text:
-    return Text.assemble(
-        (clean(finding.answer), STYLES[finding.severity]),
-        " " * bool(finding.evidence),
-        (clean(finding.evidence), "dim"),
-    )
-
-
-def _labelled(rows: Sequence[tuple[str, Text]]) -> Grid:
-    """Build lines of a label and a text; a label that equals the one above it is left out."""
+def _answers(findings: Sequence[Finding]) -> Grid:
+    """Build a line per finding: question, answer and evidence."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(max_width=LABEL)
     grid.add_column(overflow="fold")
-    before = ""
-    for label, text in rows:
-        grid.add_row(Text("" if label == before else clean(label), style="bold"), text)
-        before = label
+    for finding in findings:
+        style = "bold yellow" if finding.severity == "problem" else ""
+        text = Text.assemble((clean(finding.answer), style), " ", (clean(finding.evidence), "dim"))
+        text.rstrip()
+        grid.add_row(Text(clean(finding.question), style="bold"), text)
     return grid
 
 
-LABEL = 14  # Largest width of a finding's question
 ASCII_SHADES = " .:+#"  # Shades of a map on a terminal that shows only ASCII
 
 
@@ -163,15 +150,10 @@ class FittedTable:
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Choose the columns that fit on the page, or the widths of all columns, and yield the lines."""
+        """Yield all columns, folded by rich to the width of the page, or block after block of columns that fit."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
-            shown, room = [*names, *columns], options.max_width - BETWEEN * len(columns)
-            lines = ([column.title, *(line for cell in column.cells for line in cell.split("\n"))] for column in shown)
-            widths = [max(map(cell_len, texts)) for texts in lines]
-            while sum(widths) > room and max(widths) > 1:  # cut the widest columns to a common width
-                widths[widths.index(max(widths))] -= 1
-            yield _grid(shown, widths, BETWEEN, folded=True)
+            yield _grid([*names, *columns], folded=True)
             return
         remaining = columns
         while remaining:
@@ -192,7 +174,7 @@ def _clean_column(column: Column) -> Column:
 
 
 def _width(column: Column) -> int:
-    """Compute the least width that breaks no word of the title and no cell."""
+    """Compute the smallest width at which neither a cell nor a word of the title is broken."""
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 
@@ -206,21 +188,19 @@ def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Ren
             line.append(f"{group} ".ljust(width, rule)[:shown].ljust(width + GAP), style="bold")
         line.rstrip()
         yield line
-    yield _grid([*names, *columns], [*map(_width, (*names, *columns))], GAP)
+    yield _grid([*names, *columns])
 
 
-def _grid(columns: Sequence[Column], widths: Sequence[int], gap: int, *, folded: bool = False) -> Grid:
-    """Build a table of columns with these widths and `gap` blanks between them.
-
-    If `folded`, cells take as many lines as they need; lines after the first are dim, and the first column is bold.
-    """
-    table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), show_footer=False)
+def _grid(columns: Sequence[Column], *, folded: bool = False) -> Grid:
+    """Build a table. If `folded`, cells take as many lines as they need, and the first column is bold."""
+    right = (BETWEEN if folded else GAP) - 1  # the box adds one blank
+    table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, right, 0, 0))
     table.show_footer = any(column.foot for column in columns)
-    for column, width in zip(columns, widths, strict=True):
+    for column in columns:
         table.add_column(
             Text(column.title),
             Text("\n".join(column.foot)),
-            width=width,
+            width=None if folded else _width(column),
             justify="left" if column.words else "right",
             vertical="top" if folded else "bottom",
             overflow="fold",

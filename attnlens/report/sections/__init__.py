@@ -5,6 +5,4 @@ their sentences: `facts` (any report), `layers` (heads), `swaps`, `plans` (also 
 studies), `experiments`, `checked` (rules and `doctor`), `explorer` (data of the page's interactive table and maps,
 which the scripts in `render/page` draw), `reference` (`list`, `explain`). A new section is one decorated function in
 any of them, or in a new module.
-Inputs: a `Report`, or its `Shapes`. Outputs: `Document` and rows. Importers: the other parts of `report`, `cli` and the
-pytest plugin of `checks`.
 """

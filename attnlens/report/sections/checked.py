@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
-from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
+from attnlens.report.sections.facts import build_heading
+from attnlens.report.sections.section import TEXTS, Cell, Document, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
-from attnlens.wording import NO_VALUE, big, clean, format_count, format_p
+from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, format_count, format_number, format_p
 
 SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
@@ -49,18 +50,11 @@ def number(value: float) -> str:
 
 def document(report: Report) -> Document:
     """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
-    model, heads = report.model, format_count(report.coverage.heads, "head")
     failed, rules = sum(not check.passed for check in report.checks), format_count(len(report.checks), "rule")
     standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
-    head = Heading(
-        title=clean(model.title),
-        command="check",
-        facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
-        asides=(),
-        notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
-        standing=standing if report.checks else "No rule was checked",
-        sound=not failed,
-    )
+    standing = standing if report.checks else "No rule was checked"
+    notes = [] if report.coverage.complete else [clean(report.coverage.sentence)]
+    head = replace(build_heading(report, whole=True), command="check", notes=notes, standing=standing, sound=not failed)
     return Document(head, tuple(rule_sections(Shapes(report), "terminal")))
 
 
@@ -111,31 +105,21 @@ def rows(report: Report) -> list[Row]:
 
 @section(10, "doctor", ("screen", *TEXTS, "page"))
 def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict.
-
-    The screen omits sites that agree.
-    """
+    """Yield the table of sites, with relative errors of the attention; the screen omits sites that agree."""
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
-    sites = [clean(check.site) for check in checks]
-    shared = ""  # common beginning of all paths, up to a dot, left out unless all fit on a line of 100 columns
-    if len(sites) > 1 and max(map(len, sites)) > 24:
-        common = os.path.commonprefix(sites)  # noqa: RUF071  # dotted paths, compared character by character
-        shared = common[: common.rfind(".") + 1]
-    notes = [f"… stands for {shared}"] if shared else []
     rows = []
-    for site, check in zip(sites, checks, strict=True):
-        tokens, weights = check.tokens_error, check.weights_error
+    for check in checks:
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
         row = {
-            "site": f"{'…' * bool(shared)}{site.removeprefix(shared)}",
+            "site": clean(check.site),
             "part": check.part,
             "heads": str(check.heads),
             "route": check.route,
-            "q·k logits": NO_VALUE if tokens is None else f"{tokens:.1e}",
-            "weights × inputs": NO_VALUE if weights is None else f"{weights:.1e}",
+            "q·k logits": format_number(check.tokens_error, SCIENTIFIC),
+            "weights × inputs": format_number(check.weights_error, SCIENTIFIC),
             "verdict": f"{verdict}\n{clean(check.reason)}" if check.reason else verdict,
         }
         rows.append(row)
     table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded")
-    yield Section(table=table, notes=(*notes, *report.settings.notes))
+    yield Section(table=table, notes=report.settings.notes)

@@ -12,7 +12,7 @@ from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.facts import null_cell
 from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Row, Section, Table, View, build_table, section
-from attnlens.report.shapes import Shapes, by_turns
+from attnlens.report.shapes import Shapes, alternate_sources
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items, short
 
 
@@ -50,7 +50,7 @@ def measures_of(experiment: Experiment) -> list[str]:
     """List the measures of a series in display order: main measures first, alternating between sources."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     main = sorted((name for name in names if _place(name) < math.inf), key=_place)
-    return [*main, *by_turns(name for name in names if name not in main)]
+    return [*main, *alternate_sources(name for name in names if name not in main)]
 
 
 def changed_measures(experiment: Experiment) -> list[str]:
@@ -120,7 +120,7 @@ def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield figures, questions and missing values; of a series, a terminal shows all measures only with --verbose."""
+    """Yield figures, questions, missing values, and all measures of a series (on a terminal only with --verbose)."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:
@@ -138,8 +138,8 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
-        if experiment.trajectories:
-            yield _series_section(experiment, whole=view != "terminal")
+        if experiment.trajectories and view != "terminal":  # the screen above shows it
+            yield _series_section(experiment, whole=True)
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():
             missing.append(f"{clean(experiment.name)}: {join_items(names, 5)}, because {reason}")
@@ -173,7 +173,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Return the decimals for two significant digits of the tolerance or error or, without them, four of the value."""
+    """Return decimals that show two significant digits of the tolerance or error, or otherwise four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:

@@ -9,8 +9,9 @@ import numpy as np
 
 from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
-from attnlens.records import AttentionRows, Pick, Sentence
-from attnlens.report.sections.layers import missing_reason, typical_places
+from attnlens.records import AttentionRows, Pick, Report, Sentence
+from attnlens.report import atlas
+from attnlens.report.sections.layers import missing_reason
 from attnlens.report.sections.section import Passage, Piece, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_with_error, group_pairs, join_items, short, source_of, title_of
@@ -142,12 +143,28 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "errors": pack(reading.errors, ERROR_DIGITS),  # empty if no head has an error
         "null_means": pack(reading.null_means, VALUE_DIGITS),
         "null_sds": pack(reading.null_sds, ERROR_DIGITS),
-        "typical": typical_places(shapes.report, reading.name),  # percentiles among heads of other trained models
+        "typical": _typical_places(shapes.report, reading.name),  # percentiles among heads of other trained models
         "reasons": [clean(reason) for reason in reasons],
         "why": [reasons.index(reason) if reason else -1 for reason in why] if reasons else [],  # index of the reason
         "labels": {number: clean(label) for number, label in reading.labels.items()},  # category number → name
         "palette": maps.palette(reading),
     }
+
+
+def _typical_places(report: Report, measure: str) -> list[float | None]:
+    """Return each head's percentile among the atlas heads of its part and depth; return [] if no head has one."""
+    if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
+        return []
+    depths = atlas.depths(report)
+    places: list[float | None] = []
+    subjects = {part: atlas.subject_of(report, part) for part in {head.part for head in report.heads}}
+    for head in report.heads:
+        value = head.measures[measure].value if measure in head.measures else None
+        shared = source_of(measure) == "weights" and atlas.shares_weights(head)
+        reference = atlas.reference(measure, "all" if shared else depths[head.layer], subjects[head.part])
+        place = None if value is None else reference.percentile(value)
+        places.append(None if place is None else round(place))
+    return places if any(place is not None for place in places) else []
 
 
 def _curve(shapes: Shapes, name: str) -> dict[str, object]:

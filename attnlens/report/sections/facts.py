@@ -47,16 +47,11 @@ def standing(report: Report) -> tuple[str, bool]:
     return f"{total}; {count_agreeing(agreeing)}{verdict}{untested}.", not missed
 
 
-ORIGINS: dict[Origin, str] = {
-    "published": "published",
-    "reimplementation": "of a reimplementation",
-    "control": "of a control",
-}
-
-
 def count_agreeing(counts: Counter[Origin]) -> str:
     """State how many figures agree with their reference, by its origin: `3 figures agree (2 published, …)`."""
-    parts = [f"{counts[origin]} {words}" for origin, words in ORIGINS.items() if counts[origin]]
+    others: tuple[Origin, ...] = ("reimplementation", "control")
+    parts = [f"{counts['published']} published"] if counts["published"] else []
+    parts += [f"{counts[origin]} of a {origin}" for origin in others if counts[origin]]
     verb = "agrees" if counts.total() == 1 else "agree"
     return f"{format_count(counts.total(), 'figure')} {verb}{f' ({join_items(parts)})' if parts else ''}"
 
@@ -137,8 +132,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
         title=title(report),
         command=report.command,
         facts=" · ".join(clean(fact) for fact in facts if fact),
-        asides=[*filter(None, [ran_on(report)])],
-        notes=[clean(note) for note in (*settings.notes, *other_base(report))],
+        notes=[clean(note) for note in (ran_on(report), *settings.notes, *other_base(report)) if note],
         standing=verdict,
         sound=sound,
     )

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.analyzers.registry import NOT_IDENTIFIED
-from attnlens.records import Head, Report
-from attnlens.report import atlas
-from attnlens.report.atlas import Reference
+from attnlens.records import Head
 from attnlens.report.sections.facts import no_errors, null_cell, population
 from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, section, sort_by_group
-from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
+from attnlens.report.shapes import MeasureMap, Shapes, alternate_sources, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
     clean,
@@ -24,10 +22,8 @@ from attnlens.wording import (
     decimals_with_error,
     format_error,
     format_number,
-    group_pairs,
     join_items,
     short,
-    source_of,
     title_of,
 )
 
@@ -37,93 +33,6 @@ if TYPE_CHECKING:
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
 MOST_TEXTS = 6  # Number of texts that have a row at the foot of the table; further texts are left out
-SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
-READ_AS = (
-    "Percentiles are descriptive, not tests. They refer to the heads of a few other models; each lineage (a model and "
-    "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
-    "of form, and tokens.* at one window length, each model on its own text."
-)
-
-
-def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (measure, part, median with its percentile among comparable atlas heads, medians of the atlas models).
-
-    Yield nothing unless the report is by `inspect` and covers all heads, because other medians cannot be compared.
-    """
-    settings = shapes.report.settings
-    if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
-        return
-    parts = list(dict.fromkeys(shapes.parts))
-    subjects = {part: atlas.subject_of(shapes.report, part) for part in parts}
-    for reading in shapes.readings.values():
-        for part in parts if reading.info.headline and not reading.constant else ():
-            reference = atlas.reference(reading.name, "all", subjects[part])
-            median = middle(reading.values[[row for row, of in enumerate(shapes.parts) if of == part]])
-            if reference.models and median == median:  # NaN if no head of the part has a value
-                text = f"{_numbers([median])[0]} {place(reference, median)}"
-                numbers = _numbers([spread.median for spread in reference.spreads])
-                pairs = zip(reference.models, numbers, strict=True)
-                medians = ", ".join(f"{model.name} {number}" for model, number in pairs)
-                yield reading.name, f"{part} " * (len(parts) > 1), text, medians
-
-
-def place(reference: Reference, value: float) -> str:
-    """Format `at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
-    models = reference.models
-    source = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
-    heads = f"{sum(spread.heads for spread in reference.spreads)} heads {source}"
-    percentage = reference.percentile(value) or 0.0
-    if percentage in (0.0, 100.0):
-        return f"{'below' if percentage == 0 else 'above'} all {heads}"
-    return f"at the {ordinal(min(99, max(1, round(percentage))))} percentile of {heads}"
-
-
-def ordinal(number: int) -> str:
-    """Format an ordinal number: `1st`, `22nd`, `13th`."""
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else SUFFIXES.get(number % 10, 'th')}"
-
-
-def _numbers(values: list[float]) -> list[str]:
-    decimals = decimals_for(values, 2)
-    return [format_number(value, decimals).replace("-", "−") for value in values]
-
-
-@section(20, "inspection", TEXTS)
-@section(20, "experiments", ("markdown",))
-def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield one line that compares one headline measure of each source with trained models, if any are comparable."""
-    medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
-    chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
-    line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
-    if line:
-        yield Section(notes=(f"Compared with trained models (not a test): {line}.",))
-
-
-def typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return each head's percentile among the atlas heads of its part and depth; return [] if no head has one."""
-    if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
-        return []
-    depths = atlas.depths(report)
-    places: list[float | None] = []
-    subjects = {part: atlas.subject_of(report, part) for part in {head.part for head in report.heads}}
-    for head in report.heads:
-        value = head.measures[measure].value if measure in head.measures else None
-        shared = source_of(measure) == "weights" and atlas.shares_weights(head)
-        reference = atlas.reference(measure, "all" if shared else depths[head.layer], subjects[head.part])
-        place = None if value is None else reference.percentile(value)
-        places.append(None if place is None else round(place))
-    return places if any(place is not None for place in places) else []
-
-
-@section(36, "inspection", ("page",))
-def typical_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the medians of the headline measures next to those of each comparable model of the atlas."""
-    items = [
-        (clean(name), f"{part}median {text}; medians of these models: {medians}")
-        for name, part, text, medians in typical_medians(shapes)
-    ]
-    if items:
-        yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
 @section(38, ("inspection", "swap", "doctor", "experiments"), ("page",))
@@ -137,7 +46,7 @@ def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 @section(35, ("inspection", "experiments"), ("page",))
-@section(10, views=("table",))
+@section(98, views=("terminal",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips explain gaps."""
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
@@ -225,7 +134,9 @@ def measure_columns(shapes: Shapes) -> list[Column]:
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
-    columns = [_layer_column(varying[name], shapes) for name in [*by_turns(headlines), *by_turns(others)]]
+    columns = [
+        _layer_column(varying[name], shapes) for name in [*alternate_sources(headlines), *alternate_sources(others)]
+    ]
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
     symmetry = {layer: value for layer, value in pairs if value is not None}

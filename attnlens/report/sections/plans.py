@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
-from attnlens.report.sections.section import Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import DIVERGED, LARGE, UNITS, effect_name, figures, interval
+from attnlens.records import Effect, Healing, HealingTraining, Pair, Plan, Rise, Swap
+from attnlens.report.sections.section import TEXTS, Section, Table, View, build_table, section
+from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
@@ -25,45 +25,31 @@ PROMISED = (
     "Promised: on calibration text used neither to fit nor to choose. The rise over {population} lies within the "
     "interval in 95 % of such runs, and above it in 2.5 %."
 )
-MEASURED = (
-    "Measured: on the evaluation text. A rise is a ratio of two losses, Δ their difference in nats; near 0, only one "
-    "of the two intervals may contain 0."
-)
-HELD_OUT = (
-    "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text. The "
-    "final maps are fitted to all texts."
-)
-FURTHER = (
-    "New text: upper end of the prediction interval over the texts' rises, for a text of the same kind and length."
-)
-LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
+MEASURED = "Measured: on the evaluation text."
+HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
+LONE = "All calibration windows come from one text, so the promise does not cover other kinds of text."
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the rank of each
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """Population that an interval covers, by the units over which it is computed."""
 
 
-@section(20, "swap", ("screen",))
-def rank_table(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the table of the ranks of each layer, if it is short."""
-    if (plan := shapes.report.plan) is not None and len({key.layer for key in plan.ranks}) <= MOST_LAYERS:
-        yield Section(table=plan_rows(plan))
-
-
-@section(20, "swap")
-def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a plan of ranks: promised rise and savings, the ranks of each layer, and explanations."""
+@section(20, "swap", ("screen", *TEXTS, "page"))
+def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the ranks of each layer, on the screen if they are few; elsewhere also rises, savings, and explanations."""
     plan = shapes.report.plan
     if plan is None:
         return
-    promised = plan.promised
+    if view == "screen":
+        if len({key.layer for key in plan.ranks}) <= MOST_LAYERS:
+            yield Section(table=plan_rows(plan))
+        return
     terms = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
-    if plan.held_out or promised is not None:
+    if plan.held_out or plan.promised is not None:
         terms.append(HELD_OUT if plan.held_out else LONE)
     terms += [ESTIMATED] * (plan.estimated is not None)
-    if promised is not None:
-        terms.append(PROMISED.format(population=POPULATIONS[promised.over]))
-        terms += [FURTHER] * (promised.further is not None)
+    if plan.promised is not None:
+        terms.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
     terms += [MEASURED] * (plan.measured is not None)
     yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[" ".join(terms)])
 
@@ -76,7 +62,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.estimated is not None:
         lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, used to choose the ranks")
     if (promised := plan.promised) is not None:
-        lines.append(f"Promised: {_rise(promised)} of {calibration}, {_promise(plan, promised)}")
+        lines.append(f"Promised: {_rise(promised)} of {calibration}, {_place_in_budget(plan, promised)}")
         ranked = sorted(promised.by_text.items(), key=lambda item: item[1])
         ends = {name: f" [{share(low)} to {share(high)}]" for name, (low, high) in promised.ci95_by_text.items()}
         texts = (f"{share(alone)}{ends.get(name, '')} ({clean(name)})" for name, alone in ranked)
@@ -108,21 +94,15 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
         yield f"Forms compared at half of the full rank: {'; '.join(texts)}"
 
 
-def _promise(plan: Plan, promised: Rise) -> str:
-    """State whether the promised rise over all texts, its interval, and the rise on each text are within the budget."""
-    beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
-    if beyond and max(promised.share, promised.high) <= plan.budget:
-        return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
-    doubt = ": the budget is not guaranteed" * (promised.share <= plan.budget < promised.high)
-    return f"{_place_in_budget(plan, promised)}{doubt}"
-
-
 def _place_in_budget(plan: Plan, record: Rise) -> str:
-    """State whether a rise and its interval are within the budget."""
+    """State whether a rise, its interval, and the rise on each text are within the budget."""
     if record.share > plan.budget:
         return "beyond the budget"
-    doubt = ", without an interval" if record.ci95 is None else ", though its interval is not"
-    return "within the budget" + doubt * (record.ci95 is None or record.high > plan.budget)
+    if record.high > plan.budget:
+        return "within the budget, though its interval is not: the budget is not guaranteed"
+    if beyond := [clean(name) for name, alone in record.by_text.items() if alone > plan.budget]:
+        return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
+    return f"within the budget{', without an interval' * (record.ci95 is None)}"
 
 
 def _format_savings(plan: Plan) -> Iterator[str]:
@@ -137,8 +117,7 @@ def _format_savings(plan: Plan) -> Iterator[str]:
         cost = f"{flops:,.0f} operations per cached token and new token"
         yield f"Rebuilding keys from latents costs {cost}, unless the keys are cached too"
     if (keys := plan.keys_to_gain) is not None:
-        condition = f"they save compute only if a query sees more than {keys:,.0f} keys"
-        yield f"Maps that are not merged into W_Q and W_K cost extra operations; {condition}"
+        yield f"Maps not merged into W_Q and W_K save compute only if a query sees more than {keys:,.0f} keys"
 
 
 def share(number: float, digits: int = 2) -> str:
@@ -163,19 +142,11 @@ def plan_rows(plan: Plan) -> Table | None:
     rows = []
     for keys in group_pairs((key.layer, key) for key in plan.ranks).values():
         mean = sum(key.rank / key.keys * len(key.heads) for key in keys) / sum(len(key.heads) for key in keys)
-        ranks = numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys)
+        latents = ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
+        ranks = latents if shared else " ".join(str(key.rank) for key in keys)
         size = str(keys[0].head_dim // keys[0].keys)
         rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
     return build_table(rows, {"layer"}, {title})
-
-
-def numbers_kept(keys: Sequence[KeyRank]) -> str:
-    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
-    totals = {key.head_dim for key in keys}
-    if len(totals) > 1:
-        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
-    each = " each" * (len(keys) > 1)
-    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
 
 
 @section(40, "swap")
@@ -183,16 +154,18 @@ def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the section on healing if the report has a single kernel."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
-        yield Section("Healing", items=healing_lines(swap.healing, UNITS[swap.task]))
+        yield Section("Healing", items=healing_lines(swap.healing))
 
 
-def healing_lines(record: Healing, unit: str) -> list[str]:
-    """List the sentences on a healing: amount, stages, validation distance, evaluation losses, control."""
+def healing_lines(record: Healing) -> list[str]:
+    """List the sentences on a healing: amount, stages, validation distance, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     of_rank = f" as updates of rank {record.rank}" if record.rank else ""
+    steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
+    done = f"{_count(steps, 'step')} done{', interrupted' * record.interrupted}"
     lines = [
-        f"Healing: {_format_amount(record)}, best step {record.best}; {record.parameters:,} parameters "
-        f"trained{of_rank}, learning rate {_rate(record.learning_rate)}"
+        f"Healing: {record.amount or _count(record.steps, 'step')} requested, {done}, best step {record.best}; "
+        f"{record.parameters:,} parameters trained{of_rank}, learning rate {_rate(record.learning_rate)}"
     ]
     if record.tokens is not None and record.seconds is not None:
         goal = "the next tokens of the text" if record.goal == "text" else "the original model"
@@ -207,18 +180,14 @@ def healing_lines(record: Healing, unit: str) -> list[str]:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
         first, best = figures(distances[min(distances)]), figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
-    return [*lines, *_losses(record, unit)]
-
-
-def _format_amount(record: Healing) -> str:
-    """Format the training: `200 steps requested, 200 done`, `5,000 tokens requested, 5,120 done in 40 steps`."""
-    steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
-    amount = record.amount or _count(record.steps, "step").replace(",", "")
-    done = f"{steps} done"
-    for unit, number in (("token", record.tokens), ("second", record.seconds)):
-        if amount.rstrip("s").endswith(unit) and number is not None:
-            done = f"{number:,.0f} done in {_count(steps, 'step')}"
-    return f"{amount} requested, {done}" + (", interrupted" if record.interrupted else "")
+    if (control := record.control) is not None:
+        ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
+        lines.append(
+            f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
+            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
+            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
+        )
+    return lines
 
 
 def _count(number: int, noun: str) -> str:
@@ -239,35 +208,13 @@ def _stage(stage: HealingTraining) -> str:
     return f"{name}: {_count(stage.steps, 'step')}, {_count(stage.tokens, 'token')}{speed}, {chosen}{ended}"
 
 
-def _losses(record: Healing, unit: str) -> Iterator[str]:
-    """Yield the losses on the evaluation text while the heads are trained, and the losses of the control."""
-    drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
-    counted = [(step.tokens, loss) for step, loss in drawn if step.tokens is not None]
-    # exp overflows float64 above 709
-    by_tokens = [f"{figures(math.exp(loss))} at {tokens:,}" for tokens, loss in counted if loss < 700]
-    if by_tokens:
-        yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
-    elif drawn:
-        losses = ", ".join(f"{figures(loss, 4)} at step {step.step}" for step, loss in drawn)
-        yield f"Loss on the evaluation text, in {unit}: {losses}"
-
-    if (control := record.control) is not None:
-        ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
-        yield (
-            f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
-            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
-        )
-
-
 def _rate(value: float) -> str:
     """Format a learning rate: 1e-3."""
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-MOST, FEW = 10, 3
-"""Number of most and of least harmful units shown: for a single kernel, and for each of several kernels."""
-MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown: for a single kernel, for each of several
+MOST, FEW = 10, 3  # Number of most and of least harmful units shown for a single kernel, and for each of several
+MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are shown for each of several
 
 
 @section(44, "swap")
@@ -303,7 +250,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
             cells[most:-most] = [{title: None if cell is None else "…" for title, cell in cells[0].items()}]
         rows += cells
     noun, windows = "head" if heads else "layer", shapes.report.settings.windows or 0
-    untested = ", a distance: never negative, and not tested."
+    untested = ", a distance: it is never negative, so it is not tested."
     test = "; * significant at a false discovery rate of 5 %." if tested else untested
     note = f"Δ of the {effect_name(swaps[0])}{test}"
     note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
@@ -314,19 +261,15 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many units have a significant effect, in which direction, and which units diverge."""
+    """State how many units have a significant effect, in which direction, and how many diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
-    verdict = f"no {noun} has a significant effect on {format_count(windows, 'window')} (false discovery rate 5 %)"
-    if significant:
-        harm = sum(delta > 0 for delta in significant)
-        verb = "has a significant effect" if len(significant) == 1 else "have significant effects"
-        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} (false discovery rate 5 %)"
-        verdict += f": {harm} raise the loss, {len(significant) - harm} lower it"
-    diverged = [effect for effect in effects if effect.delta is None]
-    names = join_items((each.layer if each.head is None else f"{each.layer}.{each.head}" for each in diverged), 8)
-    return f"{verdict}.{f' Diverged: {noun} {names}.' if diverged else ''}"
+    harm, diverged = sum(delta > 0 for delta in significant), sum(effect.delta is None for effect in effects)
+    signs = f": {harm} raise the loss, {len(significant) - harm} lower it" * bool(significant)
+    text = f"{len(significant)} of {format_count(len(effects), noun)} with a significant effect on "
+    text += f"{format_count(windows, 'window')} (false discovery rate 5 %){signs}."
+    return text + f" {diverged} diverged." * (diverged > 0)
 
 
 @section(46, "swap")
@@ -336,7 +279,7 @@ def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     if not swaps:
         return
     several = len(swaps) > 1
-    most = FEW_PREDICTORS if several else MOST_PREDICTORS
+    most = FEW if several else MOST_PREDICTORS
     rows = [
         {
             "kernel": clean(swap.kernel) if several else None,

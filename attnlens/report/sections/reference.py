@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from attnlens.analyzers.registry import (
     BETWEEN_FORMS,
@@ -46,10 +45,7 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """List the name, range and meaning of every measure and curve, those of a plain inspect first.
-
-    Formula, caution and source follow the meaning.
-    """
+    """List every measure and curve with its range, meaning and formula, those of a plain inspect first."""
     rows = []
     for info in sorted(infos, key=lambda info: (info.name not in _plain_measures(), not info.headline)):
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
@@ -102,9 +98,8 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
-    columns = {"model type": "model_type", "through": "route", "weights.*": "weights"}  # title → field, if they differ
-    titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")
-    rows = [{title: getattr(entry, columns.get(title, title)) or NO_VALUE for title in titles} for entry in types]
+    titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")  # fields before the reason
+    rows = [{title: cell or NO_VALUE for title, cell in zip(titles, entry, strict=False)} for entry in types]
     lines = (
         f"{len(types)} model types, each run as a tiny model with its own configuration ({measured}): {coverage}.",
         "A type is read in part if part of the model is not run, cannot be read or lacks weights.*; reasons are below.",
@@ -197,10 +192,9 @@ def _plain_measures() -> set[str]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure or kernel. Raise UsageError unless the name matches exactly one.
+    """Return the page of a measure or kernel. Raise UsageError unless the name, or a synonym, matches exactly one.
 
-    The source of a measure can be omitted; of several measures of this name, that of a plain inspect is meant. SYNONYMS
-    lists further words.
+    The source can be omitted: `entropy` is `tokens.entropy`. Measures of a plain inspect take precedence.
     """
     pages = measure_pages() | kernel_pages()
     word = name.strip().lower()
@@ -219,29 +213,16 @@ def explanation(name: str) -> Section:
 
 
 @cache
-def demo_heads() -> dict[str, tuple[HeadValue, HeadValue]]:
-    """Return the heads of `demo` with the smallest and the largest value of each measure of a plain inspect."""
-    entries = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
-    return {name: (HeadValue(*low), HeadValue(*high)) for name, (low, high) in entries.items()}
-
-
-class HeadValue(NamedTuple):
-    """Value of one head."""
-
-    layer: int
-    head: int
-    value: float
+def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
+    """Return (layer, head, value) for the smallest and the largest value in `demo` of each measure of inspect."""
+    entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
+    return entries
 
 
 def _example(name: str) -> str:
     """Name the heads of `demo` with the smallest and the largest value; empty for other measures."""
-    if name not in demo_heads():
-        return ""
-    low, high = demo_heads()[name]
-    return (
-        f"smallest {short(low.value)} (layer {low.layer} head {low.head}), "
-        f"largest {short(high.value)} (layer {high.layer} head {high.head})"
-    )
+    ends = zip(("smallest", "largest"), demo_heads().get(name, ()), strict=False)
+    return ", ".join(f"{which} {short(value)} (layer {layer} head {head})" for which, (layer, head, value) in ends)
 
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:

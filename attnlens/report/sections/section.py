@@ -46,8 +46,7 @@ def build_columns(
 ) -> list[Column]:
     """Build a column per key of the rows, in order of first occurrence; omit keys whose value is None in every row.
 
-    `words`: titles of the columns that are aligned to the left; `group`: heading above all of the columns; `missing`:
-    the cell of a row whose key is missing or None.
+    Columns in `words` are aligned left; `missing` replaces cells that are None.
     """
     cells = {title: [row.get(title) for row in rows] for title in dict.fromkeys(title for row in rows for title in row)}
     return [
@@ -92,10 +91,7 @@ class HeatMap:
     values: Sequence[Sequence[float | None]]
 
     def lines(self, shades: str = " ░▒▓█") -> Iterator[str]:
-        """Yield the map as lines, from the first shade for the smallest to the last for the largest value.
-
-        A missing value is `?`.
-        """
+        """Yield the map as lines: the first shade for the smallest value, the last for the largest, `?` for None."""
         present = [value for row in self.values for value in row if value is not None]
         low, high = min(present), max(present)
         label, count = max(map(len, self.rows)), len(self.values[0])
@@ -137,12 +133,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Heading:
-    """Head of a document, above all sections."""
+    """Title block of a document, above all sections."""
 
     title: str  # title of the report, usually the model's name
     command: str
     facts: str  # architecture, size and input of the model
-    asides: Sequence[str]  # conventions of the model's attention, and how closely attnlens recomputes it
     notes: Sequence[str]  # caveats for reading the numbers
     standing: str  # how much of the model was read, or the verdict on the experiments, studies or checks
     sound: bool  # True if the whole model was read, or no experiment, study or check failed
@@ -159,8 +154,8 @@ class Document:
     """Data of the interactive part of a page, between the opening and the sections."""
 
 
-View = Literal["screen", "terminal", "markdown", "verbose", "table", "opening", "page"]
-"""Places of sections: the screen that every command shows; the additions by --table (`terminal`, `table`) and
+View = Literal["screen", "terminal", "markdown", "verbose", "opening", "page"]
+"""Places of sections: the screen that every command shows; the additions by --table (`terminal`) and
 --verbose; the Markdown summary; the HTML page above and below its interactive part."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views with all tables of a report
 Builder = Callable[["Shapes", View], Iterable[Section]]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
+from attnlens.records import Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
 from attnlens.report.sections.facts import no_errors, population
 from attnlens.report.sections.section import Cell, Column, Section, Table, View, build_columns, build_table, section
 from attnlens.report.shapes import Shapes
@@ -79,10 +79,7 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
-    """Format the rise in perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if it is unknown).
-
-    From LARGE on, both are factors (`× 51`, `× 40 to 63`). Of a model that is destroyed, the rise means nothing.
-    """
+    """Format the rise in perplexity, e^Δ − 1, and its interval: `+5.6 %`, `4.9 to 6.4 %`, or `× 51`, `× 40 to 63`."""
     if destroyed:
         return DESTROYED, ""
     if loss is None or perplexity is None:
@@ -104,11 +101,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect by which a swap is judged, and its 95 % interval; None for a missing value.
-
-    The effect is Δ of the loss. If there is no loss, it is KL(original ‖ changed); if there are no predictions either,
-    it is 1 − hidden cosine.
-    """
+    """Return the effect by which a swap is judged, and its 95 % interval: Δ of the loss, else KL, else 1 − cosine."""
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
     if swap.judged_by == "kl":
@@ -135,19 +128,16 @@ def measured_controls(swap: Swap) -> list[Control]:
     return [control for control in swap.controls if control.kernel is not None]
 
 
-@section(10, "swap", ("screen",))
-def kernel_table(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a table of the losses under several kernels."""
-    if len(shapes.report.swaps) > 1:
-        table = _outcome_table(shapes.report.swaps)
-        yield Section(table=replace(table, columns=table.columns[:SCREEN_COLUMNS]))
-
-
-@section(10, "swap")
-def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the kernel and the number of its heads, the effect, and the effect on each text."""
+@section(10, "swap", ("screen", "terminal", "markdown", "page"))
+def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the kernel and the number of its heads, the effect, and the effect on each text; on the screen, losses."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
+    if view == "screen":
+        if not single:
+            table = _outcome_table(swaps)
+            yield Section(table=replace(table, columns=table.columns[:SCREEN_COLUMNS]))
+        return
     sites = min(len(each.sites) for each in swaps)
     heads = min(sum(len(site.heads) for site in each.sites) for each in swaps)
     paths = join_items(dict.fromkeys(site.path for each in swaps for site in each.sites))
@@ -161,43 +151,35 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
         lines.append(f"calibration text: {clean(where)}, not part of the evaluated text")
     yield Section(lines=lines)
-    sentences = [*_state_long_range(swap)] if single else []
+    lines = _state_long_range(swap) if single else []
     notes = [] if single and swap.diverged else [_reading_help(report)]
-    yield Section("Effect" if single else "Effects", lines=sentences, table=_outcome_table(swaps), notes=notes)
+    yield Section("Effect" if single else "Effects", lines=lines, table=_outcome_table(swaps), notes=notes)
     yield from _by_text(swaps)
 
 
-def _state_long_range(swap: Swap) -> Iterator[str]:
-    """Yield the change of the loss on tokens that repeat a bigram from beyond a window."""
-    if (record := swap.beyond_window) is not None:
-        change, decimals = record.change, loss_decimals([record.change])
-        ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
-        yield (
-            f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more "
-            f"than {format_count(record.window, 'token')} back, the loss changes by "
-            f"{format_number(change.delta, decimals)}{ends}."
-        )
-
-
-def _count_tokens(number: float, agreement: Agreement) -> str:
-    """Format a number of equal tokens, `12`, or `≥ 64` if the continuation never differs."""
-    return f"≥ {agreement.tokens}" if number >= agreement.tokens else f"{number:.0f}"
+def _state_long_range(swap: Swap) -> list[str]:
+    """State the change of the loss on tokens that repeat a bigram from beyond a window; empty if it is unknown."""
+    if (record := swap.beyond_window) is None:
+        return []
+    change, decimals = record.change, loss_decimals([record.change])
+    ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
+    return [
+        f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more than "
+        f"{record.window} tokens back, the loss changes by {format_number(change.delta, decimals)}{ends}."
+    ]
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: one per stage, or per kernel if there are several; each kernel's controls follow."""
-    # controls common to all kernels come last, unless they differ because the kernels' Δ beyond has several windows
+    """List (name, outcome) pairs: stages, or several kernels, each followed by its controls; shared controls last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
-    records = [control.beyond_window for swap in swaps for control in measured_controls(swap)]
-    sharing = len(swaps) > 1 and len({record.window for record in records if record is not None}) < 2
     for swap in swaps:
         stages = swap.stages if len(swaps) == 1 else []
         rows += [(stage.name, stage) for stage in stages]
         rows += [] if stages else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
             name = f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
-            if sharing and control.role in SHARED:
+            if len(swaps) > 1 and control.role in SHARED:
                 shared.setdefault(name, control)
             else:
                 rows.append((name, control))
@@ -234,7 +216,11 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
             cells["CKA"] = format_number(outcome.hidden_cka, 3)
         window = f" (> {record.window})" if several and record is not None else ""
         cells["Δ beyond"] = format_number(record.change.delta, beyond_decimals) + window if record else NO_VALUE
-        cells["greedy"] = _count_tokens(agreement.median, agreement) if agreement else NO_VALUE
+        if agreement:
+            never = agreement.median >= agreement.tokens  # half of the continuations never differ
+            cells["greedy"] = f"≥ {agreement.tokens}" if never else f"{agreement.median:.0f}"
+        else:
+            cells["greedy"] = NO_VALUE
         if isinstance(outcome, Swap):
             times = ratio(outcome.tokens_per_second)
             cells["speed"] = NO_VALUE if times is None else f"× {format_number(times, 2)}"
@@ -366,14 +352,14 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, one line per reason, with kernels and stages if there are several."""
+    """List the fields without a value, one line per reason; reasons of one kernel or earlier stage name it."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
-    for swap in swaps:
-        kernel, stages = swap.kernel * (len(swaps) > 1), len(swap.stages) > 1
-        places += [(f"{kernel} {stage.name * stages}".strip(), stage.reasons) for stage in swap.stages]
-        # fields that only the swap has come after the fields of its stages
-        fields = type(swap.stages[0]).model_fields if swap.stages else {}
-        places.append((kernel, {name: why for name, why in swap.reasons.items() if name.split(".")[0] not in fields}))
+    for swap in swaps:  # its reasons contain those of its last stage
+        kernel = swap.kernel * (len(swaps) > 1)
+        for stage in swap.stages[:-1]:
+            others = {name: why for name, why in stage.reasons.items() if swap.reasons.get(name) != why}
+            places.append((f"{kernel} {stage.name}".strip(), others))
+        places.append((kernel, swap.reasons))
     entries = []  # ((fields, reason), kernel and stage)
     for place, reasons in places:
         by_reason = group_pairs(
@@ -396,7 +382,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             {
                 "layer": str(site.layer),
                 "part": site.part,
-                "heads": _format_ranges(site.heads),
+                "heads": join_items(site.heads, 8),
                 "output error": figures(site.output_error),
                 "off simplex": percent(site.off_simplex, 1) if any(site.off_simplex for site in swap.sites) else None,
                 "path": clean(site.path),
@@ -409,21 +395,19 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section(f"Sites{name}", table=table, notes=(error,))
         if swap.loss_by_position:
             decimals = loss_decimals([part.change for part in swap.loss_by_position])
-            rows = []
-            for part in swap.loss_by_position:
-                row = {"tokens": f"{part.first}–{part.last}", "count": str(part.tokens)}
-                for when, title in (("before", "before"), ("after", "after"), ("delta", "Δ")):
-                    row[title] = format_number(getattr(part.change, when), decimals)
-                rows.append(row | {"95 % interval": interval(part.change.ci95, decimals)})
+            rows = [
+                {
+                    "tokens": f"{part.first}–{part.last}",
+                    "count": str(part.tokens),
+                    "before": format_number(part.change.before, decimals),
+                    "after": format_number(part.change.after, decimals),
+                    "Δ": format_number(part.change.delta, decimals),
+                    "95 % interval": interval(part.change.ci95, decimals),
+                }
+                for part in swap.loss_by_position
+            ]
             note = f"loss in {UNITS[swap.task]} by position in the sequence, counted from 1; Δ with a paired interval."
             yield Section(f"By position{name}", table=build_table(rows, {"tokens"}), notes=(note,))
-
-
-def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format numbers, with consecutive numbers as a range: `0–7`, `0, 3–5`."""
-    # consecutive numbers have the same distance from their position in the sorted list
-    runs = group_pairs((number - place, number) for place, number in enumerate(sorted(set(numbers))))
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs.values())
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
