@@ -27,6 +27,22 @@ ClickError: type[typer.BadParameter] = typer.BadParameter.__base__  # type: igno
 """Exception that click raises for arguments it can't parse; some versions of typer vendor click, others import it."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000  # Maximum width and height of a terminal; tables fill the width
+REMOVED = {  # Remedies for options and commands of earlier versions, and for options of Python
+    **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
+    **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
+    "--heal-control": "Use attnlens heal --control.",
+    **{f"--heal-{name}": f"Use {name}, a keyword of the function heal." for name in ("batch", "rank", "checkpointing")},
+    **{"verify": "Use: attnlens reproduce claims", "study": "Use: attnlens reproduce TABLE"},
+    **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets the position of windows."},
+    **{"--all-heads": "Use --table.", "--png": "Use --figure.", "--pairs": "Use --text with a file that ends in .tsv."},
+    **{"--device-map": "Use --device spread.", "--from-files": "Use --device files.", "--address": "Set RAY_ADDRESS."},
+    "--revision": "Append the revision to the model's name: org/name@revision.",
+    **dict.fromkeys(("--models", "--reports"), "Run the command once per model in a shell loop."),
+    "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
+    "--sarif": "Use --junit or --annotations.",
+    "--allow-other-model": "Omit this option: baselines are compared by content.",
+    "merge": "Run the shards' command again without --shard: this combines their units and writes the report.",
+}
 
 
 def run() -> None:
@@ -59,7 +75,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         # the error has no context if an option lacks its value, which only happens within a command
         command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
         problem = f"{error.format_message()}{_variable_of(error)}"
-        remedy = _python_remedy(problem) or f"Run: {command} -h"
+        remedy = _find_replacement(problem) or f"Run: {command} -h"
         complain(problem, remedy)
         write_json_error(UsageError.code, problem, remedy)
         return UNUSABLE
@@ -80,11 +96,15 @@ def _variable_of(error: typer.BadParameter) -> str:
     return f" (set by ATTNLENS_{name.upper()})" if source is not None and source.name == "ENVIRONMENT" else ""
 
 
-def _python_remedy(problem: str) -> str | None:
-    """Return the remedy for an unknown option that exists as a keyword in Python; None for other problems."""
-    unknown = re.match(r"No such option:? '?(--[\w-]+)", problem)
-    name = parameter_of(unknown[1]) if unknown else ""
-    if name.removeprefix("no_") not in _keywords(Request):
+def _find_replacement(problem: str) -> str | None:
+    """Return the remedy if a name was removed or is available only in Python; None for other problems."""
+    if "'--windows'" in problem and "integer" in problem:
+        return "Give the number of windows; --placement sets the position of windows."
+    unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
+    if unknown is None or unknown[1] in REMOVED:
+        return None if unknown is None else REMOVED[unknown[1]]
+    name = parameter_of(unknown[1])
+    if not unknown[1].startswith("--") or name.removeprefix("no_") not in _keywords(Request):
         return None
     if name.startswith("no_"):
         return f"Use {name[3:]}=False in Python."

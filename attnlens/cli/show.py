@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
+ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is estimated; duration that is announced
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -149,12 +150,34 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
         if not shown:
             yield lambda _stage, _done, _total: None
         elif plain or not sys.stderr.isatty() or (terminal := console(stderr=True)).is_dumb_terminal:
-            yield _plain()
+            yield _announce_long(_plain())
         else:
             with _bars(terminal) as tell:
-                yield tell
+                yield _announce_long(tell)
     finally:
         log.removeHandler(handler)
+
+
+def _announce_long(tell: ReportProgress) -> ReportProgress:
+    """Let a progress function announce, once per stage, that the stage will take longer than LONG seconds.
+
+    The estimate is made after ESTIMATED seconds of the stage, from the steps done by then.
+    """
+    starts: dict[str, tuple[float, int]] = {}
+    announced: set[str] = set()
+
+    def extended(stage: str, done: int, total: int) -> None:
+        begin, first = starts.setdefault(stage, (time.monotonic(), done))
+        elapsed = time.monotonic() - begin
+        if stage not in announced and elapsed >= ESTIMATED and first < done < total:
+            announced.add(stage)
+            remaining = elapsed * (total - done) / (done - first)
+            if remaining > LONG:
+                minutes = round(remaining / 60)
+                say(f"{stage}: about {minutes} minutes left. Fewer --windows, --layers or --heads make it shorter.")
+        tell(stage, done, total)
+
+    return extended
 
 
 @contextmanager
