@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 
 from attnlens.maths.attsvm.frobenius import EPS, solve
-from attnlens.maths.attsvm.problem import Problem, Solution, Status, check_solvable
+from attnlens.maths.attsvm.problem import Problem, Solution, Status, check_solvable, feasible_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 PATIENCE = 8  # Steps without a better bound after which rounding dominates
 LEAST_CENTRING = 1e-6
 """Lower limit on the ratio whose cube is Mehrotra's centring: the affine step can end on the border, at ratio 0."""
-EQUALITY = 0.1  # Allowed error of an equality, as a share of the tolerance
+MISSING = 0.1  # Allowed violation of a constraint, as a share of the tolerance
+LEAST_MISSING = 1e-7  # Violation that is always allowed: the Newton system's rounding leaves about 3e-8
 INSIDE = 0.95  # Share of the way to the border of the cone that a step can take
 NEWTON_STEPS = 6
 """Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
@@ -43,7 +44,6 @@ SMALL = 256  # Constraints up to which all are in the working set from the start
 FIRST_GAP = 1e-2  # Relative gap to which the first working set is solved, because it will change anyway
 NEAR = 1e-8  # Relative gap that the interior-point method reaches reliably; Newton's method does the rest
 POLISHED = 1e-6  # Relative gap below which rank and support are clear, so that Newton's method can take over
-SLACK = 1e-12  # Rounding allowed for an inequality below its margin, relative to the largest margin
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,17 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return P = ‖W‖_*, with W scaled to just meet all bounds (∞ if impossible), and D = bᵀλ / ‖Σλ u zᵀ‖₂."""
-    scores, needed = constraints.scores(point.X) / 2, ~constraints.equal & (constraints.b > 0)
-    # an equality's residual is corrected later; it must be too small to affect the gap
-    equalities_met = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
-    P = float("inf")
-    if equalities_met and (scores[needed] > 0).all():
-        factor = (constraints.b[needed] / scores[needed]).max(initial=0.0) if needed.any() else 1.0
-        P = float(factor * np.linalg.norm(constraints.corner(point.X), "nuc"))
-    size = float(np.linalg.norm(constraints.form(point.multipliers), 2))
-    return P, float(constraints.b @ point.multipliers) / max(size, EPS)
+    """Return bounds P ≥ D on the least ‖W‖_*: P from the corner of X, ∞ if that violates a constraint, and D from λ."""
+    b, equal = constraints.b, constraints.equal
+    multipliers = point.multipliers / max(float(np.linalg.norm(constraints.form(point.multipliers), 2)), EPS)
+    scores, needed, factor, P = constraints.scores(point.X) / 2, ~equal & (b > 0), 1.0, np.inf
+    if needed.any() and (scores[needed] > 0).all() and not b[equal].any():  # an equality b ≠ 0 fixes the scale
+        factor = (b[needed] / scores[needed]).max()
+    short = np.where(equal, np.abs(factor * scores - b), (b - factor * scores).clip(min=0.0))
+    if short.max() <= max(MISSING * tolerance, LEAST_MISSING):
+        # A violation that is corrected later is charged at twice its price λ; at its price, W = 0 would have P = D.
+        P = factor * np.linalg.norm(constraints.corner(point.X), "nuc") + 2 * np.abs(multipliers) @ short
+    return float(P), float(b @ multipliers)
 
 
 def mean_product(constraints: Constraints, point: Point) -> float:
@@ -308,7 +309,9 @@ def certify_nuclear(
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
     size = float(torch.linalg.matrix_norm(problem.form(multipliers), 2))
     multipliers = multipliers / size if size > 0 else torch.zeros_like(multipliers)
-    feasible, least = scale_to_feasible(problem, W)
+    inequal = ~problem.equal
+    least = float((problem.scores(W) - problem.margins)[inequal].min()) if inequal.any() else None
+    feasible = make_feasible(problem, W)
     if feasible is None:
         answer = Solution("inaccurate", multipliers, torch.zeros_like(problem.equal), iterations)
         return replace(answer, gap=math.inf, least=least)
@@ -360,30 +363,16 @@ def solve_working_set(
     return torch.from_numpy(W * height / length), multipliers, steps
 
 
-def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:
-    """Return W made feasible by projection and scaling (or None), and the least score − b before scaling."""
-    inequal = ~problem.equal
-    anchor = project_on_equalities(problem, torch.zeros_like(W))
-    free = project_on_equalities(problem, W) - anchor
-    goal = (problem.margins - problem.scores(anchor))[inequal]
-    gain = problem.scores(free)[inequal]
-    if len(goal) == 0:
-        return anchor + free, None
-    least, short = float((gain - goal).min()), goal > 0
-    if (gain[short] <= 0).any():
-        return None, least
-    factor = (goal[short] / gain[short]).max() if short.any() else 1.0
-    if (factor * gain < goal - SLACK * problem.margins.abs().max()).any():
-        return None, least
-    return anchor + factor * free, least
+def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
+    """Scale W to meet the inequalities, and add the shortest matrix that meets what is still violated, or return None.
 
-
-def project_on_equalities(problem: Problem, W: Matrix) -> Matrix:
-    """Return the matrix that meets the equalities and is nearest to W in the Frobenius norm."""
-    if not problem.equal.any():
+    Label margins of both signs and equalities b ≠ 0 leave violations that no scale removes.
+    """
+    W = W * feasible_scale(problem, problem.scores(W))
+    scores = problem.scores(W)
+    if not problem.violations(scores).any():
         return W
-    equal = problem.select(problem.equal.nonzero().flatten())
-    for _ in range(2):  # the second pass corrects the error due to the Gram matrix's condition
-        missing = equal.margins - equal.scores(W)
-        W = W + equal.form(torch.linalg.lstsq(equal.gram, missing[:, None], driver="gelsd").solution[:, 0])
-    return W
+    correction = solve(replace(problem, margins=problem.margins - scores))
+    if correction.W is None or correction.gap == math.inf:
+        return None
+    return W + correction.W

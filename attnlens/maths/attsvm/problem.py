@@ -367,7 +367,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     # λ at the dual's optimum along the ray, and W = W(λ).
     multipliers, W = multipliers * factor, W * factor
     norm, scores, price = float(W.norm()), problem.scores(W), multipliers.abs()
-    factor = _feasible_scale(problem, scores)
+    factor = feasible_scale(problem, scores)
     slack = problem.violations(factor * scores)
     infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * lengths)).any())
     primal = math.inf if infeasible else 0.5 * (factor * norm) ** 2 + float(price @ slack)
@@ -384,7 +384,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     return Solution(status, multipliers, support, iterations, W=W, norm=norm, gap=gap, least=least, kkt=kkt)
 
 
-def _feasible_scale(problem: Problem, scores: Each) -> float:
+def feasible_scale(problem: Problem, scores: Each) -> float:
     """Return the least t with t · score ≥ b wherever b > 0; 1 if there is none or an equality with b ≠ 0 fixes it."""
     bounds, positive = problem.margins, ~problem.equal & (problem.margins > 0.0)
     if not positive.any() or (bounds[problem.equal] != 0.0).any() or not (scores[positive] > 0.0).all():
