@@ -168,9 +168,8 @@ def of_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular vectors.
 
-    Chen et al. 2023 put the values in place of K's right singular vectors. If rank90 = 1, a near-constant vector spans
-    the leading space of K itself, which then contains no part of centred values. Centring both over keys leaves K and V
-    in the n − 1 dimensions orthogonal to 1, so that random values have a share of s/(n − 1) on average.
+    Both K and V are centred over keys: otherwise a near-constant vector could span K's leading space, which then has no
+    part in centred values. See `ksvd.share_inside` for the share by chance.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

@@ -231,11 +231,10 @@ def analyzer(
 ) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
-    `kind` is the class to create, and `facts` are its remaining fields. `by_default=False`: it does not run if no
-    analyzer is named. `needs_base`: it compares the model with the same model without its adapter, and runs by default
-    if there is an adapter. `brief`: a measure and a function that computes it alone, for heads that are swept.
-    `replace`: replace an analyzer that another module registered under that name. Raises UsageError if there is such an
-    analyzer and `replace` is false, or if another analyzer has one of the measures.
+    `kind` is the class to create, and `facts` are its remaining fields, among them: `by_default=False`, for an analyzer
+    that runs only if it is named; `needs_base`, for one that compares the model with itself without its adapter;
+    `brief`, a measure and the function that computes it alone, for swept heads. Raises UsageError if another analyzer
+    has one of the measures, or has the name and `replace` is false.
     """
     infos = tuple(measures)
 

@@ -173,9 +173,8 @@ class StoredSequence:
 class Selector:
     """Gather one site's sequences and pose every head's selection problem on them, in all available spaces.
 
-    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, otherwise the queries and
-    keys. In each space, the null rotates that space's form randomly on both sides; for each rotated head, the tokens
-    and the most clearly decided queries are chosen again, from the same sequences.
+    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, otherwise queries and keys.
+    The null rotates each space's form randomly on both sides, and then chooses queries and tokens again.
     """
 
     def __init__(self, place: GatheringPlace) -> None:

@@ -62,10 +62,9 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
-    C_q = Σ_i u_i q_i q_iᵀ of each key head, where u_i is the sum of q_i's weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j
-    − k̄_i)ᵀ of the stacked keys of a latent, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the latent's query
-    heads. For keys before the rotation, k̄ is one mean for all queries, because softmax ignores a common part only of
-    rotated keys.
+    C_q = Σ_i u_i q_i q_iᵀ of each key head, where u_i is the sum of q_i's weights. C_k = Σ_ij w_ij (k_j − k̄_i)(k_j −
+    k̄_i)ᵀ of a latent's stacked keys, summed over its query heads, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. Before the
+    rotation, k̄ is the same for all queries: softmax ignores a common part only of rotated keys.
     """
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among the swapped key heads
@@ -237,10 +236,10 @@ ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries 
 class MapsFit:
     """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q and C_k are those of `Grams`, where w is half the head's own attention and half uniform over the keys seen. If
-    queries and keys are independent, the logits are the least-squares best of rank r, up to terms that softmax ignores
-    (such as ⟨q, k̄⟩). A sink is one more outcome, whose logit no map changes: it acts as a key at 0 with the rest of
-    the weight. Query heads of one key head share its maps; `group` key heads share one latent of r numbers per head.
+    C_q and C_k are those of `Grams`, with w half the head's own attention and half uniform over the keys seen. For
+    independent queries and keys, the logits are the least-squares best of rank r, up to terms that softmax ignores. A
+    sink acts as a key at 0 with the rest of the weight, because no map changes its logit. Query heads of one key head
+    share its maps; `group` key heads share one latent of r numbers per head.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:

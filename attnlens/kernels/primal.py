@@ -59,11 +59,10 @@ class Moments:
 class PrimalFit:
     """the scores' maps by KSVD, the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
 
-    C_q = mean Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the same for keys. e and r are the leading left and
-    right singular vectors of K = Φ_qΦ_kᵀ of these tokens (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor
-    that W_c absorbs. Λ is (nΣ)⁻¹, where n is the mean length of the sequences; the mean over sequences of the KSVD
-    objective J is then 0. W_c and b map [e; r] to the head's own output by ridge regression with a strength chosen on a
-    held-out part of the text.
+    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens; C_k is that of keys. Up to a factor that W_c absorbs, e
+    and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2, Eq. 6).
+    With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b map [e; r] to the
+    head's own output by ridge regression; its strength is chosen on a held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -96,9 +95,8 @@ class PrimalFit:
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
         """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
-        With s' = min(s, features), the parameters are `query_map`, `key_map` (heads, features, s'), `log_multipliers`
-        (heads, s'), `output_map` (heads, 2s', value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean
-        number of tokens per sequence. Scores beyond the rank of K are zero.
+        At most as many scores as features are kept; those beyond the rank of K are zero. `tokens` is the mean number of
+        tokens per sequence.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
@@ -108,7 +106,9 @@ class PrimalFit:
             needed = f"primal with {self.scores} scores needs at least {self.scores} calibration tokens"
             raise TextError(f"{needed}, but got {tokens}.", "Give a longer --calibration text, or fewer scores.")
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
-        maps = _assemble_map(query_map, key_map)
+        one = query_map.new_ones(1, 1)
+        pairs = zip(query_map, key_map, strict=True)
+        maps = torch.stack([torch.block_diag(*pair, one) for pair in pairs])  # type: ignore[no-untyped-call]
         fitting, choosing, whole = (moments.of_scores(maps) for moments in (train, held_out, both))
         errors = [squared_loss(choosing, *regression(fitting, fitting.tokens * 0 + each)) for each in STRENGTHS]
         best = torch.tensor(STRENGTHS).to(errors[0])[torch.stack(errors).argmin(0)]
@@ -131,14 +131,6 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
     return key_root @ right * alive[..., None, :], query_root @ left * alive[..., None, :], log_multipliers
 
 
-def _assemble_map(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
-    """Build the block diagonal map from [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
-    heads, size, scores = query_map.shape
-    maps = query_map.new_zeros(heads, 2 * size + 1, 2 * scores + 1)
-    maps[:, :size, :scores], maps[:, size:-1, scores:-1], maps[:, -1, -1] = query_map, key_map, 1.0
-    return maps
-
-
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
     """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D contains the scores' sds."""
     count = moments.tokens[:, None, None]
@@ -146,8 +138,8 @@ def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT
     shared = moments.cross[:, :-1] / count - mean @ mean_output
     deviation = spread.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()[..., None]
-    # A constant score carries no information; dividing by its deviation would amplify rounding, which is √eps · mean
-    # here, since the deviation is the root of a difference of squares.
+    # Dividing a constant score by its deviation would amplify rounding, which is √eps · mean, because the deviation is
+    # the root of a difference of squares.
     alive = deviation > torch.finfo(spread.dtype).eps ** 0.5 * mean.abs()
     scale = torch.where(alive, deviation, 1.0)
     values, vectors = torch.linalg.eigh(torch.where(alive & alive.mT, spread / (scale * scale.mT), 0.0))

@@ -352,8 +352,8 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
     """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
 
-    The exponent is bounded, not shifted by a maximum over tokens, so that features do not depend on later tokens. In
-    float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
+    The exponent is bounded, not shifted by a maximum over tokens, which would depend on later tokens. In float32, k
+    underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
     """
     x = wide(x) * scale**0.5
     draws: Tensor = ksvd.orthogonal_draws(count, x.shape[-1], seed).to(x)

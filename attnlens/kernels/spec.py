@@ -151,10 +151,10 @@ class Kernel:
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms, for a key head per query head.
 
-        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least
-        float32, unless it is the score itself (exponential, rank, hard). A tie of whole sequences treats the tokens as
-        one sequence and omits query-only terms. For a hybrid, the result is the kernel of far keys. Raises UsageError
-        if queries and keys to be tied belong to different tokens, or if a required fit is missing.
+        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result is at least
+        float32, unless it is the score itself. A tie of whole sequences omits query-only terms; a hybrid gives the
+        kernel of far keys. Raises UsageError if queries and keys to be tied belong to different tokens, or if a fit is
+        missing.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -238,10 +238,8 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def smallest_kernel(of: dtype) -> float:
-    """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31).
-
-    It equals the smallest normal number divided by eps: sums this small keep all digits, and 1/k has a gradient.
-    """
+    """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31)."""
+    # Sums as small as the smallest normal number over eps keep all digits, and 1/k has a gradient.
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 

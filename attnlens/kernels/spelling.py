@@ -228,9 +228,8 @@ def cached_numbers(kernel: Kernel) -> float | None:
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    The keys are the first 4 tokens (at most half of the keys) and the nearest tokens; if `state` is None, they are the
-    first 4 and the 64 nearest tokens. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so that one of the first
-    tokens may not fit.
+    They are the first 4 tokens (at most half of the keys) and the nearest; if `state` is None, the first 4 and the 64
+    nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, which can leave room for one first token less.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:

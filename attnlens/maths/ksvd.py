@@ -68,16 +68,14 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1), so that K is a cosine. A zero vector stays 0."""
+    """Return φ(x) = x/‖x‖ in float64, so that K is a cosine (Chen et al. 2023, section 4.1); 0 stays 0."""
     return unit(x.double())
 
 
 def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return x/‖x‖ in the dtype of x; zero, with finite gradients, where x is zero.
-
-    Each row is divided by its largest entry first, so that no square under- or overflows.
-    """
-    # x/‖x‖ does not depend on this divisor, so its gradient is not needed.
+    """Return x/‖x‖ in the dtype of x; zero, with finite gradients, if x is zero."""
+    # Divided by its largest entry first, so that no square under- or overflows; x/‖x‖ needs no gradient of this
+    # divisor.
     largest = x.detach().abs().amax(-1, keepdim=True)
     scaled = x / torch.where(largest > 0, largest, 1.0)
     length = scaled.norm(dim=-1, keepdim=True)
@@ -85,10 +83,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 
 
 def centre_rows(x: Queries) -> Queries:
-    """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if the rows differ only by rounding.
-
-    Applied to key features, it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
-    """
+    """Subtract the mean row in float64; exactly 0 if rows differ only by rounding. For key features: K(I − 11ᵀ/n)."""
     x = x.double()
     deviations = x - x.mean(-2, keepdim=True)
     # Strict: equal rows leave rounding of at most this size.
@@ -99,11 +94,10 @@ def centre_rows(x: Queries) -> Queries:
 def random_features(
     x: Float[Tensor, "*batch n head_dim"], scale: float, count: int, seed: int = 0
 ) -> Float[Tensor, "*batch n count"]:
-    """Return φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0; the mean of ⟨φ(q), φ(k)⟩ over ω is exp(s⟨q, k⟩).
+    """Compute φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0, for which ⟨φ(q), φ(k)⟩ has the mean exp(s⟨q, k⟩) over ω.
 
-    Positive random features of the softmax kernel (Choromanski et al. 2021, Lemma 1) in float64, where ω is Gaussian in
-    orthogonal blocks. The exponent is at most ‖ω‖²/2, about head_dim/2, and cannot overflow for any usual head_dim.
-    Raises UsageError if count < 1.
+    Choromanski et al. 2021, Lemma 1, in float64; ω is Gaussian in orthogonal blocks. The exponent is at most ‖ω‖²/2,
+    about head_dim/2, and does not overflow for any usual head_dim. Raises UsageError if count < 1.
     """
     require_positive("count", count)
     x = x.double() * scale**0.5
@@ -113,10 +107,9 @@ def random_features(
 
 
 def sampled_rows(x: Queries, count: int) -> Sampled:
-    """Return X', `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
+    """Return `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
 
-    The data-dependent F = X' of Chen et al. 2023 (Eq. 6, f(X)); their code takes min(n, 10·s) rows in this way. Raises
-    UsageError if count < 1.
+    They are the data-dependent F = X' of Chen et al. 2023, Eq. 6. Raises UsageError if count < 1.
     """
     require_positive("count", count)
     return evenly_spaced(x.double(), min(count, x.shape[-2]))
@@ -232,10 +225,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
 
 
 def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:
-    """Return the relative residual of the eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
-
-    It is √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖), and NaN if K is zero. K is not formed.
-    """
+    """Return √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖), without forming K; NaN if K is zero."""
     left, right = _factors(query_features, key_features, projection)
     return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
 
@@ -381,10 +371,7 @@ class Primal:
 
 
 def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
-    """Compute the primal weights of a dual solution from the stationarity of J; e and r equal the dual's.
-
-    `projection` is the F that the solution was computed with; the features are those of the training tokens.
-    """
+    """Compute primal weights from the stationarity of J; their e and r equal the dual's. Arguments as for `dual`."""
     through_keys = key_features.double().mT @ solution.right
     through_queries = query_features.double().mT @ solution.left
     if projection is not None:
@@ -419,8 +406,8 @@ def objective(
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
     """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
 
-    The paper has one J per layer and does not mention heads. Here each head is a separate problem, so that J < 0 of
-    one head cannot cancel J > 0 of another, as it can in the code's mean. Raises UsageError for another convention.
+    The paper does not mention heads. Under `paper` each head is a separate problem here; in the code's mean, negative J
+    of one head can cancel positive J of another. Raises UsageError for another convention.
     """
     _check_convention(convention)
     if convention == "paper":
@@ -441,19 +428,18 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
     """
     overlap = left.mT @ right
     cosines = singular_values(overlap).clamp(max=1.0)  # rounding can leave a cosine above 1
-    # parts outside the left space, ascending like the angles, except that zero columns come first
+    # Sines ascend like the angles, except that those of zero columns come first.
     sines = singular_values(right - left @ overlap).clamp(max=1.0).flip(-1)
     empty = (right == 0).all(-2).sum(-1, keepdim=True)
     places = (torch.arange(sines.shape[-1], device=sines.device) + empty).clamp(max=sines.shape[-1] - 1)
-    # At 45° both are as exact; the acos of a cosine near 1 would lose half of the digits.
+    # Switch at 45°, where both are equally exact: acos near 1 and asin near 1 lose half of the digits.
     return torch.where(cosines > 0.5**0.5, sines.gather(-1, places).asin(), cosines.acos())
 
 
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
 
-    It is 0 if both spans are equal, as for a symmetric K, and π/2 if they are orthogonal. If singular values are equal
-    at the border, the span is arbitrary.
+    0: equal spans, as for a symmetric K; π/2: orthogonal ones. A span that splits equal singular values is arbitrary.
     """
     first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
     angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))
@@ -463,10 +449,9 @@ def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHea
 def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], where V is centred over tokens and H_r is the first `sizes` columns of `basis`.
 
-    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. H_r is then orthogonal to the vector
-    of ones, and the expected share of V with independent normal entries is sizes/(n − 1). It is smaller, down to
-    (sizes − 1)/(n − 1), for a basis that is not orthogonal to the vector of ones, such as that of K itself if its first
-    mode is near-constant. NaN if all values are equal.
+    Independent normal values have an expected share of sizes/(n − 1) if H_r is orthogonal to the vector of ones, as the
+    right singular vectors of K(I − 11ᵀ/n) are. Otherwise it is smaller, down to (sizes − 1)/(n − 1). NaN if all values
+    are equal.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

@@ -28,10 +28,9 @@ class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
     The heads of one layer, after the projections of queries and keys; there are no values. O(T·s) time and memory. As
-    in the published code, the heads of a layer share W_c and b. Initially W_e and W_r are orthogonal between heads
-    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), and W_c is initialised as torch's Linear. The logarithm of Λ is
-    stored, so that Λ is positive; the published code squares a free Λ. The rank is at most head_dim and, with F = X'
-    (`samples` evenly spaced rows of those passed to `forward`; 0: F = I), at most `samples`.
+    in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ is uniform
+    in (0, 1), and W_c is that of torch's Linear. log Λ is stored, which keeps Λ positive (the published code squares
+    Λ). `samples` are the evenly spaced rows of F = X' (0: F = I); head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -134,9 +133,9 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     """Compute the term ≥ 0 that η multiplies in the loss L + η·ΣJ², from the last forward pass of all primal layers.
 
     paper: Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence. code: mean_layers (mean_heads J)², where
-    J is a mean over tokens and uses Λ². Both are averaged over the batch's sequences. After a training pass the term is
-    differentiable, and the layers release the pass, so that no graph outlives the step; after an eval pass call it
-    under torch.no_grad. Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
+    J is a mean over tokens and uses Λ². Both are averaged over sequences. After a training pass the term has a
+    gradient, and the layers release the pass with its graph; after an eval pass, call it under torch.no_grad. Raises
+    UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     Outputs = Float[Tensor, "batch heads queries value_dim"]
 
 
-GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more than this (36) has a weight below rounding
-LOST = -1 / torch.finfo(torch.float32).eps  # adding a number below this (−8e6) erases the decimals of a float32 score
+GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more than this (36) has a weight within rounding
+LOST = -1 / torch.finfo(torch.float32).eps  # a float32 score plus a number below this (−8e6) loses its decimals
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -48,8 +48,8 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
-    An entry is masked if it is below LOST, or more than GAP below its row's largest, unless other entries of the head
-    bridge the gap: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
+    An entry is masked if it is below LOST, or below its row's largest by more than GAP without other entries of the
+    head in between: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -191,10 +191,10 @@ TILE_BYTES_ON_GPU = 64 << 20  # starting the operations of a smaller tile takes 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) of the queries `rows`, in float32 or better.
 
-    The weight of a sink is left out. A signed kernel gives k · exp(bias) / Σ, which is not finite if the sum is zero;
-    the hard kernel gives weight 1 to the first of the largest scores. The row of a query that sees no key is uniform,
-    as in transformers' eager attention; under a tie of whole sequences, padded rows are zero. Raises UsageError for a
-    tie or a filter if queries have no position among the keys.
+    Without the weight of a sink. A signed kernel gives k · exp(bias) / Σ, not finite if the sum is zero; the hard
+    kernel gives weight 1 to the first of the largest scores. Rows that see no key are uniform, as in transformers'
+    eager attention, or zero under a tie of whole sequences. Raises UsageError for a tie or a filter if queries have no
+    position among the keys.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
@@ -222,7 +222,7 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
         return output(tiles[0])
     if torch.is_grad_enabled():  # the backward pass recomputes the weights of each tile, in O(T · tile) memory
         return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
-    # written in place, widest tile first: small results between large temporary tensors would fragment the heap
+    # in place, widest tile first: small results allocated between large temporary tensors would fragment the heap
     whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
-    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's q', k', s'; rows with no key are 0.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v by SDPA with the kernel's q', k', s'.
 
-    No tensor of size queries × keys is made except the model's own mask, or its sum with the bias.
+    Rows without a key are 0. Of size queries × keys is only the model's own mask, or its sum with the bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
     query, key = kernel.apply_tie(call.query, call.paired_key)
@@ -90,8 +90,8 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
     In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
-    underflow attend uniformly; with signed features, only queries whose sums are all zero do. A query that sees no key
-    gets zero; a query whose signed denominators cancel gets no finite number.
+    underflow (if signed: whose sums are all zero) attend uniformly. The output is zero for a query that sees no key,
+    and not finite if a signed denominator cancels.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -231,8 +231,8 @@ def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
     """Compute Fφ(q) and Fφ(k) in float32 or better, and the mask of real tokens (None: all are real).
 
     φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does. F
-    is the identity if `samples` = 0; otherwise it is that many evenly spaced rows of φ(k) (the paper takes rows of the
-    input). Raises UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
+    is the identity or, if `samples` > 0, that many evenly spaced rows of φ(k) (in the paper, of the input). Raises
+    UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
     return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real

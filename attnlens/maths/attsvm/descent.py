@@ -36,7 +36,7 @@ class Anchored(NamedTuple):
     token: Float[Tensor, "trials n d"]  # x_α
     differences: Float[Tensor, "trials n T d"]  # u_t = x_t − x_α
     pulls: Bool[Tensor, "trials n T"]
-    """True if t is allowed and u_t is not 0; α itself and its duplicates have no effect on the gradient."""
+    """True if t is allowed and u_t is not 0: α and its duplicates do not affect the gradient."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,13 @@ def descend(
     """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
     If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
-    the normaliser `form`, c is ‖∇_W‖ for both, and W grows at most as (1 + lr)^2t. With `own`, each of the two
-    directions is divided by its own norm, and W grows at most as t². `floor` is added to every norm before dividing, as
-    published code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor, it follows the remaining
-    tiny gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the
-    iterations to record (0 is the start); the last one is always recorded. `progress` is called with the iterations
-    done and their total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are
-    not finite, shapes that do not fit, factors that are 0, and, with `form`, so many iterations that W could overflow.
+    the normaliser `form`, c is ‖∇_W‖ for both, and W grows at most as (1 + lr)^2t; with `own`, each direction is
+    divided by its own norm, and W grows at most as t². `floor` is added to every norm: with the 2.2e-16 of published
+    code, a trial whose gradient vanishes stops; with 0, it follows the remaining tiny gradient. The losses are log(1 +
+    e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the iterations to record (0 is the start); the
+    last one is always recorded. `progress` is called with the iterations done and their total. Raises UsageError for
+    iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite, shapes that do not fit, factors
+    that are 0, and, with `form`, so many iterations that W could overflow.
     """
     parts: Parts = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
@@ -193,8 +193,8 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
-    The textbook formula Σ_t s_t (γ_t − f) x_t includes t = α, a term that nearly cancels all others: no digits remain
-    once 1 − s_α < 1e-16. With logarithms, the direction is correct even if all s_t underflow. D's coefficients are ≤ 1.
+    In the textbook formula Σ_t s_t (γ_t − f) x_t, the term t = α nearly cancels all others: no digits remain once 1 −
+    s_α < 1e-16. Logarithms keep the direction correct even if all s_t underflow. D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output

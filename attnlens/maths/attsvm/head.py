@@ -107,7 +107,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count each token's copies that a query sees; the count is stored at the first copy, and the others get 0."""
+    """Count the copies of each token that a query sees; the first copy gets the count, the others 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -125,11 +125,10 @@ def choose(
     """Select at most `most` queries with the largest p_max of the head, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight.
-    Queries that select all visible tokens are omitted, and so are queries that see less than half as many tokens as
-    another query of the sequence: at the start of a causal sequence, p_max is near 1 because there are few tokens to
-    select. Queries whose least selected and largest other score are equal within TIE are counted and omitted. Fewer
-    queries are returned if there would be more than MOST_CONSTRAINTS constraints or, with `top_p`, MOST_EQUALITIES
-    equalities.
+    Omitted are queries that select all visible tokens, queries that see less than half as many tokens as another query
+    of the sequence (early in a causal sequence, p_max is near 1 because there are few tokens), and queries whose least
+    selected and largest other score are equal within TIE, which are counted. There are fewer queries if otherwise
+    constraints exceeded MOST_CONSTRAINTS or equalities MOST_EQUALITIES.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -175,8 +174,7 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for one visible token, NaN for none.
 
-    `masked` are the scores, `log_weights` the softmax's logits plus the log of the number of copies; both are −∞ for
-    hidden tokens.
+    `masked` are the scores, `log_weights` softmax logits that include copies; both are −∞ for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -188,10 +186,9 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
-    """Build the problem whose feasible W select what the head selects: u W z ≥ 1 for u from O_i to every other token.
+    """Build the problem whose W select what the head selects: u W z ≥ 1 from O_i to all other tokens, 0 inside O_i.
 
-    If O_i contains several tokens, u W z = 0 between them (Tarzanagh et al. 2023, the generalised SVM). Raises
-    UnposedError if no query was chosen.
+    Tarzanagh et al. 2023, the generalised SVM. Raises UnposedError if no query was chosen.
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
@@ -214,7 +211,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
 
 
 def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
-    """Mark the visible token of the largest score or, with `top_p`, the fewest tokens with that share of the weight."""
+    """Mark each query's selected tokens, as described in `choose`."""
     if top_p is None:
         order = masked.argmax(-1, keepdim=True)
         selected = torch.ones_like(order, dtype=torch.bool)
@@ -250,8 +247,8 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     """Compare a head with the SVM of its selections, or return the reason why there is no such SVM.
 
     The scenes are those that the queries were chosen from, or others with the same scores. If sets of several tokens
-    are selected, M is compared without its finite part W_fin, the least form with the score differences of M inside the
-    sets. Trained forms tend to W_fin + R · W_mm, and only M − W_fin can meet the equalities.
+    are selected, M − W_fin is compared, where W_fin is the least form with M's score differences inside the sets:
+    trained forms tend to W_fin + R · W_mm, and only M − W_fin can meet the equalities.
     """
     try:
         posed = pose(scenes, form, chosen)

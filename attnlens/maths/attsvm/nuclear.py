@@ -212,10 +212,11 @@ def to_zero(values: Each, change: Each, share: float) -> float:
 def refine_on_face(
     problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
 ) -> tuple[Multipliers, Matrix] | None:
-    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b where `tight`, and λ = 0 elsewhere.
+    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b if `tight`, and λ = 0 if not.
 
-    Solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B = Mᵀ A, where M =
-    Σλ u zᵀ. Returns None if the system would be too large. The result is not guaranteed to be better: certify it.
+    Newton's method on the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B = Mᵀ
+    A, where M = Σλ u zᵀ. None if the system would be too large. The result can be worse than the given pair: certify
+    it.
     """
     left, values, right = torch.linalg.svd(W, full_matrices=False)
     # Strict complementarity distinguishes zero from small singular values of W: either σ(W) = 0 or σ(M) = 1.
@@ -250,10 +251,9 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c (= b_c where `equal`); Tarzanagh et al. 2023, Eq. Att-SVM⋆.
 
     An interior-point method on a working set of constraints, to which violated ones are added, in the row spaces of u
-    and z (W never leaves them). `tolerance` is the sufficient relative gap (P − D)/P. By default it is 1e-4: the norm
-    is then accurate to 1e-4, but W is less accurate. For a result exact to rounding use, e.g., 1e-10. `gap` in the
-    result is the gap reached. `limit` bounds the total number of interior-point steps. For an infeasible problem, the
-    result contains Gordan's certificate and no norm. Raises the same errors as `solve`.
+    and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach: 1e-4 by default, to which the norm is
+    then accurate, but not W; 1e-10 gives a result exact to rounding. `limit` bounds the interior-point steps. For an
+    infeasible problem, the result contains Gordan's certificate and no norm. Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)

@@ -41,11 +41,9 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem of the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`).
+    """The problem of the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), all in float64.
 
-    Tarzanagh et al. 2023, Eq. 2.
-
-    u_c = x_α − x_t is a difference of two tokens, and z_q(c) is the query of the constraint. Everything is float64.
+    u_c = x_α − x_t is a difference of two tokens, z_q(c) the constraint's query (Tarzanagh et al. 2023, Eq. 2).
     """
 
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
@@ -143,10 +141,7 @@ def selection(
 
 
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
-    """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W if every query is 1.
-
-    Raises the same errors as `selection`.
-    """
+    """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` whose queries are 1."""
     tokens = as_finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
 
@@ -238,10 +233,9 @@ def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
     """Build the problem (e_i − e_j)ᵀ W e_k = 0 in cycles of k's graph, and ≥ 1 along its other edges (Graph-SVM).
 
-    A sequence consists of input tokens followed by a label (Li et al. 2024). The graph of a last input token k has an
-    edge from the label to each input token, for all sequences ending in k; a cycle is a strongly connected component.
-    Raises UsageError for sequences of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph
-    has an edge.
+    A sequence consists of input tokens and a label (Li et al. 2024). For all sequences whose last input is k, k's graph
+    has an edge from the label to each input; a cycle is a strongly connected component. Raises UsageError for sequences
+    of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph has an edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
     vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)
@@ -271,9 +265,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
-    """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` dimensions,
-    the last of which is not empty.
-    """
+    """Return the numbers in float64; raise UsageError unless finite and real, with `axes` nonempty dimensions."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
@@ -319,10 +311,8 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
 
 
 def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
-    """Raise UnposedError for a problem without constraints, and UsageError for a wrong tolerance, limit or size.
-
-    The tolerance must be positive, the limit at least 1, and the largest |number| of each nonzero difference, query and
-    margin must lie in [1e-50, 1e50]: the squares and products of other numbers overflow or underflow float64.
+    """Raise UnposedError for a problem without constraints, and UsageError for a tolerance ≤ 0, a limit < 1 and sizes
+    outside [1e-50, 1e50], the largest |number| of a nonzero difference, query or margin: products could overflow.
     """
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
@@ -344,11 +334,10 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
 def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
     """Return the solution that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled to feasibility.
 
-    Negative λ of inequalities are set to 0, so that D is a bound for any λ. If scaling is impossible (equalities
-    with b ≠ 0) or b ≤ 0, a violation r within rounding is charged to P as Σ|λ|r, its first-order price; a larger
-    violation gives `inaccurate` with an infinite gap. The gap is (P − D)/P. λ is scaled so that Σλb = ‖W(λ)‖². Raises
-    UsageError if λ has another length or is not finite, for a tolerance ≤ 0, and for sizes outside [1e-50, 1e50], where
-    rounding to 0 or ∞ would pass for a proof.
+    Negative λ of inequalities are set to 0, so that D is a bound for any λ. A violation r that remains after scaling
+    (equalities with b ≠ 0, b ≤ 0) is charged to P as Σ|λ|r, its first-order price, if it is rounding; otherwise the
+    result is `inaccurate` with an infinite gap. The gap is (P − D)/P. λ is scaled so that Σλb = ‖W(λ)‖². Raises
+    UsageError if λ has another length or is not finite, and the errors of `solve`.
     """
     check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():

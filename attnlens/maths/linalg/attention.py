@@ -23,17 +23,16 @@ if TYPE_CHECKING:
     PerQuery = Float[Tensor, "*batch heads n"]
     Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and whether it counts
 
-GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
+GLANCE = 128  # Size of the leading block that is searched for a proof of indefiniteness before the whole matrix
 FACTORED = 8192
-"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
+"""Most tokens of a long kernel that is factored whole if no tile proves it indefinite: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
 def entropy(query_key: QueryKey) -> PerHead:
     """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
 
-    Queries with fewer than two allowed keys are left out; NaN if none remain. A sink logit counts as one more allowed
-    key, with the probability that it takes.
+    A sink logit counts as one more allowed key. Queries with fewer than two are left out; NaN if none remain.
     """
     return _average_queries(query_key, _entropies)
 
@@ -49,10 +48,7 @@ def first_weight(query_key: QueryKey) -> PerHead:
 
 
 def even_weight(query_key: QueryKey) -> PerHead:
-    """Return the mean of 1/m over queries that see m ≥ 2 keys: the `first_weight` of uniform attention.
-
-    A sink logit counts as one more key. NaN if no query sees two keys.
-    """
+    """Return the `first_weight` of uniform attention: the mean of 1/(keys + sink) over queries that see two keys."""
     return _average_queries(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
 
 
@@ -148,11 +144,8 @@ class Anatomy:
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
-    """Compute the four shares of every head on one sequence, for self-attention.
-
-    Bilinear logits with 2·head_dim < n are reduced to a core of size 2·head_dim by QR of the centred [Q K]. Others are
-    decomposed as n × n matrices; for long sequences, their shares are NaN.
-    """
+    """Compute the four shares of every head on one sequence; NaN if long and not bilinear. For self-attention."""
+    # Bilinear logits are reduced to a core of size 2·head_dim by QR of the centred [Q K].
     small = query_key.bilinear and 2 * query_key.query.shape[-1] < query_key.query.shape[-2]
     if small:
         parts = over_heads(_factored_parts, query_key.query, query_key.paired_key)
@@ -198,25 +191,21 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
-    K_ij = exp(L_ij − ρ_i + κ_i), where ρ_i is the mean of row i and κ_i is the mean of column i: softmax ignores row
-    constants, and this choice gives one verdict for all L with the same attention (for symmetric L it is L itself). sym
-    K is scaled to unit diagonal, a congruence, so that nothing overflows and definiteness is kept. Any entry above 1,
-    in a leading block or in the whole, then proves sym K indefinite by a 2 × 2 minor. Otherwise Cholesky decides.
+    K_ij = exp(L_ij − ρ_i + κ_i), where ρ_i and κ_i are the means of row i and column i. Softmax ignores row constants;
+    with these, all L of the same attention give one verdict. Scaling sym K to unit diagonal prevents overflow and keeps
+    definiteness. An entry above 1 then proves sym K indefinite by a 2 × 2 minor; without one, Cholesky decides.
     """
     return over_heads(_verdicts, logits)
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` for the head's logits of all pairs, without position bias or mask.
-
-    For a long sequence, a witness of indefiniteness is searched for in tiles of the logits.
-    """
+    """Return `definite` for the head's logits of all pairs, without position bias or mask; in tiles if long."""
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide if one long head is definite; UNDECIDED if it has no witness and more than FACTORED tokens."""
+    """Decide if one long head is definite; UNDECIDED for more than FACTORED tokens without an entry above 1."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -255,7 +244,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Search a leading block for a witness, then the whole matrix; decide heads without a witness by Cholesky."""
+    """Search a leading block for an entry above 1, then the whole matrix; decide heads without one by Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
@@ -264,8 +253,8 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
     for size in sorted({min(n, GLANCE), n}):
         undecided = verdicts.isnan().nonzero()[:, 0]
         kernel = _unit_kernel(logits[undecided, :size, :size] + gauge[undecided, :size, None])
-        # A witness is an entry above 1: its 2 × 2 minor has the eigenvalue 1 − entry < 0. Strict, and beyond rounding
-        # times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
+        # The 2 × 2 minor of an entry above 1 has the eigenvalue 1 − entry < 0. Rounding is relative to the largest
+        # eigenvalue, which is at most the trace n if the matrix is semidefinite.
         has_witness = kernel.flatten(1).amax(-1) > 1 + rounding[undecided] * size
         verdicts[undecided[has_witness]] = INDEFINITE
     verdicts[undecided[~has_witness]] = _decide_by_cholesky(kernel[~has_witness], rounding[undecided[~has_witness]])
@@ -275,8 +264,7 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
 def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
     """Return sym K scaled to unit diagonal, for K_ij = exp(logits).
 
-    Exponents are clamped to 1. A clamped entry still exceeds e/2 > 1, so clamping does not change which entries are
-    witnesses that the kernel is indefinite (entries above 1).
+    Exponents are clamped to 1 against overflow: a clamped entry is at least e/2, still above 1.
     """
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()
@@ -286,8 +274,8 @@ def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]
 def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
     """Return POSITIVE if K + tol·I has a Cholesky factor, INDEFINITE if K + 4 tol·I has none; tol = rounding · ‖K‖_∞.
 
-    The factorisation rounds by less than tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3 tol.
-    Between the two the result is UNDECIDED: the matrix is as close to the boundary as its rounding.
+    The factorisation rounds by less than tol: success means λ_min > −2 tol, and failure at 4 tol λ_min < −3 tol.
+    Between the two, λ_min is 0 within rounding, and the result is UNDECIDED.
     """
     tolerance = rounding * kernel.sum(-1).amax(-1)
     positive = _has_cholesky(kernel, tolerance)

@@ -38,11 +38,11 @@ LARGEST_CONDITION = 1e5
 def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
-    Under rotation it is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a
-    distance (images), it is the symmetry of the joint kernel on (content, position), where every pair of positions
-    counts once. NaN for a zero matrix.
+    Under rotation it is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if angles are not multiples of a
+    distance (images), over all pairs of positions. NaN for a zero matrix.
     """
-    if not (form.rotation is None or form.rotation.by_distance):
+    rotation = form.query_key.rotation
+    if rotation is not None and not rotation.by_distance:
         return _trace_ratio(form.query_mean, form.key_mean, form.cross_mean)
     return _divide_over_distances(*form.distance_traces)
 
@@ -56,9 +56,8 @@ def symmetry_by_distance(form: Form) -> PerDistance:
 def layer_symmetry(query_key: QueryKey) -> float | None:
     """Return the symmetry of Σ_h M_h over the heads of a site (Saponati et al. 2025, layer score), in [−1, 1].
 
-    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ; each query head is paired with
-    its key head. With RoPE, the symmetry covers the same relative distances as in `symmetry`. `query_key` must not have
-    batch axes. Returns None for a zero matrix and for cross-attention.
+    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ; rotations enter as in
+    `symmetry`. `query_key` must not have batch axes. None for a zero matrix and for cross-attention.
     """
     if query_key.site.part == "cross":
         return None
@@ -95,9 +94,9 @@ def directionality(form: Form) -> PerHead:
     or, pooled over rotations, diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is the Gram matrix of the stacked keys.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
-    if form.rotation is not None:
-        query_gram = average_rotations(form.rotation.transposed, form.query_mean)
-        key_gram = average_rotations(form.rotation.transposed, form.key_mean)
+    if (rotation := form.query_key.rotation) is not None:
+        query_gram = average_rotations(rotation.transposed, form.query_mean)
+        key_gram = average_rotations(rotation.transposed, form.key_mean)
     query, key = form.query_key.query, form.query_key.key
     rows = _sum_outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
     if form.group is None:
@@ -194,8 +193,8 @@ def eigenvalue_root(gram: Roots) -> Roots:
     return root
 
 
-# Sums over positions are quadratic in the rotation R. R does not mix different pairs of coordinates, so the sums follow
-# from products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
+# Sums over positions are quadratic in the rotation R, which does not mix pairs of coordinates: they follow from
+# products of cos and sin of two pairs, about head_dim² at each position, not head_dim³.
 def average_rotations(rotation: Rotation, matrix: Matrices) -> Matrices:
     """Return mean_i R(i)ᵀ X R(i).
 
@@ -269,11 +268,6 @@ class Form:
     query_key: QueryKey
 
     @property
-    def rotation(self) -> Rotation | None:
-        """Rotation of queries and keys by position, or None."""
-        return self.query_key.rotation
-
-    @property
     def query_gram(self) -> Grams:
         """G_Q = W_QᵀW_Q."""
         return self._compute_once("query_gram", lambda: _gram(self.query_key.query))
@@ -324,11 +318,11 @@ class Form:
 
         Without rotation there is one position: tr(CC) and tr(G_Q G_K).
         """
-        query, key, cross = self.query_gram, self.key_gram, self.cross
-        if self.rotation is None:
+        query, key, cross, rotation = self.query_gram, self.key_gram, self.cross, self.query_key.rotation
+        if rotation is None:
             return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
         query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
-        return rotation_traces(self.rotation, cross, cross), rotation_traces(self.rotation, query, key)
+        return rotation_traces(rotation, cross, cross), rotation_traces(rotation, query, key)
 
     @property
     def norm(self) -> PerHead:
@@ -380,7 +374,7 @@ class Form:
         return shared[name]
 
     def _average(self, gram: Tensor) -> Tensor:
-        return gram if self.rotation is None else average_rotations(self.rotation, gram)
+        return gram if self.query_key.rotation is None else average_rotations(self.query_key.rotation, gram)
 
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
         """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
@@ -394,7 +388,7 @@ class Form:
 
         values = over_heads(decompose_cholesky, *(gram for gram, *_ in matrices))
         bad = values[..., 0].isnan()
-        if bad.any() and self.rotation is None:
+        if bad.any() and self.query_key.rotation is None:
             factors = (torch.cat([factor[bad] for factor in parts], -1) for _, *parts in matrices)
             values[bad] = over_heads(decompose, *(over_heads(factor_root, factor) for factor in factors))
         elif bad.any():
@@ -421,9 +415,8 @@ def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
 def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
-    Under RoPE, M is the form at equal positions. The rank counts the σ of ΔM above eps · n · max(‖M‖_F, ‖ΔM‖_F), the
-    largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is that of float32, in which models compute the cos and
-    sin of their rotations. NaN if M = 0.
+    Under RoPE, M is the form at equal positions. The rank counts the σ of ΔM above the largest effect of rounding, eps
+    · n · max(‖M‖_F, ‖ΔM‖_F), with eps of float32, in which models compute cos and sin of rotations. NaN if M = 0.
     """
     query, key = base.query.double(), base.paired_key.double()
     query_after, key_after = query_key.query.double(), query_key.paired_key.double()
@@ -454,9 +447,8 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
 def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
-    Computed as asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, which is exact for small angles (Björck & Golub
-    1973). Directions with a singular value within rounding, eps · n · σ₁, do not count. The angle is 90 if the ranks
-    differ, and NaN if both ranks are 0.
+    It is asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions
+    with σ ≤ eps · n · σ₁ do not count. The angle is 90 if the ranks differ, and NaN if both are 0.
     """
     return over_heads(_largest_angles, first.double(), second.double())
 

@@ -23,21 +23,22 @@ if TYPE_CHECKING:
     Ends = tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
 
 LONG = 2048**2
-"""Heads with more query–key pairs are long: their matrices are read in tiles, and full spectra are not computed. At
-2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
+"""Heads with more query–key pairs are long: read in tiles, without full spectra, which take 7 s per head and core at
+2,048 tokens and 64 times as long at 8,192."""
 TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
-BLOCK = 64  # Vectors multiplied at once: tiles are computed anew for each product, and serve all of them
+BLOCK = 64  # Vectors multiplied at once, because each product computes all tiles again
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
 LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
-POWERS = 8  # Largest power of the deflated matrix used to bound its norm: the bound tends to the norm with the power
-SLACK = 1.3  # Expected ratio of the deflated matrix's norm bound to the next Ritz value; raised to the observed ratio
-ROUNDING = 1e-10
-"""Energies closer than this share of the total are a tie, and prove nothing: the rounding of their sums is smaller."""
+POWERS = 8  # Largest power of the deflated matrix whose norm bounds its own: higher powers give tighter bounds
+SLACK = (
+    1.3  # First guess of the ratio of the deflated norm's bound to the next Ritz value; the observed one replaces it
+)
+ROUNDING = 1e-10  # Energies closer than this share of the total, which exceeds their rounding, prove nothing
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 RESIDUAL = 1e-10
-"""Relative residual at which conjugate gradients stop. The explained sum of squares is then too small by less than
-RESIDUAL² times the condition number of the scaled normal equations: mere rounding in float64."""
+"""Relative residual at which conjugate gradients stop. The explained squares then lack less than RESIDUAL² times the
+condition of the scaled equations, which is rounding."""
 STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
@@ -114,8 +115,8 @@ class Ritz:
 def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
     """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A, proven from both sides; NaN if unproven, or if A = 0.
 
-    Block Lanczos with full reorthogonalisation (Golub & Underwood 1977) gives Ritz pairs. Their sum bounds the energy
-    of k vectors from below. Their residuals and the norm of the deflated A bound it from above. Powers applied to fresh
+    The Ritz values of block Lanczos with full reorthogonalisation (Golub & Underwood 1977) bound the energy of k
+    vectors from below; their residuals and the norm of the deflated A bound it from above. Powers applied to fresh
     Gaussian vectors bound that norm, except for one seed in 10^14. A of size at most SMALL is decomposed as a whole.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -194,8 +195,8 @@ def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
 class IntervalMask:
     """A mask in which each query sees an interval of keys, and each key is seen by an interval of queries.
 
-    Causal masks, windows, consecutive documents, prefixes and all pairs are such masks. Sums over what a query sees are
-    then differences of running sums. So is the product of the normal equations of b_j + c_{j−i} with a vector.
+    Examples: causal masks, windows, consecutive documents, prefixes, all pairs. Sums over visible pairs, and products
+    of the normal equations of b_j + c_{j−i} with a vector, are then differences of running sums.
     """
 
     keys: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]

@@ -1,4 +1,4 @@
-"""Singular values computed head by head in a thread pool, features that attention needs, and nested rank plans."""
+"""A thread pool over heads, singular values and ranks, the number of features attention needs, nested rank plans."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 EPS = torch.finfo(torch.float64).eps
 STEPS = 20  # Steps of each iteration; three times as many find up to a sixth fewer features on demo
-RIDGE = 1e-9
-"""Regularisation of Newton's equations per query: adding a constant to b changes nothing, so that they are singular."""
-BOUND = 3.0  # Bound on each entry of a Newton step: where a weight is 1, b is unbounded and Newton's steps diverge
+RIDGE = 1e-9  # Added to Newton's equations per query: they are singular, because a constant added to b has no effect
+BOUND = 3.0  # Bound on each entry of a Newton step: if a weight is 1, b is unbounded and Newton's steps diverge
 PIECE = 1 << 18  # Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
 Item = TypeVar("Item")
@@ -41,13 +40,12 @@ Result = TypeVar("Result")
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
     """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`, or NaN.
 
-    x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
-    `centred`, x_ij is the softmax input (score and bias) minus its mean over the keys that query i sees, which
-    attention determines. The error is the total variation ½Σ_j|p̂_ij − p_ij|, in [0, 1], averaged over queries that see
-    two keys or more. At N = 0 attention is uniform except for bias. NaN also if no query sees two keys.
+    x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
+    is the softmax input (score and bias) minus its mean over the keys that query i sees, which attention determines.
+    The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more. NaN also if there are none.
 
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to a row's
-    largest weight. Where that matters (|x| > 32), even the exact sum exceeds the row's other sums until N > e·|x|.
+    largest weight. If this is noticeable (|x| > 32), even the exact sum exceeds the row's other sums until N > e·|x|.
     """
     score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -73,16 +71,15 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
 
 
 def feature_rank(query_key: QueryKey, error: float) -> PerHead:
-    """Return a sufficient number m of features: a K of rank m whose K_ij/Σ_j K_ij is within `error` of attention.
+    """Return a sufficient number m of features: the rank m of a K with K_ij/Σ_j K_ij within `error` of attention.
 
-    Sums and errors are over the visible pairs. K is unconstrained at hidden pairs, so that attention alone decides (P
-    with zeros there would have full rank in every causal head). As in `taylor_order`, a query whose sum is not positive
-    has error 1, and a sink keeps its share in the sum.
+    Sums and errors are over the visible pairs; K is free at hidden pairs (zeros there would give every causal head full
+    rank). As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
 
     m = 1 is attention by the key alone, fitted by likelihood. For m > 1, K is fitted to P at the visible pairs and to
-    itself at the hidden ones (hard imputation, Mazumder et al. 2010), starting there from the fit of m = 1, in STEPS of
-    subspace iteration. The least m is found by bisection. m is an upper bound: the least rank under a mask has no
-    closed form. NaN if no query sees two keys.
+    itself at the hidden ones (hard imputation, Mazumder et al. 2010), starting from the fit of m = 1, in STEPS of
+    subspace iteration. Bisection finds m, an upper bound: the least rank under a mask has no closed form. NaN if no
+    query sees two keys.
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
@@ -140,9 +137,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation distance between `attention` and the kernel's visible rows, each divided by its
-    sum plus the sink's weight in `attention`.
-    """
+    """Return the mean total variation between `attention` and the kernel's visible rows over their sums (with sink)."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -193,9 +188,9 @@ def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -
 def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     """Return the steps from all directions to none, cheapest per direction first, so that successive plans are nested.
 
-    Each head follows the lower convex hull of its costs, on which no step costs less per direction than the one before
-    it. The greedy plan after every step is therefore the cheapest of its size (Fox 1966). Costs are ≥ 0, and 0 with all
-    directions, so that the hull falls with rank. Costs beyond a head's head_dim are infinite.
+    Costs are ≥ 0, 0 with all directions, and infinite beyond a head's head_dim. Each head follows the lower convex hull
+    of its costs, along which the cost per direction never falls: the plan after each step is the cheapest of its size
+    (Fox 1966).
     """
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):
@@ -216,9 +211,9 @@ def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
 def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
-    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). There are as many
-    workers as torch has threads, each with a single BLAS thread, because two threads on one small matrix mostly wait
-    for each other. A piece has at most PIECE numbers. Tensors on an accelerator are not split.
+    `function` takes (m, a, b) tensors of at most PIECE numbers and returns one (m, …) tensor; the result is (*lead, …).
+    There are as many workers as torch has threads, each with one BLAS thread: two threads on one small matrix mostly
+    wait for each other. Tensors on an accelerator are not split.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
@@ -257,7 +252,7 @@ def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return the thread pool for this many workers, kept for the life of the process: token measures use it often."""
+    """Return the process's thread pool of this many workers; starting one for every measure would take too long."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     Explain = Callable[[Float[Tensor, "some keys"], Float[Tensor, "some every_distance"]], Float[Tensor, "some 2"]]
 
 RIDGE = 1e-10
-"""Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular: far
-above rounding, so that Cholesky does not fail, and far below the least non-zero eigenvalue."""
+"""Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular: above
+rounding, for Cholesky, and below the least non-zero eigenvalue."""
 REFINEMENTS = 2  # Refinement steps against the ridge: each leaves RIDGE/λ of its effect, λ the least eigenvalue above 0
 
 
@@ -53,11 +53,11 @@ def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads
 # Two entries, because models with sliding windows alternate between two masks. At 2,048 tokens one takes up to 340 MB.
 @lru_cache(maxsize=2)
 def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> Explain:
-    """Fit b_j + c_{i−j} to row-centred scores by least squares, on one mask's visible pairs and without row constants.
+    """Prepare the least-squares fit of b_j + c_{i−j} to row-centred scores on one mask's visible pairs.
 
-    `packed` are the bits of the mask (None: all pairs) of n queries and m keys. The function returned takes the scores'
-    sums per key (heads, m) and per distance (heads, n + m), and returns the sums of squares (heads, 2) explained by b,
-    and by c beyond b (NaN if `distances` is false).
+    `packed` are the bits of the mask (None: all pairs). The function returned takes the scores' sums per key (heads, m)
+    and per distance (heads, n + m), and returns the sums of squares (heads, 2) explained by b, and by c beyond b (NaN
+    if `distances` is false).
     """
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
@@ -83,10 +83,10 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return pairs per distance, c's normal equations (diagonal without the pairs), the block with b, and distances.
+    """Return, for distances that occur: pairs, c's normal equations without the pairs on the diagonal, those with b.
 
-    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The pairs per
-    distance must be added to the diagonal; only distances that occur are included.
+    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The distances
+    come last.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -98,10 +98,9 @@ def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, 
 
 
 def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Callable[[Sums], Sums]:
-    """Return the solver of N x = g for rows g in the range of N = diag(counts) + `normal`, which is singular and ≥ 0.
+    """Return the solver of N x = g for rows g in the range of the singular N = diag(counts) + `normal` (overwritten).
 
-    It uses Cholesky of N + RIDGE·I, where N is scaled such that `counts` become 1, and then iterative refinement.
-    `normal` is modified in place.
+    It uses Cholesky of N + RIDGE·I, N scaled such that `counts` become 1, and iterative refinement.
     """
     normal.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
@@ -121,11 +120,9 @@ def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " si
 
 
 def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some every_distance"]:
-    """Return the sum of the scores at each distance, as entry (j − i) mod (n + m); one of the n + m entries is unused.
-
-    Rows stored n + m − 1 apart and read n + m apart shift by one from row to row.
-    """
+    """Return the sum of the scores at each distance, as entry (j − i) mod (n + m) of n + m; one is unused."""
     some, n, m = scores.shape
+    # Rows stored n + m − 1 apart and read n + m apart shift by one from row to row.
     stored = scores.new_zeros(some, n * (n + m))
     stored[:, : n * (n + m - 1)].view(some, n, n + m - 1)[..., :m] = scores
     return stored.view(some, n, n + m).sum(1)
@@ -145,10 +142,9 @@ class VisibleShares:
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
-    """Compute the three shares of every head on one sequence, for any mask.
+    """Compute the three shares of every head on one sequence, for any mask; NaN for a long head whose mask has gaps.
 
-    The normal equations depend on the mask alone and are factored once per mask; each head adds its sums over keys and
-    distances. Long heads are solved by conjugate gradients, and are NaN if their mask has gaps.
+    The normal equations depend on the mask alone and are factored once per mask; long heads use conjugate gradients.
     """
     shares = map_heads(_long_shares, query_key) if is_long(query_key) else _shares(query_key)
     key, distance = shares.clamp(0, 1).unbind(-1)  # rounding can leave a share outside [0, 1]
@@ -157,10 +153,7 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 
 
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
-    """Return the visible scores minus the mean of their row; masked entries are 0. Cached in the QueryKey.
-
-    Centred scores within rounding error are set to 0, for example if the scores depend on the query alone.
-    """
+    """Return the visible scores minus their row's mean, cached in the QueryKey; 0 if masked or within rounding."""
     if "visible_scores" not in query_key.shared:
         scores, centred = _centre_scores(query_key)
         norm, whole = torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores)
@@ -178,11 +171,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 
 
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if these are zero.
-
-    Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All other scores are reduced to their Gram matrix;
-    if they are long, only its leading eigenvalues are computed (`least_rank`).
-    """
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if all are zero."""
 
     def rank(head: QueryKey) -> float:
         if not _long_sums(head)[0] > 0:
@@ -194,6 +183,7 @@ def visible_rank(query_key: QueryKey, share: float) -> PerHead:
         if is_long(query_key):
             return map_heads(rank, query_key)
         return rank_at(over_heads(_gram_values, visible_scores(query_key)), share)
+    # Bilinear scores of all pairs, s·q(k − k̄)ᵀ, stay factored.
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
     logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in split_tiles(query_key)]).norm(dim=0)

@@ -1,4 +1,4 @@
-"""Association of measures with harm: rank correlation, permutation tests, reliability; treatments in blocks."""
+"""Rank correlations of measures with harm, permutation tests, reliability; comparison of treatments in blocks."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ optimize = LazyModule("scipy.optimize")
 special = LazyModule("scipy.special")
 stats = LazyModule("scipy.stats")
 
-LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give certainty
-COUNTED = 0.5  # Share of the degrees of freedom of other pairs that counts: pairs that share a treatment share noise
+LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give p = 0
+COUNTED = 0.5  # Share of other pairs' degrees of freedom that counts: pairs that share a treatment share its noise
 FEWEST = 3  # Variances needed to estimate how variances are spread; fewer are not moderated
 NEAR_ONE = 1 - 1e-12
 """Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""
 PERMUTATIONS = 10_000  # Permutations of heads for a p-value
 DRAWS = 1000  # Bootstrap samples of windows for an interval
 SPLITS = 100  # Random halvings of the windows
-ROUNDING = 1e-9  # Rounding by which equal scores of permutations can differ
+ROUNDING = 1e-9  # Largest difference by rounding between equal scores of two permutations
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Treatments × blocks: y_cs = μ_c + β_s + ε_cs, where the variance of ε can differ between treatments.
 
-    Two treatments are compared by their differences in each block, so that β drops out: Student's t with the
-    differences' own variance, moderated by those of the other pairs (Smyth 2004). With three blocks a variance has two
-    degrees of freedom; other pairs add more, the more similar their variances are. Pairs that share a treatment share
-    its noise, so that only half of what the others add is counted. The tests check the resulting false positive rate.
+    Two treatments are compared by their differences in each block, in which β cancels, with Student's t. Their variance
+    is moderated by that of other pairs (Smyth 2004), which add the more degrees of freedom, the more similar their
+    variances are. Tests check the false positive rate.
     """
 
     values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
@@ -101,11 +100,7 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
-
-    Rejecting the p below a level keeps the probability of any false rejection below this level. NaN stays NaN; n
-    excludes it.
-    """
+    """Return p adjusted for all n tests: max_{j ≤ k} (n − j + 1) p_(j) ≤ 1 (Holm 1979); NaN stays NaN, uncounted."""
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -124,10 +119,9 @@ def rank_correlation(
 ) -> Interval:
     """Return Spearman's ρ in [−1, 1] and its 95 % interval. Ties share their mean rank; pairs with NaN do not count.
 
-    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on artanh
-    ρ of all heads. Because few layers make them too narrow, they are widened by √(n/(n − 1)), where n is the number of
-    draws, and by the ratio of Student's t (n − 1 degrees of freedom) to the normal quantile. NaN if fewer than four
-    pairs remain or one side is constant.
+    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), about artanh ρ of
+    all heads. For n samples they are widened by √(n/(n − 1)) and by the ratio of Student's t (n − 1 degrees of freedom)
+    to the normal quantile: few layers would make them too narrow. NaN for fewer than four pairs or a constant side.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -175,9 +169,9 @@ def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch 
 def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIONS, seed: int = 0) -> PermutationTests:
     """Return p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), for Spearman's ρ over the n heads with both values.
 
-    Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
-    Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. The rank of
-    a head's harm is its rank among all heads. NaN for a measure that is constant or has fewer than four values.
+    Each permutation of the harms serves all measures. `corrected` compares t with the largest t* of any measure (maxT,
+    Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. Harms are
+    ranked among all heads. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -223,10 +217,9 @@ def windows_interval(
 ) -> Interval:
     """Return the 95 % interval, over windows, of the correlation ρ = `value` between a measure and the harm.
 
-    The interval is tanh(artanh ρ ± t·sd). t is Student's quantile. sd is the standard deviation of artanh ρ* over
-    bootstrap samples of windows (or texts), for each of which the measure and the harm are recomputed; deviations are
-    widened by √(n/(n − 1)). A measure with one axis is a property of the weights and stays
-    fixed. Samples in which a head lacks a value are ignored. NaN if the variation between windows is unknown.
+    The interval is tanh(artanh ρ ± t·sd), with Student's t and the sd of artanh ρ* over bootstrap samples of windows or
+    texts, widened by `Design.widening`. Each sample recomputes harm and measure, unless the measure has one axis (a
+    property of the weights). Samples in which a head lacks a value are ignored. NaN if `design` has no freedom.
     """
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)
@@ -251,9 +244,9 @@ def windows_interval(
 def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms; r is Spearman's ρ between halves of the windows.
 
-    r is the median over random halvings, within each text if all texts have two windows (Spearman 1910, Brown 1910).
-    The root of the reliability is the ρ expected of a measure that determines the harm up to the noise of the windows.
-    NaN for fewer than two windows or four heads.
+    r is the median over random halvings, within each text if all texts have two windows (Spearman 1910, Brown 1910). A
+    measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for fewer than
+    two windows or four heads.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -1,4 +1,4 @@
-"""Sampling of windows and texts, errors over windows or texts; running means and linear CKA over batches."""
+"""How windows were sampled from texts, errors under that design; running means and linear CKA over batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     Draws = Float[Tensor, "draws units"]
     Samples = Float[Tensor, "draws windows"]
 
-FEWEST_TEXTS = 5  # Texts from which intervals are over texts: fewer do not show how texts vary
+FEWEST_TEXTS = 5  # Fewest texts for intervals over texts: fewer do not show how texts differ
 
 
 class Stream:
     """Mean of values that arrive in batches, entry by entry, without storing them (Welford, Chan).
 
-    NaN entries do not count. The length of a curve's last axis can differ between batches: each step is averaged over
-    the values that have it.
+    NaN entries do not count. Curves of different batches can differ in length: each step is averaged over the curves
+    that are long enough.
     """
 
     def __init__(self) -> None:
@@ -96,12 +96,11 @@ class LinearCKA:
 
 @dataclass(frozen=True)
 class Design:
-    """Windows of one or several texts, and the population that an error refers to.
+    """Windows of one or several texts, and the population that an error refers to (Cochran 1977, chapters 5 and 9A).
 
-    Over "windows" the texts are strata: the error is that of the mean over these texts' windows. If a text has a single
-    window, whose spread is unknown, all windows are treated as one sample; the error then includes the differences
-    between texts. Over "texts" the texts are clusters: the error is that of the mean over texts like these (Cochran
-    1977, chapters 5 and 9A).
+    windows: the texts are strata, and the error is that of the mean over other windows of these texts. If a text has a
+    single window, whose spread is unknown, all windows are one sample; the error then includes differences between
+    texts. texts: the texts are clusters, and the error is that of the mean over other texts of this kind.
     """
 
     texts: tuple[int, ...]  # index of each window's text
@@ -162,10 +161,7 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Draw bootstrap samples of whole texts (if clustered) or of windows within each stratum.
-
-        Return how often each sample contains each window.
-        """
+        """Draw bootstrap samples of texts, or of windows within strata; return how often each contains each window."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
@@ -180,10 +176,7 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window, where n is the number of draws that are exchangeable with this window.
-
-        Bootstrap deviations are multiplied by it, because their variance is that of n draws about their mean.
-        """
+        """√(n/(n − 1)) of each window, n the draws exchangeable with it: bootstrap deviations are smaller by this."""
         sizes = Counter(self.strata)
         counts = [self.units if self.clustered else sizes[stratum] for stratum in self.strata]
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
@@ -212,8 +205,8 @@ class Design:
     ) -> tuple[Draws, Draws]:
         """Return each sample's means over tokens and their standard errors; each window has `size` tokens.
 
-        The errors are √variance of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). They come
-        from matrix products, so that the residuals of every draw, unit and window are never stored.
+        The errors are √`variance` of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios), written
+        as matrix products because the residuals of all draws, units and windows do not fit in memory.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)

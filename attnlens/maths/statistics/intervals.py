@@ -1,4 +1,4 @@
-"""Standard errors, intervals, p-values and false discoveries over windows or texts; measures' values by chance."""
+"""Standard errors, intervals, p-values and false discovery rates over windows or texts; nulls of measures."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ if TYPE_CHECKING:
 stats = LazyModule("scipy.stats")
 
 LEVEL = 0.95  # Confidence level of all intervals and bounds
-DRAWN_BYTES = 2**26  # Bytes of random factors processed at once; all draws together exceed a layer of a large model
+DRAWN_BYTES = 2**26  # Bytes of random factors processed at once: all draws together can exceed memory
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
-DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported
-MOST_WINDOWS = 256  # Windows above which Student's t is as good: the effect of skewness decreases with √windows
-ENOUGH = 50  # Samples beyond a unit's score after which its p-value is accurate enough (Besag & Clifford 1991)
-PIECE = 500  # Samples computed at once: after each piece, units with ENOUGH samples beyond their score are left out
+DRAWS = 20_000  # Bootstrap samples for a p-value: to be reported, the smallest of 300 heads must be below 0.05/300
+MOST_WINDOWS = 256  # Most windows that are bootstrapped: the effect of skewness on Student's t falls with √windows
+ENOUGH = 50  # Samples beyond a unit's score that end its bootstrap: p is then accurate (Besag & Clifford 1991)
+PIECE = 500  # Samples computed at once
 
 
 def gaussian_null(
     analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Return mean and sd of each scalar measure over independent Gaussian factors in the layout of `like`.
+    """Return mean and sd of each scalar measure over independent Gaussian factors with shape and rotation of `like`.
 
-    The random factors have the shapes, the scale of logits and the rotation of `like`. Analyzers are `Analyzer` or
-    similar: a `function` of a QueryKey, and `measures` with `name`, `curve` and `has_null`. All analyzers get the same
-    draws. Each factor has unit Frobenius norm, so the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖.
+    Analyzers have a `function` of a QueryKey, and `measures` with `name`, `curve` and `has_null`; all get the same
+    draws. Each factor has unit Frobenius norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖.
     Draws without a value do not count; a measure with fewer than two values is left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
@@ -81,10 +80,7 @@ def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> Q
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Return mean and sd of the median over heads whose values are independent draws from each head's normal null.
-
-    One head's sd does not apply to a median over many: for n equal normals the median's sd is about 1.25 sd/√n.
-    """
+    """Return mean and sd of the median over heads whose values are independent and normal with these means and sds."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
     medians = (means.double() + sds.double() * normal).quantile(0.5, dim=1)
@@ -121,10 +117,9 @@ def student_interval(value: float, error: float, freedom: int) -> Interval:
 
 
 def prediction_bound(values: Sequence[float]) -> float:
-    """Return m + t s √(1 + 1/n), a bound that one more draw does not exceed with probability 0.95.
+    """Return m + t s √(1 + 1/n), which a further draw from the same normal population exceeds with probability 0.05.
 
-    The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970), where t has
-    n − 1 degrees of freedom. NaN for fewer than two draws.
+    The one-sided prediction bound of n draws (Hahn 1970); t has n − 1 degrees of freedom. NaN for fewer than two draws.
     """
     if len(values) < 2:
         return math.nan
@@ -208,9 +203,8 @@ def median_error(
 ) -> list[float]:
     """Return, for each group of heads, the standard error of the median of the heads' means over windows.
 
-    It is the sd over bootstrap samples of windows. In each sample all heads are averaged over the same windows, because
-    the heads of a median are not independent: they read the same text. Each text's deviations are widened by √(n/(n −
-    1)), where n is its number of windows. NaN if there is only one draw.
+    It is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads over
+    the same windows, because heads that read the same text are not independent. NaN if there is only one draw.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -223,16 +217,16 @@ def median_error(
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
     """Return each unit's two-sided p for the hypothesis that its mean difference, weighted by tokens, is 0.
 
-    By the studentised bootstrap, p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws). Student's t is used for few or very
-    many windows; on skewed differences of heads, Student's t reports about twice as many false effects. If fewer than
-    ENOUGH samples exceed the score, Student's tail is used, stretched to match the ENOUGH largest. NaN if there are too
-    few differences, or if all are equal.
+    By the studentised bootstrap, p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws): on skewed differences of heads,
+    Student's t reports about twice as many false effects. If fewer than ENOUGH samples exceed the score, Student's tail
+    is used, stretched to match the ENOUGH largest samples. For few or very many windows Student's t is used alone. NaN
+    if there are too few differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
     mean, error = design.weighted_means(differences, size, torch.ones_like(size)[None])
     scores = torch.where(error > 0, mean.abs() / error, torch.nan)[0]
-    centred = differences - mean.mT  # without large means, which would cost digits
+    centred = differences - mean.mT  # a large mean would cost digits
     if design.exchangeable < FEWEST_DRAWS or design.count > MOST_WINDOWS:
         return _student_p(scores, design.freedom)
     beyond, samples = torch.zeros_like(scores), torch.zeros_like(scores)
@@ -246,7 +240,7 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
         beyond[active] += (sample_scores >= scores[active, None]).sum(1)
         samples[active] += len(times)
         largest[active] = torch.cat((largest[active], sample_scores), 1).topk(ENOUGH).values
-    # P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth largest score.
+    # P(|t| ≥ score/c) with c ≥ 1 such that this probability is ENOUGH/samples at the ENOUGHth largest sample score.
     reached = stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), design.freedom)
     tail = _student_p(scores / (largest[:, -1] / torch.from_numpy(reached)).clamp(min=1), design.freedom)
     counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + samples))
