@@ -243,7 +243,7 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; reuse the stored matrix if it has the same counts, as for most sequences."""
+        """Count the copies of each token; share the previous sequence's matrix if it is equal, as it mostly is."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
@@ -312,7 +312,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Summarise a problem's solution without tensors; include the picks if the sequences' `numbers` are given."""
+    """Summarise a problem's solution without tensors, with the picks if the sequences' `numbers` are given."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())

@@ -397,10 +397,9 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
 
 
 def nearest_positive(form: Square, weights: Square) -> Square:
-    """Find the positive semidefinite X' that minimises Σ weights (X'−X)², by accelerated projected gradients.
+    """Find the positive semidefinite X' that minimises Σ weights (X'−X)²; for equal weights it is [X]₊.
 
-    For equal weights X' is [X]₊, the first step. The method is FISTA (Beck & Teboulle 2009) with the restarts of
-    O'Donoghue & Candès (2015).
+    By FISTA (Beck & Teboulle 2009) with the restarts of O'Donoghue & Candès (2015).
     """
     step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     border = ENOUGH * form.norm(dim=(-2, -1))
@@ -518,7 +517,7 @@ def nearest_call(
 
 
 def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Return queries and keys unchanged for the oracle; raise UsageError for the fitted form, which mixes the two."""
+    """Return the oracle's queries and keys unchanged; raise UsageError for the fitted form, which mixes the two."""
     if how == ORACLE:
         return query, key, scale
     raise UsageError("nearest needs the query and key of both tokens: a query and a key alone have no score.", TOGETHER)

@@ -30,8 +30,8 @@ def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
 def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
-    The variance of a change of logits under the attention is twice its KL divergence to second order. The uniform half
-    gives weight to other keys, whose logits a wrong fit could raise. A sink has half of its attention weight.
+    Under the attention, the variance of a change of logits is twice its KL divergence to second order. The uniform half
+    controls keys whose logits a wrong fit could raise. A sink has half of its attention weight.
     """
     seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2

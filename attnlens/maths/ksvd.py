@@ -118,9 +118,9 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n rows where the mask is true (None: all), as in the published code.
+    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n unmasked rows, as in the published code (mask None: all rows count).
 
-    The result has the dtype of x. Rows are repeated if n < count; the first row is returned if the mask is all false.
+    Rows are repeated if n < count; the first row is returned if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -349,7 +349,7 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
 @dataclass(frozen=True)
 class Primal:
-    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head; scores cost O(n·s) and need no training tokens except F."""
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head; scores cost O(n·s) and need no tokens except F."""
 
     query_weight: Float[Tensor, "*batch sampled s"]
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""

@@ -34,13 +34,13 @@ LEAST_DAMPING = 1e-12  # Damping, relative to the diagonal of G, below which a s
 SHORTEST = 1e-6  # Smallest fraction of a Newton step that is tried
 DECREASE = 1e-4  # Share of the decrease predicted by the slope that a step must reach (Armijo's condition)
 LONG = 1e-3  # Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist
-RESOLVED = 1e-12  # Residual of NNLS that is rounding: in float64 such a w cannot be distinguished from a missing one
+RESOLVED = 1e-12  # Residual of NNLS that is rounding: float64 cannot distinguish such a w from a missing one
 INSIDE = 1e-10  # Squared share of an inequality outside the equalities' span below which it may contradict them
-MISSED = 1e-9  # Residual, relative to the largest b, allowed for equalities that depend on others
+MISSED = 1e-9  # Residual, relative to the largest b, allowed for equalities that depend on others: their rounding
 REFINEMENTS = 2  # Number of refinement steps for λ if equalities were eliminated
-SMALL = 128  # Inequalities up to which all are in the working set from the start
-DAMPING = 1e-2  # Added to the diagonal of G, which is at most 1, in the first damped step
-PATIENCE = 60  # Most damped steps for a degenerate problem
+SMALL = 128  # Most inequalities that are all in the working set from the start
+DAMPING = 1e-2  # Added in the first damped step to the diagonal of G, which is at most 1
+PATIENCE = 60  # Damped steps after which NNLS solves a degenerate problem
 WORST = 4  # Number of a query's most violated constraints that enter at once
 BETWEEN = 25  # L-BFGS-B steps between two polishings
 NEWTON, WIDEST = 30, 1000
@@ -53,9 +53,9 @@ NOTICED = 1e-6  # Slack, relative to |b| + |score|, that counts as a violation: 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
-    Att-SVM of Tarzanagh et al. 2023: minimise ½λᵀGλ − bᵀλ over the working set, then add each query's most violated
-    constraints to the set, at most `limit` times. Equalities are eliminated first. If this does not suffice, the status
-    is `inaccurate` and the gap is the one reached. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside
+    Att-SVM of Tarzanagh et al. 2023: eliminate equalities, minimise ½λᵀGλ − bᵀλ over the working set, and add each
+    query's most violated constraints, at most `limit` times. Then the status is `inaccurate`, with the gap reached.
+    Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside
     [1e-50, 1e50]; UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
@@ -316,7 +316,7 @@ class WorkingSet:
         scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
         if self.loads @ self.bounds > proven and self.loads @ scores[self.rows] <= proven**2:
-            # Damped steps only converge towards a proof; NNLS finds an exact one.
+            # Damped steps would only converge to a proof; NNLS finds an exact one.
             self.patience = 0
             return self.rows[:0]
         short = constraints.bounds - scores - self._rounding(constraints.bounds)

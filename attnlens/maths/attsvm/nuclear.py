@@ -299,11 +299,10 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
 def certify_nuclear(
     problem: Problem, multipliers: Multipliers, W: Matrix, tolerance: float = 1e-4, iterations: int = 0
 ) -> Solution:
-    """Return the solution that λ and W prove: P = ‖W‖_* after scaling W to feasibility, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
+    """Return the solution that λ and W prove: P = ‖W‖_* with W made feasible, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
 
-    D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If no multiple
-    of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0 and sizes
-    outside [1e-50, 1e50].
+    D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be
+    made feasible, W and the norm are None and the gap is infinite. Raises the errors of `solve`.
     """
     check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
@@ -364,10 +363,8 @@ def solve_working_set(
 
 
 def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
-    """Scale W to meet the inequalities, and add the shortest matrix that meets what is still violated, or return None.
-
-    Label margins of both signs and equalities b ≠ 0 leave violations that no scale removes.
-    """
+    """Scale W to meet the inequalities, then add the shortest correction of the rest; None if none is found."""
+    # Margins of both signs and equalities b ≠ 0 leave violations that no scale removes.
     W = W * feasible_scale(problem, problem.scores(W))
     scores = problem.scores(W)
     if not problem.violations(scores).any():

@@ -194,7 +194,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Pair every candidate with the first token of its sample's O_i; return sample, first token and candidate."""
+    """Pair every candidate with the first token of its sample's O_i; return samples, first tokens and candidates."""
     representative = sets.int().argmax(-1)
     others = candidates.clone()
     others[torch.arange(len(sets)), representative] = False

@@ -312,7 +312,7 @@ def effective_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*bat
 def rank_at(values: Float[Tensor, "*batch steps"], share: float) -> Float[Tensor, "*batch"]:
     """Return the least k ≥ 1 with Σ_{l≤k} σ² ≥ share · Σσ², for descending singular values; NaN for a zero matrix."""
     energy = values.square().cumsum(-1) / values.square().sum(-1, keepdim=True)
-    # Strict, and lowered by rounding: k values that reach the share exactly are enough.
+    # Strict, and lowered by rounding: k values that reach the share exactly suffice.
     short = energy < share - EPS * values.shape[-1]
     return torch.where(energy[..., -1].isnan(), torch.nan, 1 + short.sum(-1).to(values))
 
@@ -325,7 +325,7 @@ def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch s
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """Fit log σ_l ≈ a − b·l to descending values by least squares, and return b ≥ 0; NaN for fewer than two values.
 
-    Values up to eps · steps · largest are left out as rounding errors. Random factors have b > 0 too: compare with it.
+    Values up to eps · steps · largest are left out as rounding. Random factors have b > 0 too.
     """
     # Strict: a zero matrix keeps no value.
     above = values > EPS * values.shape[-1] * values[..., :1]

@@ -99,7 +99,7 @@ class Design:
     """Windows of one or several texts, and the population that an error refers to (Cochran 1977, chapters 5 and 9A).
 
     windows: the texts are strata, and the error is that of the mean over other windows of these texts. If a text has a
-    single window, whose spread is unknown, all windows are one sample; the error then includes differences between
+    single window, whose spread is unknown, all windows form one sample; the error then includes differences between
     texts. texts: the texts are clusters, and the error is that of the mean over other texts of this kind.
     """
 
@@ -108,7 +108,7 @@ class Design:
 
     @classmethod
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
-        """Build the design of windows from texts with these names; by default over texts if there are five or more."""
+        """Build the design from the names of the windows' texts; by default over texts if there are five or more."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         over = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
         return cls(tuple(numbers[name] for name in names), over)
