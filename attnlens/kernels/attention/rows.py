@@ -191,7 +191,7 @@ TILE_BYTES_ON_GPU = 64 << 20  # starting the operations of a smaller tile takes 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) of the queries `rows`, in float32 or better.
 
-    Without the weight of a sink. A signed kernel gives k · exp(bias) / Σ, not finite if the sum is zero; the hard
+    A sink's weight is left out. A signed kernel gives k · exp(bias) / Σ, not finite if the sum is zero; the hard
     kernel gives weight 1 to the first of the largest scores. Rows that see no key are uniform, as in transformers'
     eager attention, or zero under a tie of whole sequences. Raises UsageError for a tie or a filter if queries have no
     position among the keys.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def by_products(call: Call, kernel: Kernel) -> Sums:
     """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v by SDPA with the kernel's q', k', s'.
 
-    Rows without a key are 0. Of size queries × keys is only the model's own mask, or its sum with the bias.
+    Rows without a key are 0. The only tensor of size queries × keys is the model's mask, or its sum with the bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
     query, key = kernel.apply_tie(call.query, call.paired_key)
