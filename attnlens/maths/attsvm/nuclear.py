@@ -45,6 +45,8 @@ FIRST_GAP = 1e-2  # Relative gap to which the first working set is solved, becau
 NEAR = 1e-8  # Relative gap that the interior-point method reaches reliably; Newton's method does the rest
 POLISHED = 1e-6  # Relative gap below which rank and support are clear, so that Newton's method can take over
 
+SLACK = 5e-12  # Rounding allowed for a violated constraint, relative to the largest margin
+
 
 @dataclass(frozen=True)
 class Constraints:
@@ -366,10 +368,12 @@ def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
     """Scale W to meet the inequalities, then add the shortest correction of the rest; None if none is found."""
     # Margins of both signs and equalities b ≠ 0 leave violations that no scale removes.
     W = W * feasible_scale(problem, problem.scores(W))
-    scores = problem.scores(W)
-    if not problem.violations(scores).any():
-        return W
-    correction = solve(replace(problem, margins=problem.margins - scores))
-    if correction.W is None or correction.gap == math.inf:
-        return None
-    return W + correction.W
+    for _ in range(3):  # a second correction removes the rounding of a first, large one
+        scores = problem.scores(W)
+        if float(problem.violations(scores).max()) <= SLACK * float(problem.margins.abs().max()):
+            return W
+        correction = solve(replace(problem, margins=problem.margins - scores))
+        if correction.W is None or correction.gap == math.inf:
+            return None
+        W = W + correction.W
+    return None
