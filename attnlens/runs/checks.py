@@ -63,10 +63,10 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module and name (`name and 3 more`) of a missing weight that measured values need; otherwise None.
+    """Return module and name (`name and 3 more`) of missing weights that affect the measured values, or None.
 
-    A missing weight is ignored if its module ran and its gradient is None, since no measured value depends on it
-    (BERT's pooler). A module that did not run on these inputs (an expert that no token chose) can run on other inputs.
+    A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
+    these inputs (an expert that no token chose) can run on other inputs, so its weights count.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -95,9 +95,7 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-LOOKS_AHEAD = 1e-4
-"""Relative change of predictions above which they are taken to depend on a later token: far above the float32 rounding
-that a different last token can cause, and far below the effect of a visible token."""
+LOOKS_AHEAD = 1e-4  # relative change above which predictions depend on a later token: well above float32 rounding
 NOT_RUN = "it does not run on this input"
 
 
@@ -134,10 +132,7 @@ def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int)
 def without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and their calls on random ids, both without media, for reading the weights.
-
-    Media are left out because the ids that represent an image have special positions, on which no weight depends.
-    """
+    """Return the sites' calls on one token and on random ids, without media, whose ids have special positions."""
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
@@ -216,7 +211,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of recomputed attention as `prove_identity` does; raise ModelError if it returns no error."""
+    """Return the error of recomputed attention; raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(
@@ -233,8 +228,7 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:
         if layer := re.match(r"(.*?\.)?\d+(?=\.)", name):
-            # an existing layer has the same tensors, up to the name of a model inside another model; the name of
-            # another head or of a buffer lacks such a counterpart
+            # layer 0 has the same tensors, up to the name of an enclosing model; heads and buffers have no counterpart
             counterpart = f".{layer.group(1) or ''}0{name[layer.end() :]}"
             if any(counterpart.endswith(other) or other.endswith(counterpart) for other in known):
                 unused[layer.group()] += 1

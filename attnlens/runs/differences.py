@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 MOST = 16  # maximum number of evaluated windows whose first halves are continued, and of prompts per batch
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # inputs of a model that reads only text
-FAILED = (*FAILURES, ModelError, UsageError)
-"""Exceptions that a model or a kernel can raise if it does not support a cache."""
+FAILED = (*FAILURES, ModelError, UsageError)  # raised by models and kernels that do not support a cache
 
 
 @dataclass(frozen=True)
@@ -203,14 +202,13 @@ class Differences:
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    predicting: list[Tensor] = field(default_factory=list)
-    """True for each sequence with predictions; sequences without them are missing from the three lists above."""
+    predicting: list[Tensor] = field(default_factory=list)  # False for sequences that `before`, … omit: no predictions
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
     agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
     classes: int = 1  # number of tokens or classes that a prediction chooses from
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
-    real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
+    real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence with hidden states
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
     likeness: LinearCKA | None = None

@@ -58,7 +58,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a mean loss per token above ln(vocabulary); `names` has each sequence's text."""
+    """Return a note for each text whose loss exceeds random guessing; `names` gives the text of each sequence."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -69,9 +69,6 @@ def guess_notes(
                 f"(ln {vocabulary} = {guess:.2f}): the text does not suit the model, or the model is untrained."
             )
     return notes
-
-
-NOTHING_FED = dict.fromkeys(("windows", "pack", "placement", "intervals"))  # settings of a run without inputs
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
@@ -100,9 +97,12 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
     """Return the settings with the model's device, dtype and window length; raise UsageError if that is too large."""
-    device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
-    length = texts.window_length(loaded.model, settings.length)
-    return settings.model_copy(update={"device": device, "dtype": dtype, "length": length})
+    update = {
+        "device": loading.places_of(loaded.model),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "length": texts.window_length(loaded.model, settings.length),
+    }
+    return settings.model_copy(update=update)
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:

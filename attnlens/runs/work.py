@@ -1,7 +1,4 @@
-"""Compute the named units of a run, resume after an interruption, and distribute units over processes and machines.
-
-A unit is computed by a function `name → value`, and kept by `attnlens.runs.store`.
-"""
+"""Compute the named units of a run, resume after an interruption, and distribute units over processes and machines."""
 
 from __future__ import annotations
 
@@ -42,12 +39,10 @@ LOST = (
     "outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Environment variables that libraries read when they are first imported."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # read at import
 RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""Connection preface of HTTP/2, which Ray's protocol uses, with empty settings (RFC 9113, section 3.4)."""
-ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # of NVIDIA, AMD and WSL: a process that has them open must not be forked
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
+ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL) whose users must not be forked
 
 
 class Stopped(KeyboardInterrupt):
@@ -157,8 +152,8 @@ def run_units(
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
     the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns True
-    if a stored value is complete. Raise ShardFinished at the end of a shard; a unit's AttnlensError, because such an
-    error concerns all units; and the first unit's error if no unit could be computed.
+    if a stored value is complete. Raise ShardFinished at the end of a shard, a unit's AttnlensError, which concerns all
+    units, and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -252,8 +247,7 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     return failure
 
 
-_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []
-"""Run whose units this worker computes: how it was prepared, its facts, and its function."""
+_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []  # this worker's run: its opener, facts, function
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
@@ -334,9 +328,8 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
                     result = future.result()
                     lost = lost + 1 if result == Failure(LOST) else -len(names)
                     if lost > plan.jobs:
-                        raise errors.AttnlensError(  # noqa: TRY301  # ends the workers, like any other error here
-                            f"All workers were lost: {LOST}.", "Run the command again with fewer --jobs."
-                        )
+                        remedy = "Run the command again with fewer --jobs."
+                        raise errors.AttnlensError(f"All workers were lost: {LOST}.", remedy)  # noqa: TRY301
                     yield futures[future], result
             except BaseException:
                 ending.set()

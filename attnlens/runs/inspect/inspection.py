@@ -1,8 +1,7 @@
-"""Describe a surveyed model, list the units of its inspection, and compute each unit.
+"""Describe a surveyed model, list the independent units of its inspection, and compute each unit.
 
-Units are independent. A unit covers the weights of a site, a batch of tokens, or what gatherers read at a few sites.
-The value of a unit is a dictionary of tensors and JSON values, which runs/store.py can write to a file, and which
-results.py converts to the heads of a report.
+A unit covers the weights of a site, a batch of tokens, or the gatherers of a few sites. Its value can be stored
+(runs/store.py); results.py converts the values to the heads of a report.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class Unit(TypedDict, total=False):
 SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
-GATHERED_TOGETHER = 4
-"""Number of sites that gatherers read in one pass through the texts: a pass per site would be slow, and a single pass
-would hold the tokens of all sites in memory."""
+GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory, fewer need more passes
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
@@ -391,10 +388,12 @@ class Inspection(PreparedRun):
         """Return the nulls of sites with this shape, scale and rotation, drawn at the first call."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
-            layout = replace(query_key, base=None)
-            null = gaussian_null(
-                self.analyzers_of("weights"), layout, draws=NULL_DRAWS["factors"], seed=self.settings.seed
+            analyzers, layout, draws = (
+                self.analyzers_of("weights"),
+                replace(query_key, base=None),
+                NULL_DRAWS["factors"],
             )
+            null = gaussian_null(analyzers, layout, draws=draws, seed=self.settings.seed)
             self._nulls[shape] = query_key.rotation, null
         return self._nulls[shape][1]
 

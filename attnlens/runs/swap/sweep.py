@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,7 @@ def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, un
     run = PreparedRun(loaded, settings, analyzers)
     results = read_sites(run, sites, {site for site, _ in units}, batches)
     measures = {(record.site, record.head): record.measures for record in results.heads}
-    values, windows = dict[str, Tensor](), dict[str, Tensor]()
-    reasons, constant = dict[str, str](), list[str]()
+    values, windows, reasons = dict[str, Tensor](), dict[str, Tensor](), dict[str, str]()
     infos = [info for analyzer in analyzers for info in analyzer.measures]
     for name in [info.name for info in infos if not info.curve and not info.labels]:
         by_unit = [measures[site.name, head or 0].get(name) for site, head in units]
@@ -63,12 +62,12 @@ def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, un
             explanations = [measure.reason for measure in by_unit if measure is not None and measure.reason]
             reasons[name] = next(iter(explanations), "no head has a value")
         elif not bool((column[~column.isnan()].diff() != 0).any()):
-            constant.append(name)
+            reasons[name] = CONSTANT
         else:
             values[name] = column
             if all((site.name, name) in results.windows for site, _ in units):
                 windows[name] = torch.stack([results.windows[site.name, name][:, head or 0] for site, head in units], 1)
-    return SweptMeasures(values, windows, reasons | dict.fromkeys(sorted(constant), CONSTANT))
+    return SweptMeasures(values, windows, reasons)
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
@@ -166,11 +165,7 @@ class Alone:
         return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
     def effects(self, seed: int) -> list[Effect]:
-        """Return the effect of each unit in the order of decreasing harm, with paired 95 % intervals over sequences.
-
-        `significant` controls the false discovery rate at 5 %; distances have no p-value, because they are never
-        negative.
-        """
+        """Return the units' effects by decreasing harm, with paired 95 % intervals; false discovery rate: 5 %."""
         finite = self.changed.isfinite().all(1)
         p = torch.full((len(self.units),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
         if self.tested:
@@ -179,15 +174,14 @@ class Alone:
         effects = []
         for number in self.order:
             site, head = self.units[number]
-            effect = Effect(layer=site.layer, head=head, part=site.part, delta=None)
+            measured: dict[str, Any] = {"delta": None}
             if finite[number]:
                 pair = self.original, self.changed[number]
                 delta, low, high = paired_difference(*pair, self.design, weights=self.sizes, seed=seed)
-                ci95 = None if math.isnan(low) else (low, high)
-                p_value = None if p[number].isnan() else float(p[number])  # also if all differences are 0
-                update = {"delta": delta, "ci95": ci95, "p_value": p_value, "significant": significant[number]}
-                effect = effect.model_copy(update=update)
-            effects.append(effect)
+                measured = {"delta": delta, "ci95": None if math.isnan(low) else (low, high)}
+                measured["p_value"] = None if p[number].isnan() else float(p[number])  # also if all differences are 0
+                measured["significant"] = significant[number]
+            effects.append(Effect(layer=site.layer, head=head, part=site.part, **measured))
         return effects
 
 
