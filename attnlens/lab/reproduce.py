@@ -61,13 +61,13 @@ def reproduce(
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm over a task's pairs), and their order is compared with the published order
-    (Kendall's τ). Finished runs are stored in the folder `work`; the same call resumes from it.
+    same seeds (moderated paired t, Holm), and in their order with the published values (Kendall's τ). The same call
+    resumes from the runs stored in the folder `work`.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
     task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
-    Raises UsageError for invalid options and for a table none of whose tasks has data, TextError for data that
-    cannot be used or fetched, OutputError if `work` cannot be written, Interrupted with the finished experiments.
+    Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be written, and
+    Interrupted with the finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
@@ -75,10 +75,8 @@ def reproduce(
             raise UsageError("quick applies only to `claims`.", "Omit quick: the default scale, tiny, is the fastest.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        raise UsageError(
-            f"`claims` uses no option except seed, but these were given: {', '.join(sorted(unused))}.",
-            "Omit these options, or name a table of models.",
-        )
+        problem = f"`claims` uses no option except seed, but these were given: {', '.join(sorted(unused))}."
+        raise UsageError(problem, "Omit these options, or name a table of models.")
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
@@ -144,10 +142,10 @@ def converge_head(
 ) -> Report:
     """Run normalised gradient descent on one head's selection problem: selected tokens score 1, all others score 0.
 
-    `head` is (layer, head), or `3.7`. There are two experiments. The first trains from zero and from the head's own M;
-    it reports the correlation with the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of
-    ‖W_mm‖. A step has length lr · ‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens.
-    Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
+    `head` is (layer, head), or `3.7`. The first experiment trains from zero and from the head's own M, with steps of
+    length lr · ‖W_mm‖; it reports the correlation with the SVM that selects the same tokens, the selections kept, and
+    ‖W‖/‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens. Raises ModelError,
+    TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}

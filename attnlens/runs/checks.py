@@ -50,10 +50,8 @@ def predictions(task: Task) -> Measured:
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
     """Raise ModelError if measured values depend on a weight that the checkpoint lacks, which would be random."""
     if random := random_weights(loaded, inputs, measured):
-        raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random.",
-            "Use a complete checkpoint, or load the checkpoint with the architecture it was saved with.",
-        )
+        problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
+        raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
@@ -117,11 +115,9 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
     except FAILURES as error:
         if is_memory(error):
             raise
-        raise ModelError(
-            f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
-            f"{type(error).__name__}: {loading.first_line(error)}",
-            "Try other or longer inputs, or check that config.json belongs to this model.",
-        ) from error
+        reason = f"{type(error).__name__}: {loading.first_line(error)}"
+        remedy = "Try other or longer inputs, or check that config.json belongs to this model."
+        raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
@@ -169,27 +165,20 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
     if math.isnan(error) and broken:
         return None, broken[0]
     refuse_unsteady(loaded, inputs)
-    raise IdentityError(
-        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "Run `attnlens doctor` to find the sites that differ; attnlens reports no numbers for this model.",
-    )
+    problem = f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}."
+    remedy = "Run `attnlens doctor` to find the sites that differ; attnlens reports no numbers for this model."
+    raise IdentityError(problem, remedy)
 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
     """Raise ModelError if the outputs are NaN although the weights are finite, IdentityError if two passes differ."""
     error = hooks.repeat_error(loaded.model, inputs)
     if math.isnan(error):
-        raise ModelError(
-            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: the computation "
-            "overflows.",
-            "Try --dtype float64; a model that also overflows in float64 cannot be measured.",
-        )
+        problem = f"{loaded.info.id} overflows: its outputs are NaN or Inf although its weights are finite."
+        raise ModelError(problem, "Try --dtype float64; a model that also overflows in float64 cannot be measured.")
     if error > hooks.IDENTITY_TOLERANCE:
-        raise IdentityError(
-            f"Two passes of {loaded.info.id} over the same input differ by {error:.1e}: the model is not "
-            "deterministic.",
-            "Choose a deterministic model: the attention of this one cannot be verified.",
-        )
+        problem = f"{loaded.info.id} is not deterministic: two passes over the same input differ by {error:.1e}."
+        raise IdentityError(problem, "Choose a deterministic model: the attention of this one cannot be verified.")
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
@@ -214,10 +203,8 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     """Return the error of recomputed attention; raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
-        raise ModelError(
-            f"{broken} contains NaN or Inf, so the model's outputs cannot be verified.",
-            "Repair the weights; `attnlens inspect` shows which heads are unaffected.",
-        )
+        problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."
+        raise ModelError(problem, "Repair the weights; `attnlens inspect` shows which heads are unaffected.")
     return error
 
 

@@ -58,9 +58,9 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`; if None, return the first halves, cut to equal length, of inputs of at least median length.
+    """Return `prompts`, or the first halves of inputs of at least median length, or why the model can't continue them.
 
-    If the model can't continue its inputs, return the reason. Raise UsageError if it can't continue `prompts`.
+    Raise UsageError if the model can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
@@ -94,10 +94,8 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
-        raise TextError(
-            f"A prompt in {content.name} has {longest} tokens; the model, which accepts {limit}, can't continue it.",
-            f"Shorten the prompts to at most {limit - 1} tokens.",
-        )
+        problem = f"The model, which accepts {limit} tokens, can't continue a prompt of {longest} in {content.name}."
+        raise TextError(problem, f"Shorten the prompts to at most {limit - 1} tokens.")
     # the mask hides padding, so any id can be the padding
     ids, mask = (
         pad_sequence(part, batch_first=True, padding_side="left").to(loaded.model.device)
@@ -247,11 +245,8 @@ class Differences:
 
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
         if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
-            raise ModelError(
-                f"With the new kernel the model's output has a different length ({len(new)} states instead of "
-                f"{len(original)}).",
-                "Use `attnlens inspect` to analyse the attention: outputs can't be compared token by token.",
-            )
+            problem = f"With the new kernel the model returns {len(new)} hidden states instead of {len(original)}."
+            raise ModelError(problem, "Use `attnlens inspect`: the outputs can't be compared token by token.")
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
         cosines = torch.cosine_similarity(original, new, dim=-1)

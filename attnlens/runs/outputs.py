@@ -63,10 +63,8 @@ def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterato
         if not is_memory(error):
             raise
         size = next(iter(inputs.values())).shape[0]
-        raise ModelError(
-            f"Not enough memory {purpose} {format_count(size, 'sequence')} at once.",
-            "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
-        ) from None
+        remedy = "Use a smaller --batch-size." if size > 1 else "Use a smaller --length."
+        raise ModelError(f"Not enough memory {purpose} {format_count(size, 'sequence')} at once.", remedy) from None
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,7 @@ class WorkPlan(SharedRequest):
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
-            raise errors.UsageError(
-                "A text from stdin cannot be read by several processes.", "Save the text to a file."
-            )
+            raise errors.UsageError("Only one process can read a text from stdin.", "Save the text to a file.")
         if self.elsewhere and str(self.work).startswith("memory:"):
             raise errors.UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
@@ -179,10 +177,9 @@ def run_units(
         raise errors.ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
-        raise failures[name].error or errors.ModelError(
-            f"No unit of work could be computed. First failure, {name}: {reason}.",
-            "Remove the cause of this failure; if memory ran out, use fewer --jobs.",
-        )
+        problem = f"No unit of work could be computed. First failure, {name}: {reason}."
+        remedy = "Remove the cause of this failure; if memory ran out, use fewer --jobs."
+        raise failures[name].error or errors.ModelError(problem, remedy)
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
 
@@ -258,10 +255,8 @@ def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Sto
             _prepared[:] = [((opener, arguments), *opener(*arguments))]
         _, facts, make = _prepared[0]
         if key_of(facts) != key_of(store.facts):
-            raise errors.ModelError(
-                f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}.",
-                "Give all workers the same files, texts and versions.",
-            )
+            problem = f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}."
+            raise errors.ModelError(problem, "Give all workers the same files, texts and versions.")
         store.save(name, make(name))
 
     failure = try_twice(compute, name)

@@ -29,9 +29,9 @@ uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
 SOURCE = (
-    "Wright & Gonzalez 2021, Theorems 1 and 2 (functions of a binary kernel machine; two networks can approximate any "
-    "continuous function on two compact domains), which give no rate, so three inequalities are judged. Best: smallest "
-    "possible error with m features (Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
+    "Wright & Gonzalez 2021, Theorems 1 and 2: two networks can approximate any continuous function on two compact "
+    "domains. No rate is given, so inequalities are judged. Best: smallest possible error with m features "
+    "(Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
 )
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
 FULL = (8, 16, 32, 64, 128, 256), 1000

@@ -144,9 +144,8 @@ def compare_training(
         settings=settings | sizes | asdict(training),
         source="Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; "
         "models and data differ here, so nothing is judged. claim holds: share of seeds in which σ₁/Σσ is larger in "
-        "Primal.+; difference: primal − canonical; loss: nats per token of held-out windows. "
-        "attention: P, and in Primal.+ eΛrᵀ, which replaces P and has at most rank head_dim; cosine: cos(q_i, k_j) in "
-        "both; running cosine: cosine of the running means of q and k in both, the inputs of causal Primal-Attention",
+        "Primal.+; difference: primal − canonical; loss: nats per token. attention: P, or eΛrᵀ in Primal.+; cosine: "
+        "cos(q_i, k_j); running cosine: cosine of the running means of q and k, the inputs of causal Primal-Attention",
         axis="first k singular values",
         curves={
             f"{label}: {way}": _head_curve(torch.cat(measured[matrix, way]), label, way)

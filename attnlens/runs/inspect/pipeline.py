@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnlens.arguments import public
 from attnlens.choices import ATTENTION
@@ -31,12 +31,10 @@ from attnlens.runs.progress import Interrupted, Progress, silent, time_stage
 from attnlens.runs.store import Store
 from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_units
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
 ALL = "units"  # name of the progress over the units of all stages
+Model = str | PathLike[str] | loading.Loaded | PreTrainedModel  # name or path of a model, or a model in memory
 
 
 @public
@@ -62,10 +60,7 @@ def inspect(
 
 
 def run_inspect(
-    model: str | PathLike[str] | loading.Loaded | PreTrainedModel,
-    request: InspectRequest,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: Progress = silent,
+    model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function to call once it is written: it removes the units, unless one failed."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
@@ -92,10 +87,7 @@ def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple
 
 
 def prepare(
-    model: str | PathLike[str] | loading.Loaded | PreTrainedModel,
-    request: InspectRequest,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: Progress = silent,
+    model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> PreparedRun:
     """Read the texts and load the model; if memory is too small and only weights are read, leave them in the files."""
     subject = wrap_model(model, tokenizer)

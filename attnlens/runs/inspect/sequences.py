@@ -155,15 +155,11 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
     longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
     rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
     if longest > MOST_TOKENS:
-        raise UsageError(
-            f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}.",
-            f"Add --length {MOST_TOKENS}.",
-        )
+        problem = f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}."
+        raise UsageError(problem, f"Add --length {MOST_TOKENS}.")
     if rows > MOST_ROWS:
-        raise UsageError(
-            f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}.",
-            "Choose fewer heads with --layers or --heads, or fewer tokens with --length.",
-        )
+        problem = f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}."
+        raise UsageError(problem, "Choose fewer heads with --layers or --heads, or fewer tokens with --length.")
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:

@@ -8,12 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnlens import arguments
 from attnlens.choices import Part
@@ -27,10 +29,6 @@ from attnlens.models.loading.locate import refuse_outside, weight_file
 from attnlens.records import Record, Site
 from attnlens.report.report import Report
 from attnlens.requests import Loading
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 WRITTEN = "Give an unchanged folder written by --save."

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from attnlens import requests
@@ -29,9 +29,6 @@ from attnlens.records import PARTS, Call, Site, SiteSwap, Task
 from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -133,9 +130,8 @@ def _check_error(
     kernel, remedy = "the new kernel", "so attnlens reports no numbers for it. Please report this as a bug."
     if user:
         kernel, remedy = f"your kernel {user}", "but log k of a query and a key must not depend on other tokens."
-    raise IdentityError(
-        f"With {kernel}, the outputs change by {error:.1e} when {when}.", f"The kernel {flaw}, {remedy}"
-    )
+    problem = f"With {kernel}, the outputs change by {error:.1e} when {when}."
+    raise IdentityError(problem, f"The kernel {flaw}, {remedy}")
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
@@ -208,21 +204,18 @@ def replaced(
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
             loss = model(**batch, labels=batch["input_ids"]).loss
 
-    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace; None selects
-    everything. Attention that is not selected keeps the model's own kernel. Sites are found on made-up inputs, or on
-    `batch` for models that need other inputs. On entry, recomputing the model's own attention must reproduce its
-    outputs, and a forward pass with the new kernel must succeed. The context value counts calls of each module in
-    `calls`. On exit, also after an exception, the model's own attention is restored.
+    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace (None: all).
+    Sites are found on made-up inputs, or on `batch` for models that need other inputs. On entry, recomputing the
+    model's own attention must reproduce its outputs, and a forward pass with the new kernel must succeed. The context
+    value counts calls of each module in `calls`. On exit, the model's own attention is restored.
 
     Raises UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, IdentityError; and on exit ModelError if a site was never reached.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
-        raise UsageError(
-            f"{new.info.name} must be fitted to calibration text, but none is available here.",
-            "Fit and save it with attnlens.swap_kernel(…, save=folder); attnlens.load_swapped(folder) runs it.",
-        )
+        problem = f"{new.info.name} must be fitted to calibration text, but none is available here."
+        raise UsageError(problem, "Use attnlens.swap_kernel(…, save=folder), then attnlens.load_swapped(folder).")
     layers, heads = requests.numbers("layers", layers), requests.numbers("heads", heads)
     if part is not None:
         checked_name("part", part, PARTS)

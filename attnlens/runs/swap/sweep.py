@@ -187,7 +187,7 @@ class Alone:
 
 def sweep(
     setup: SwapSetup,
-    chosen: Sequence[Unit],
+    chosen: list[Unit],
     batches: Sequence[Fed],
     design: Design,
     progress: Tell,
@@ -210,7 +210,7 @@ def sweep(
     rows = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
-    return Alone(list(chosen), torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
+    return Alone(chosen, torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
 
 
 @dataclass
