@@ -144,7 +144,7 @@ def _reach_by_ids(
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
     except (ModelError, TextError):  # a model that needs more tokens (Canine's strides), or media (LXMERT)
         return known
-    # ids do not show whether a site is causal, so sites keep their part
+    # a pass on ids does not show which sites are causal, so the known sites are kept
     return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
 
@@ -186,7 +186,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
-    # does another last token of the first sequence change the predictions at the tokens before it?
+    # replace the last token of the first sequence, and compare the predictions at the tokens before it
     alone = texts.first(inputs, 1)
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
@@ -195,7 +195,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     with _refusing(loaded, inputs), torch.no_grad():
         results = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
     before, after = (of_text(logits_of(result), ids, sees=True)[:, :last].double() for result in results)
-    # strict: predictions that are all 0 don't depend on anything
+    # not >=: predictions that are all 0 depend on nothing
     return tasks[1] if bool((before - after).norm() > LOOKS_AHEAD * before.norm()) else "causal"
 
 

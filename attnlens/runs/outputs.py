@@ -115,7 +115,6 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     if on_gpu:
         torch.cuda.synchronize(model.device)
     seconds = time.perf_counter() - start
-    # a model that cuts images into windows yields several rows per image, image by image
     states = last_states(result)
     owners = None if states is None else owners_of(states, fed.inputs)
     hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
@@ -134,7 +133,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 def owners_of(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
     """Return the sequence that each output at a real token belongs to; None if the outputs can't be assigned."""
-    sequences = texts.sequences_in(inputs)
+    sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
     rows = torch.arange(len(states), device=states.device) // (len(states) // sequences)

@@ -230,7 +230,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Return a unit's value, or a Failure after a second try. Errors that the user must fix are not tried again."""
+    """Return a unit's value, or a Failure after a second attempt, which errors of the user do not get."""
     for _ in range(2):
         try:
             return compute(name)
@@ -288,7 +288,7 @@ Work = Callable[[str], Failure | None]  # function that computes a unit in anoth
 
 
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Yield names and results from `plan.jobs` pools of one process each: a killed process loses a single unit."""
+    """Yield names and results from `plan.jobs` pools of one process each, so that a killed process loses one unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")
@@ -300,7 +300,7 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
             pool = pools.get(get_ident()) or ProcessPoolExecutor(1, context, _begin_worker)
             pools[get_ident()] = pool
             try:
-                # a new process inherits the blocked signal, so that this process decides what an interruption ends
+                # a new process inherits the blocked signal: only this process reacts to an interruption
                 with _interruptions_blocked():
                     future = pool.submit(function, name)
                 if ending.is_set():  # the process may have started after `end` ran for the others
@@ -362,7 +362,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if no Ray cluster answers: Ray itself would try for two minutes, and then end the process."""
+    """Raise UsageError if no Ray cluster answers; Ray itself would try for two minutes and then end the process."""
     if find_spec("ray") is None:
         raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE

@@ -92,7 +92,7 @@ class Figure:
     error: float | None = None  # standard error, if the value is a mean over trials
     label: str | None = None  # display name; None: the figure's name with blanks for underscores
     published: float | None = None
-    tolerance: float | None = None  # allowed distance from the published value; None: exact match
+    tolerance: float | None = None  # maximum distance from the published value; None: 0
     bound: Bound = "within"
     origin: Origin = "published"  # origin of `published`
 
@@ -236,8 +236,7 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
 """Name → tokens, chosen token of each input, ½‖p‖²."""
-LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
-"""Seed → Frobenius and nuclear norms of the local-convergence instance."""
+LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}  # norms by seed
 
 
 def golden() -> Experiment:

@@ -84,7 +84,7 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A trainable weight or kernel parameter, with a float32 change, so that small steps add up even for bfloat16."""
+    """A trainable weight or kernel parameter; its change is float32, so that small steps add up even in bfloat16."""
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
@@ -395,7 +395,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the 95 % interval of the paired difference, or its mean if pairs are few, is below 0."""
+        """Return True if the paired difference is below 0: its 95 % interval or, if pairs are few, its mean."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -450,7 +450,7 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
     "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
 }
 """Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
-SLOWER, LEAST = 0.1, 1e-7  # factor and bound of further rates, if no listed rate improves on the start
+SLOWER, LEAST = 0.1, 1e-7  # factor and lower bound of further rates, tried if no listed rate reduces the distance
 STEPS = 8  # steps per tried rate, over which the rate rises and falls; at most a tenth of all planned steps
 ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
 

@@ -60,7 +60,7 @@ STATE = (
 """Fields of a `Descent` that are stored without conversion."""
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
-PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and checks, within which the distance must fall significantly
+PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and number of checks, in which the distance must fall
 STEPS_WANTED = 400  # steps for a token amount, if batches are large enough; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
@@ -260,8 +260,8 @@ class Descent:
     within: int = 0  # steps of this stage at the current rate
     rate: float = 0.0
     best: int = 0  # step with the smallest distance so far
-    least: float = math.inf  # its distance
-    values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
+    least: float = math.inf  # distance at step `best`
+    values: list[Tensor] = field(default_factory=list)  # values of the trained tensors at step `best`
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
     history: list[tuple[float, Distances]] = field(default_factory=list)  # (share of work, distances) of this stage
@@ -392,8 +392,7 @@ class Descent:
             first_rate = self.trainings[-1].lowered_from or self.rate
             self._begin(self.rate * SLOWER)
             self._update_training(learning_rate=self.rate, lowered_from=first_rate)
-        # end the stage if the distance has not fallen significantly within its last PATIENCE; with a control, both
-        # models train equally long
+        # end the stage if its distance has stopped falling; with a control, both models train equally long
         since = self.history[-1][0] - PATIENCE * (self.end - self.begun)
         before = [distances for at, distances in self.history[:-FEWEST] if at <= since]
         patient = self.healer.options.control

@@ -56,7 +56,7 @@ GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory,
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), multiplied by its ‖W_Q‖‖W_K‖ if the measure grows with them."""
+    """Return each head's null mean and sd, (heads, 2), times its ‖W_Q‖‖W_K‖ if the measure is proportional to it."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -355,7 +355,7 @@ class Inspection(PreparedRun):
         present = None if deferred is None else deferred.present
         factors = weights.factors(model, self.one_token, self.window, chosen=chosen, turns=self._turns, present=present)
         for index in chosen:
-            # no variable here keeps the factors yielded last alive
+            # no local variable, which would keep the factors of the previous site in memory
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:

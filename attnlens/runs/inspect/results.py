@@ -204,7 +204,7 @@ class Results:
 
     @cached_property
     def _answers(self) -> dict[Place, dict[int, Answer]]:
-        # the values of gatherers cover every sequence
+        # gatherers read every sequence, so their values are omitted if some sequences are missing
         gathered = self._units("gathered") if len(self.finished) == self.total else {}
         units = [*self._units("weights").values(), *gathered.values()]
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
@@ -256,7 +256,7 @@ class Results:
         return build_measure(info, site, values.mean(), n=len(values), se=se, se_reason=why)
 
 
-FEWEST_HEADS = 12  # minimum number of heads for naming the most extreme one: the median and spread of fewer say little
+FEWEST_HEADS = 12  # minimum number of heads for a median and spread against which a head can be called extreme
 MOST = 8  # maximum number of named heads
 DEEP = 3  # number of heads at each end of a measure that can be named
 

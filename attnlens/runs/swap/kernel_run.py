@@ -189,7 +189,7 @@ class ControlSwap:
 
     role: ControlRole
     model: ChangedModel | None  # None if the control does not exist
-    state: float | None = None  # numbers kept per head, mean over sites
+    state: float | None = None  # numbers stored per head, mean over sites
     reason: str = ""  # why the control does not exist
 
     def record(self, seed: int, texts: Sequence[str], window: int | str) -> Control:
@@ -264,7 +264,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that keeps as many numbers as the kernel at each site, or state why none exists."""
+    """Build the sink-window control that stores as many numbers as the kernel at each site, or explain its absence."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -386,7 +386,7 @@ class KernelRun:
 
     @property
     def last(self) -> ChangedModel:
-        """The model at the last stage."""
+        """Model at the last stage."""
         return list(self.stages.values())[-1]
 
     @property
@@ -400,7 +400,7 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def teller(self, stage: str, total: int) -> Tell:
-        """Return a progress callback for a stage; its label includes the kernel if there are several."""
+        """Return a function that reports the progress of a stage, named after the kernel too if there are several."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return telling(self.session.progress, label, total)
 
@@ -433,7 +433,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse another kernel's equal control, and run a pass; if a site refuses the control, store the reason."""
+        """Reuse an equal control of another kernel; run a pass, and store the reason if a site refuses the control."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -446,7 +446,7 @@ class KernelRun:
 
     @property
     def control_models(self) -> list[ChangedModel]:
-        """The models of the controls that exist."""
+        """Models of the controls that exist."""
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
@@ -459,7 +459,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Measure how long the greedy continuations of each stage and control agree with the original's."""
+        """Measure for how many tokens the greedy continuations of each stage and control equal the original's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         tell = self.teller("generate", len(models) + 1)
         original, notes = self.session.continuation

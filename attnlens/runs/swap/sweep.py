@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 LEVEL = 0.05  # corrected p below which a measure counts as a predictor
-FEWEST_HEADS = 8  # minimum number of swept heads to correlate measures with their harm
+FEWEST_HEADS = 8  # minimum number of swept heads for predictors
 CONSTANT = "the same in every head"
 
 
@@ -149,7 +149,7 @@ class Alone:
     original: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
     changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
-    rows: list[int]  # indices of these sequences among all fed sequences
+    rows: list[int]  # indices of these sequences among all evaluated sequences
     design: Design  # how the sequences were sampled
     tested: bool  # True if differences are tested: losses are, distances (never negative) are not
 
