@@ -52,7 +52,8 @@ def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, un
     run = PreparedRun(loaded, settings, analyzers)
     results = read_sites(run, sites, {site for site, _ in units}, batches)
     measures = {(record.site, record.head): record.measures for record in results.heads}
-    values, windows, reasons = dict[str, Tensor](), dict[str, Tensor](), dict[str, str]()
+    values, windows = dict[str, Tensor](), dict[str, Tensor]()
+    reasons, constant = dict[str, str](), list[str]()
     infos = [info for analyzer in analyzers for info in analyzer.measures]
     for name in [info.name for info in infos if not info.curve and not info.labels]:
         by_unit = [measures[site.name, head or 0].get(name) for site, head in units]
@@ -62,12 +63,12 @@ def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, un
             explanations = [measure.reason for measure in by_unit if measure is not None and measure.reason]
             reasons[name] = next(iter(explanations), "no head has a value")
         elif not bool((column[~column.isnan()].diff() != 0).any()):
-            reasons[name] = CONSTANT
+            constant.append(name)
         else:
             values[name] = column
             if all((site.name, name) in results.windows for site, _ in units):
                 windows[name] = torch.stack([results.windows[site.name, name][:, head or 0] for site, head in units], 1)
-    return SweptMeasures(values, windows, reasons)
+    return SweptMeasures(values, windows, reasons | dict.fromkeys(sorted(constant), CONSTANT))
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
