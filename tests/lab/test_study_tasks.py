@@ -332,7 +332,7 @@ def test_the_papers_data_have_their_own_parts(tmp_path, monkeypatch):
         tasks.iwslt(sizes())
     assert "--pairs" in missing.value.remedy
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="not installed") as missing:
+    with pytest.raises(UsageError, match="require the package `datasets`") as missing:
         tasks.wikitext(sizes())
     assert "attnlens[papers]" in missing.value.remedy
 

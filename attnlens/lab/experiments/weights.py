@@ -213,8 +213,9 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
             break
     else:
         kind = "a cyclic" if cyclic else "an acyclic"
-        problem = f"None of {TRIES} random corpora has {kind} token-priority graph with an SVM solution."
-        raise UsageError(problem, "Choose a larger d, or more or longer sequences.")
+        wanted = f"{kind} token-priority graph with an SVM solution"
+        remedy = "Choose a larger d, or more or longer sequences."
+        raise UsageError(f"None of {TRIES} random corpora has {wanted}.", remedy)
     tokens, hits = embeddings[inputs], inputs == labels
     features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
     equal = problem.equal

@@ -217,9 +217,9 @@ def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
         import sacrebleu
     except ImportError:
         raise UsageError("BLEU scores require sacrebleu.", 'Run: pip install "attnlens[study]"') from None
-    written, references = zip(*pairs, strict=True)
-    scores = {"BLEU": sacrebleu.corpus_bleu, "chrF": sacrebleu.corpus_chrf}
-    return {name: compute(written, [references]).score for name, compute in scores.items()}
+    written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
+    bleu, chrf = sacrebleu.corpus_bleu(written, references), sacrebleu.corpus_chrf(written, references)
+    return {"BLEU": bleu.score, "chrF": chrf.score}
 
 
 def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
