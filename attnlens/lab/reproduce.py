@@ -289,7 +289,8 @@ def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[st
 
     def draw(like: Float[Tensor, "d m"]) -> Float[Tensor, "1 d m"]:
         factor = torch.randn(1, *like.shape, generator=generator, dtype=torch.float64)
-        return factor * (SMALL * unit**0.5 / float(factor.norm()))
+        small: Tensor = factor * (SMALL * unit**0.5 / float(factor.norm()))
+        return small
 
     return {"small random factors": (draw(left), draw(right)), "the head": (left[None], right[None])}
 

@@ -160,7 +160,8 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
     squares = skew.square().sum((-2, -1)) + negative.square().sum(-1)
-    return (squares / matrix.square().sum((-2, -1))).sqrt()
+    relative: Tensor = squares.sqrt() / torch.linalg.matrix_norm(matrix)
+    return relative
 
 
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
