@@ -189,7 +189,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
     inputs = {}
     for name, value in batch.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
-            kind = "Tensor on meta" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
+            kind = "Tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
             problem = (
                 f"batch[{format_argument(name)}] has type {kind}; a batch maps input names to tensors with values."
             )
