@@ -79,10 +79,7 @@ class Lens:
         return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
-        """Capture queries and keys of every attention computation on a text, or on a batch of the model's inputs.
-
-        Raise UsageError for a text if the model has no tokenizer, and the errors of `attnlens.capture`.
-        """
+        """Capture queries and keys on a text, or on a batch of the model's inputs, as `attnlens.capture` does."""
         if not isinstance(text, str):
             return capture(self.loaded, text)
         if self.loaded.tokenizer is None:

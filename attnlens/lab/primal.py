@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
 NAME = "attnlens_primal"  # name under which the attention of the models built here is registered with transformers
-ONLY_BY = "attnlens.lab.primal.build"
-"""Attention implementation written to a saved config.json. No implementation has this name, so `from_pretrained`
-refuses the folder. Otherwise it would load canonical attention and only list the unexpected keys."""
+ONLY_BY = "attnlens.lab.primal.build"  # unknown name saved in config.json, so that `from_pretrained` refuses the folder
 
 
 def build(
@@ -53,20 +51,16 @@ def build(
     """Build a model with primal attention in all layers (PrimalFormer), the last layer (Primal.+) or these layers.
 
     From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
-    in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which
-    reads the queries and keys after rotation, is trained with the model and is saved in the state dict. The values have
-    no effect, so their projection gets no gradient.
+    in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which reads
+    the queries and keys after rotation; the values have no effect.
 
-    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes it to
-    config.json. `from_pretrained` refuses such a folder, because transformers does not know its attention. To load the
-    folder, call `model = build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then
-    `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
+    `model.config.attnlens_primal` lists the primal layers. transformers' `from_pretrained` refuses a saved folder; call
+    `build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then `safetensors.torch.load_model`.
 
-    Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
-    published code); a warning is given if head_dim or `samples` limits the rank of the scores. In encoders, F consists
-    of `samples` rows of the module's input; with `samples=0`, F = I. Raises ModelError for cross-attention, a bias on
-    the scores (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid
-    layers or numbers.
+    Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s; a warning is
+    given if head_dim or `samples` limits the rank of the scores. In encoders, F consists of `samples` rows of the
+    module's input; with `samples=0`, F = I. Raises ModelError for cross-attention, a bias on the scores (T5's
+    positions), layers called more than once, and models that cannot be hooked; UsageError for invalid arguments.
     """
     from attnlens.models import hooks, loading, texts
     from attnlens.runs.feeding import at_rest
@@ -124,24 +118,23 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
 
 
 def _check_layer(layer: SiteCall, samples: int) -> None:
-    unsupported = {
-        "is cross-attention: e- and r-scores would belong to different tokens": layer.site.part == "cross",
-        "adds a position bias to its scores (as in T5), but primal attention has no scores": layer.call.bias
-        is not None,
-        "is called more than once per forward pass": layer.site.repeated,
-    }
-    for problem, applies in unsupported.items():
-        if applies:
-            raise ModelError(f"{layer.site.path} {problem}.", "Choose another model, or omit such layers.")
+    problem = ""
+    if layer.site.part == "cross":
+        problem = "is cross-attention: e- and r-scores would belong to different tokens"
+    elif layer.call.bias is not None:
+        problem = "adds a position bias to its scores (as in T5), but primal attention has no scores"
+    elif layer.site.repeated:
+        problem = "is called more than once per forward pass"
+    if problem:
+        raise ModelError(f"{layer.site.path} {problem}.", "Choose another model, or omit such layers.")
     if hasattr(layer.module, "primal"):
         raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":
         raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
     heads, _, size = layer.call.query.shape[1:]
     if samples and heads * size != layer.arguments[layer.input_name].shape[-1]:
-        raise UsageError(
-            f"The input of {layer.site.path} cannot be split into {heads} heads of {size} dimensions.", "Use samples=0."
-        )
+        problem = f"The input of {layer.site.path} cannot be split into {heads} heads of {size} dimensions."
+        raise UsageError(problem, "Use samples=0.")
 
 
 def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -57,17 +57,17 @@ def reproduce(
     """Rerun the papers' small experiments (`claims`), or retrain the models of one of their tables or of `all` tables.
 
     `claims` compares each experiment with its published value; the verdict is the experiment's `passed`. `quick` runs
-    fewer trials with correspondingly wider tolerances and trains no model. Of the options, `claims` uses only the seed.
+    fewer trials with wider tolerances, and trains no model. Of the options, `claims` uses only the seed.
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm over a task's pairs), and their order is compared with the published order
-    (Kendall's τ). Finished runs are stored in the folder `work`; the same call resumes from it.
+    same seeds (moderated paired t, Holm), and in their order with the published values (Kendall's τ). The same call
+    resumes from the runs stored in the folder `work`.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
     task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
-    Raises UsageError for invalid options and for a table none of whose tasks has data, TextError for data that
-    cannot be used or fetched, OutputError if `work` cannot be written, Interrupted with the finished experiments.
+    Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be written, and
+    Interrupted with the finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
@@ -75,10 +75,8 @@ def reproduce(
             raise UsageError("quick applies only to `claims`.", "Omit quick: the default scale, tiny, is the fastest.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        raise UsageError(
-            f"`claims` uses no option except seed, but these were given: {', '.join(sorted(unused))}.",
-            "Omit these options, or name a table of models.",
-        )
+        problem = f"`claims` uses no option except seed, but these were given: {', '.join(sorted(unused))}."
+        raise UsageError(problem, "Omit these options, or name a table of models.")
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
@@ -89,9 +87,9 @@ def converge_synthetic(
 ) -> Report:
     """Run the experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)); compare with published values.
 
-    `experiments` are names (default: all). An experiment gets no verdict if an option changes its question. The seed
-    does not change the question, and neither does the number of trials if it is at least that of
-    `reproduce claims --quick`. Raises UsageError for invalid values, Interrupted with the finished experiments.
+    `experiments` are names (default: all). An experiment gets a verdict only with its default options; the seed can
+    differ, and the number of trials must be at least that of `reproduce claims --quick`. Raises UsageError for invalid
+    values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
     rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
@@ -114,12 +112,11 @@ def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
         if not completed:
             raise KeyboardInterrupt from None
         interrupted = True
+    model = {"id": "one-layer attention (synthetic)", "architecture": "f(X, z) = h(Xᵀ softmax(XWz))"}
     report = report_of(
         command,
         "experiments",
-        model=ModelInfo(
-            id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=width**2
-        ),
+        model=ModelInfo(**model, parameters=width**2),
         settings=Settings(seed=seed, dtype="float64"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
         experiments=completed,
@@ -145,10 +142,10 @@ def converge_head(
 ) -> Report:
     """Run normalised gradient descent on one head's selection problem: selected tokens score 1, all others score 0.
 
-    `head` is (layer, head), or `3.7`. There are two experiments. The first trains from zero and from the head's own M;
-    it reports the correlation with the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of
-    ‖W_mm‖. A step has length lr · ‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens.
-    Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
+    `head` is (layer, head), or `3.7`. The first experiment trains from zero and from the head's own M, with steps of
+    length lr · ‖W_mm‖; it reports the correlation with the SVM that selects the same tokens, the selections kept, and
+    ‖W‖/‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens. Raises ModelError,
+    TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
@@ -190,9 +187,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
     if isinstance(nearness, str):
-        raise UsageError(
-            f"No selection problem can be posed for head {head}: {nearness}.", "Choose another head or text."
-        )
+        raise UsageError(f"Head {head} has no selection problem: {nearness}.", "Choose another head or text.")
     return report, selectors[0], nearness
 
 
@@ -204,10 +199,9 @@ NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 def train_head(
     nearness: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent
 ) -> Experiment:
-    """Descend from zero (K and Q: from small random factors) and from the head's M; compare with the SVM.
+    """Descend from zero (K and Q: from small random factors) and from the head's M; compare with the SVM's W_mm.
 
-    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), where W_mm solves the SVM of the head's selection, in the Frobenius norm
-    for W and in the nuclear norm for (K, Q).
+    W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are.
     """
     problem = nearness.posed.problem
     goal = nearness.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)
@@ -257,9 +251,9 @@ def train_head(
 def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
     """Compute −log p_max of the posed queries as a function of c: KL(one-hot of the largest ‖ softmax(c · logits)).
 
-    c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
-    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. The SVM defines only
-    differences of scores, so the softcap and the sink, which need the scores themselves, are omitted for it.
+    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. The SVM
+    that selects the same tokens is scaled to the head's norm ‖ΠM‖. It has no softcap and no sink, because it defines
+    only differences of scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
@@ -273,10 +267,7 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
 
 
 def as_instances(problem: Problem) -> Instances:
-    """Convert the problem to one trial of gradient descent, in which training increases the selected token's weight.
-
-    Softmax depends only on differences, so the selected token α is 0, and any other token x is represented by x − α.
-    """
+    """Convert the problem to one trial of gradient descent: the selected token α becomes 0, any other token x − α."""
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
     by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())
@@ -297,9 +288,9 @@ def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[st
     generator = torch.Generator().manual_seed(seed)
 
     def draw(like: Float[Tensor, "d m"]) -> Float[Tensor, "1 d m"]:
-        factor = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        small: Tensor = SMALL * unit**0.5 * factor / factor.norm()
-        return small[None]
+        factor = torch.randn(1, *like.shape, generator=generator, dtype=torch.float64)
+        small: Tensor = factor * (SMALL * unit**0.5 / float(factor.norm()))
+        return small
 
     return {"small random factors": (draw(left), draw(right)), "the head": (left[None], right[None])}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from attnlens.arguments import public
 from attnlens.models import loading
@@ -12,18 +13,15 @@ from attnlens.records import QueryKey
 from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 @public
 def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
     `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
-    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
-    module (`site.path`) and its layer (`site.layer`); it has the property `attention` and is the input of analyzers.
-    The model runs without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
+    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, its module's
+    path (`site.path`), its layer (`site.layer`) and the property `attention`; analyzers accept it. The model runs
+    without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
     Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
     recomputing attention from the capture changes the model's outputs.
     """

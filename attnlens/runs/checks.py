@@ -50,10 +50,8 @@ def predictions(task: Task) -> Measured:
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
     """Raise ModelError if measured values depend on a weight that the checkpoint lacks, which would be random."""
     if random := random_weights(loaded, inputs, measured):
-        raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random.",
-            "Use a complete checkpoint, or load the checkpoint with the architecture it was saved with.",
-        )
+        problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
+        raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
@@ -63,10 +61,10 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module and name (`name and 3 more`) of a missing weight that measured values need; otherwise None.
+    """Return module and name (`name and 3 more`) of missing weights that affect the measured values, or None.
 
-    A missing weight is ignored if its module ran and its gradient is None, since no measured value depends on it
-    (BERT's pooler). A module that did not run on these inputs (an expert that no token chose) can run on other inputs.
+    A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
+    these inputs (an expert that no token chose) can run on other inputs, so its weights count.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -95,9 +93,7 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-LOOKS_AHEAD = 1e-4
-"""Relative change of predictions above which they are taken to depend on a later token: far above the float32 rounding
-that a different last token can cause, and far below the effect of a visible token."""
+LOOKS_AHEAD = 1e-4  # relative change above which predictions depend on a later token: well above float32 rounding
 NOT_RUN = "it does not run on this input"
 
 
@@ -119,11 +115,9 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
     except FAILURES as error:
         if is_memory(error):
             raise
-        raise ModelError(
-            f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
-            f"{type(error).__name__}: {loading.first_line(error)}",
-            "Try other or longer inputs, or check that config.json belongs to this model.",
-        ) from error
+        reason = f"{type(error).__name__}: {loading.first_line(error)}"
+        remedy = "Try other or longer inputs, or check that config.json belongs to this model."
+        raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
@@ -134,10 +128,7 @@ def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int)
 def without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and their calls on random ids, both without media, for reading the weights.
-
-    Media are left out because the ids that represent an image have special positions, on which no weight depends.
-    """
+    """Return the sites' calls on one token and on random ids, without media, whose ids have special positions."""
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
@@ -153,7 +144,7 @@ def _reach_by_ids(
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
     except (ModelError, TextError):  # a model that needs more tokens (Canine's strides), or media (LXMERT)
         return known
-    # ids do not show whether a site is causal, so sites keep their part
+    # a pass on ids does not show which sites are causal, so the known sites are kept
     return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
 
@@ -174,27 +165,20 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
     if math.isnan(error) and broken:
         return None, broken[0]
     refuse_unsteady(loaded, inputs)
-    raise IdentityError(
-        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "Run `attnlens doctor` to find the sites that differ; attnlens reports no numbers for this model.",
-    )
+    problem = f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}."
+    remedy = "Run `attnlens doctor` to find the sites that differ; attnlens reports no numbers for this model."
+    raise IdentityError(problem, remedy)
 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
     """Raise ModelError if the outputs are NaN although the weights are finite, IdentityError if two passes differ."""
     error = hooks.repeat_error(loaded.model, inputs)
     if math.isnan(error):
-        raise ModelError(
-            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: the computation "
-            "overflows.",
-            "Try --dtype float64; a model that also overflows in float64 cannot be measured.",
-        )
+        problem = f"{loaded.info.id} overflows: its outputs are NaN or Inf although its weights are finite."
+        raise ModelError(problem, "Try --dtype float64; a model that also overflows in float64 cannot be measured.")
     if error > hooks.IDENTITY_TOLERANCE:
-        raise IdentityError(
-            f"Two passes of {loaded.info.id} over the same input differ by {error:.1e}: the model is not "
-            "deterministic.",
-            "Choose a deterministic model: the attention of this one cannot be verified.",
-        )
+        problem = f"{loaded.info.id} is not deterministic: two passes over the same input differ by {error:.1e}."
+        raise IdentityError(problem, "Choose a deterministic model: the attention of this one cannot be verified.")
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
@@ -202,7 +186,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
-    # does another last token of the first sequence change the predictions at the tokens before it?
+    # replace the last token of the first sequence, and compare the predictions at the tokens before it
     alone = texts.first(inputs, 1)
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
@@ -211,18 +195,16 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     with _refusing(loaded, inputs), torch.no_grad():
         results = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
     before, after = (of_text(logits_of(result), ids, sees=True)[:, :last].double() for result in results)
-    # strict: predictions that are all 0 don't depend on anything
+    # not >=: predictions that are all 0 depend on nothing
     return tasks[1] if bool((before - after).norm() > LOOKS_AHEAD * before.norm()) else "causal"
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of recomputed attention as `prove_identity` does; raise ModelError if it returns no error."""
+    """Return the error of recomputed attention; raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
-        raise ModelError(
-            f"{broken} contains NaN or Inf, so the model's outputs cannot be verified.",
-            "Repair the weights; `attnlens inspect` shows which heads are unaffected.",
-        )
+        problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."
+        raise ModelError(problem, "Repair the weights; `attnlens inspect` shows which heads are unaffected.")
     return error
 
 
@@ -233,8 +215,7 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:
         if layer := re.match(r"(.*?\.)?\d+(?=\.)", name):
-            # an existing layer has the same tensors, up to the name of a model inside another model; the name of
-            # another head or of a buffer lacks such a counterpart
+            # layer 0 has the same tensors, up to the name of an enclosing model; heads and buffers have no counterpart
             counterpart = f".{layer.group(1) or ''}0{name[layer.end() :]}"
             if any(counterpart.endswith(other) or other.endswith(counterpart) for other in known):
                 unused[layer.group()] += 1

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 MOST = 16  # maximum number of evaluated windows whose first halves are continued, and of prompts per batch
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # inputs of a model that reads only text
-FAILED = (*FAILURES, ModelError, UsageError)
-"""Exceptions that a model or a kernel can raise if it does not support a cache."""
+FAILED = (*FAILURES, ModelError, UsageError)  # raised by models and kernels that do not support a cache
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`; if None, return the first halves, cut to equal length, of inputs of at least median length.
+    """Return `prompts`, or the first halves of inputs of at least median length, or why the model can't continue them.
 
-    If the model can't continue its inputs, return the reason. Raise UsageError if it can't continue `prompts`.
+    Raise UsageError if the model can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
@@ -95,10 +94,8 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
-        raise TextError(
-            f"A prompt in {content.name} has {longest} tokens; the model, which accepts {limit}, can't continue it.",
-            f"Shorten the prompts to at most {limit - 1} tokens.",
-        )
+        problem = f"The model, which accepts {limit} tokens, can't continue a prompt of {longest} in {content.name}."
+        raise TextError(problem, f"Shorten the prompts to at most {limit - 1} tokens.")
     # the mask hides padding, so any id can be the padding
     ids, mask = (
         pad_sequence(part, batch_first=True, padding_side="left").to(loaded.model.device)
@@ -203,14 +200,13 @@ class Differences:
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    predicting: list[Tensor] = field(default_factory=list)
-    """True for each sequence with predictions; sequences without them are missing from the three lists above."""
+    predicting: list[Tensor] = field(default_factory=list)  # False for sequences that `before`, … omit: no predictions
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
     agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
     classes: int = 1  # number of tokens or classes that a prediction chooses from
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
-    real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
+    real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence with hidden states
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
     likeness: LinearCKA | None = None
@@ -249,11 +245,8 @@ class Differences:
 
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
         if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
-            raise ModelError(
-                f"With the new kernel the model's output has a different length ({len(new)} states instead of "
-                f"{len(original)}).",
-                "Use `attnlens inspect` to analyse the attention: outputs can't be compared token by token.",
-            )
+            problem = f"With the new kernel the model returns {len(new)} hidden states instead of {len(original)}."
+            raise ModelError(problem, "Use `attnlens inspect`: the outputs can't be compared token by token.")
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
         cosines = torch.cosine_similarity(original, new, dim=-1)

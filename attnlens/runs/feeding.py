@@ -58,20 +58,16 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a mean loss per token above ln(vocabulary); `names` has each sequence's text."""
+    """Return a note for each text whose loss exceeds random guessing; `names` gives the text of each sequence."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
         loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
         if loss > guess:
-            notes.append(
-                f"The model's loss on {name} is {loss:.2f} nats per token, worse than random guessing "
-                f"(ln {vocabulary} = {guess:.2f}): the text does not suit the model, or the model is untrained."
-            )
+            guessing = f"worse than random guessing (ln {vocabulary} = {guess:.2f})"
+            reason = "the text does not suit the model, or the model is untrained"
+            notes.append(f"The model's loss on {name} is {loss:.2f} nats per token, {guessing}: {reason}.")
     return notes
-
-
-NOTHING_FED = dict.fromkeys(("windows", "pack", "placement", "intervals"))  # settings of a run without inputs
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
@@ -100,9 +96,12 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
     """Return the settings with the model's device, dtype and window length; raise UsageError if that is too large."""
-    device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
-    length = texts.window_length(loaded.model, settings.length)
-    return settings.model_copy(update={"device": device, "dtype": dtype, "length": length})
+    update = {
+        "device": loading.places_of(loaded.model),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "length": texts.window_length(loaded.model, settings.length),
+    }
+    return settings.model_copy(update=update)
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
@@ -127,11 +126,9 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
         more = "windows" if count + len(inputs.left_out) >= FEWEST_TEXTS else "the number of texts"
-        raise UsageError(
-            f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the {inputs.sequences} sequences come from "
-            f"{count}.",
-            f"Increase {more}, or omit intervals='texts'.",
-        )
+        known = f"the {inputs.sequences} sequences come from {count}"
+        problem = f"Intervals over texts need at least {FEWEST_TEXTS} texts, but {known}."
+        raise UsageError(problem, f"Increase {more}, or omit intervals='texts'.")
     return Design.of(names, requested.intervals)
 
 
@@ -157,19 +154,15 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
     yield from inputs.notes
     yield from texts.foreign_notes(inputs.unknown)
     if inputs.left_out:
-        yield (
-            f"Left out: {', '.join(inputs.left_out)}, because there are only {inputs.sequences} sequences for "
-            f"{len(set(inputs.parts)) + len(inputs.left_out)} texts."
-        )
+        left_out, count = ", ".join(inputs.left_out), len(set(inputs.parts)) + len(inputs.left_out)
+        yield f"Left out: {left_out}, because there are only {inputs.sequences} sequences for {count} texts."
     noun = "lines" if requested.pack is False else "windows"
     if requested.placement == "first":
         yield f"The {noun} are the first of each text: standard errors apply to such {noun}, not to the whole texts."
     repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)
     if repeated > texts.MOST_SHARED:
-        yield (
-            f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that occur in several {noun}: "
-            "standard errors are too small."
-        )
+        runs = f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that occur in several {noun}"
+        yield f"{runs}: standard errors are too small."
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
@@ -184,26 +177,23 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
-    raise UsageError(
-        f"{loaded.info.id} takes {inputs} but no text, so text and length would be ignored.",
-        "Leave out --text, --calibration and --length.",
-    )
+    problem = f"{loaded.info.id} takes {inputs} but no text, so text and length would be ignored."
+    raise UsageError(problem, "Leave out --text, --calibration and --length.")
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
     """Return a batch's tensors on the model's device. Raise UsageError if it is empty or contains other values."""
+    remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
-        remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
         raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)
     inputs = {}
     for name, value in batch.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
-            kind = "Tensor on meta" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
-            raise UsageError(
-                f"batch[{format_argument(name)}] has type {kind}; a batch maps input names to tensors that are not on "
-                "the meta device.",
-                'Pass names and tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
+            kind = "Tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
+            problem = (
+                f"batch[{format_argument(name)}] has type {kind}; a batch maps input names to tensors with values."
             )
+            raise UsageError(problem, remedy)
         inputs[name] = value.to(loading.device_of_inputs(model))
     return inputs
 
@@ -215,11 +205,8 @@ def wrap_model(
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
         if hooks.is_answered(weights):
-            raise UsageError(
-                f"attnlens already replaces the attention of this {type(weights).__name__} with another kernel.",
-                "Leave the `with` block, close the model returned by load_swapped, or pass a model with its original "
-                "attention.",
-            )
+            problem = f"attnlens already replaces the attention of this {type(weights).__name__} with another kernel."
+            raise UsageError(problem, "Leave the `with` block, or close the model returned by load_swapped.")
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None and isinstance(model, Loaded | str | os.PathLike):
             raise UsageError("tokenizer= is only for transformers models in memory.", "Omit it, or pass such a model.")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-Variant = Callable[[], AbstractContextManager[object]]  # changes the original model inside a block
+Variant = Callable[[], AbstractContextManager[object]]  # context manager that changes the original model
 CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak of memory
 
 
@@ -63,10 +63,8 @@ def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterato
         if not is_memory(error):
             raise
         size = next(iter(inputs.values())).shape[0]
-        raise ModelError(
-            f"Not enough memory {purpose} {format_count(size, 'sequence')} at once.",
-            "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
-        ) from None
+        remedy = "Use a smaller --batch-size." if size > 1 else "Use a smaller --length."
+        raise ModelError(f"Not enough memory {purpose} {format_count(size, 'sequence')} at once.", remedy) from None
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,6 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     if on_gpu:
         torch.cuda.synchronize(model.device)
     seconds = time.perf_counter() - start
-    # a model that cuts images into windows yields several rows per image, image by image
     states = last_states(result)
     owners = None if states is None else owners_of(states, fed.inputs)
     hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
@@ -136,7 +133,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 def owners_of(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
     """Return the sequence that each output at a real token belongs to; None if the outputs can't be assigned."""
-    sequences = texts.sequences_in(inputs)
+    sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
     rows = torch.arange(len(states), device=states.device) // (len(states) // sequences)
@@ -160,7 +157,7 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     return (new.exp() - p - p * (new - original)).sum(-1)
 
 
-LARGEST_LOSS = 700.0  # largest loss with a perplexity; exp(x) overflows in float64 above 709.8
+LARGEST_LOSS = 700.0  # maximum loss with a perplexity; exp(x) overflows in float64 above 709.8
 
 
 def paired_change(
@@ -179,8 +176,8 @@ def paired_change(
     return Change(before=first, after=second, delta=delta, ci95=None if math.isnan(low) else (low, high))
 
 
-BINS = 8  # number of parts of a sequence with separate losses: fine enough to show where a window's edge lies
-FEWEST = 8  # minimum number of tokens for a mean: the loss of single tokens varies by several nats
+BINS = 8  # parts of a sequence with separate losses: enough to show where a window ends
+FEWEST = 8  # minimum number of tokens for a mean, because the losses of single tokens vary by several nats
 
 
 @dataclass
@@ -241,8 +238,8 @@ def evidence(
 ) -> Int[Tensor, "batch positions"]:
     """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 if it never did.
 
-    A copying (induction) head reads the target from the token after the earlier id; that token lies this distance
-    before the target. A window of w keys, including the query's own, contains that token if the distance is at most w.
+    A copying (induction) head reads the target from the token after the earlier id, this many tokens before the
+    target: a window of w keys, including the query's own, contains that token if the distance is at most w.
     """
     distances = torch.zeros(targets.shape, dtype=torch.long)
     for row, (row_ids, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):

@@ -50,6 +50,6 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """Yield a function like that of `telling` for at most `most` steps; report all of them as done after the block."""
+    """Yield a function like that of `telling`; `most` bounds the steps, and all of them are reported at the end."""
     yield telling(progress, stage, most)
     progress(stage, most, most)

@@ -1,4 +1,4 @@
-"""Record which program created a report: versions, platform, memory."""
+"""Record how a report was created: versions, platform, peak memory, and a hash of inputs and code."""
 
 from __future__ import annotations
 

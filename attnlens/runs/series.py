@@ -37,13 +37,11 @@ from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
-OTHER_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
-"""Files next to the weights that also determine the results: configs, tokenizers, a model's own code."""
-
 
 def digest_of(place: Location) -> str:
-    """Hash a checkpoint's weights and the other files that determine its results."""
-    others = (path for pattern in OTHER_FILES for path in place.folder.glob(pattern))
+    """Hash a checkpoint's weights, configs, tokenizers and code."""
+    patterns = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+    others = (path for pattern in patterns for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
 
@@ -57,7 +55,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, parts skipped at any of them, and unread checkpoints."""
+    """Combine coverages: heads analysed at every checkpoint, parts skipped at any, and unread checkpoints."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -132,19 +130,18 @@ def _quartiles(measures: Mapping[tuple[int, int], Measure]) -> Band:
     return tuple(quantiles(values, n=4, method="inclusive"))
 
 
-STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
-"""Pattern of a training step: the number after «step», else the last one (`step1000-tokens2B`, `checkpoint-500`)."""
+STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)  # as in `step1000-tokens2B` and `checkpoint-500`
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """One model of a series."""
 
-    name: str  # readable name: the folder's name, or the revision
+    name: str  # folder name or revision
     model: str  # name as passed to `load`
     revision: str | None  # revision of a hub model
     place: Location  # location of its files
-    step: int | None  # training step in its name; None if there is none
+    step: int | None  # training step in its name, if any
 
 
 def of_demo() -> list[str]:
@@ -196,9 +193,6 @@ def find_checkpoints(
     return sorted(checkpoints, key=lambda each: each.step or 0)
 
 
-READ = ("text", "pairs", "image", "audio", "adapter")  # options that name files whose content affects the results
-
-
 @public
 @takes(CheckpointsRequest)
 def converge_checkpoints(
@@ -213,10 +207,10 @@ def converge_checkpoints(
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
     several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); without them, 0,
-    1, 2 … in the given order. By default, the analyzers of `inspect` and `selection` run. The last checkpoint with a
-    tokenizer provides the tokenizer for all. `head`, as (layer, head) or `3.7`, selects one head. Finished units are
-    kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (if a checkpoint is missing,
-    or shapes differ), TextError, and Interrupted, which contains the finished checkpoints.
+    1, 2 … in the given order. By default, the analyzers of `inspect` and `selection` run. All checkpoints use the
+    tokenizer of the last that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from
+    finished units. Raise UsageError, ModelError (if a checkpoint is missing, or shapes differ), TextError, and
+    Interrupted, which contains the finished checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -271,7 +265,14 @@ class Series:
     @cached_property
     def facts(self) -> Mapping[str, object]:
         """Facts that determine the results of the units."""
-        left_out = {*SharedRequest.model_fields, *READ}
+        left_out = {
+            *SharedRequest.model_fields,
+            "text",
+            "pairs",
+            "image",
+            "audio",
+            "adapter",
+        }  # content counts, not names
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.request.adapter, self.request.offline
         place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
@@ -322,16 +323,10 @@ class Series:
         heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
         for other, other_heads in zip(done, heads, strict=True):
             if other_heads != heads[0]:
-                raise ModelError(
-                    f"The checkpoints have different heads ({len(heads[0])} in {done[0].name}, "
-                    f"{len(other_heads)} in {other.name}).",
-                    "Give checkpoints of the same model.",
-                )
-        unread = [
-            Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
-            for unit, each in self.units.items()
-            if unit not in readings
-        ]
+                counts = f"{len(heads[0])} in {done[0].name}, {len(other_heads)} in {other.name}"
+                raise ModelError(f"The checkpoints have different heads ({counts}).", "Give checkpoints of one model.")
+        failed = {unit: missing.get(unit, INTERRUPTED) for unit in self.units if unit not in readings}
+        unread = [Skipped(site=self.units[unit].name, reason=reason) for unit, reason in failed.items()]
         files = [
             File(name=f"{checkpoint.name}/{file.name}", sha256=file.sha256)
             for checkpoint, report in zip(done, reports, strict=True)
@@ -350,7 +345,7 @@ class Series:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """Fields of `Loaded` that give all checkpoints the same tokenizer; empty if no text is read."""
+        """Tokenizer of all checkpoints, as fields of `Loaded`; empty if no text is read."""
         if not self.contents:
             return {}
         last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)

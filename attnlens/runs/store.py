@@ -1,9 +1,8 @@
 """Keep the results of a run's units in one safetensors file each, which a later run can reuse.
 
-A unit's value is a nested list or dictionary of tensors, records and JSON values. It is stored as
-`<work>/<key>/<name>.safetensors`, written under a temporary name and renamed. The key is a hash of the facts that
-determine the run's numbers, so that only the same command finds the file again. torch is imported late, because the
-command line imports this module before it needs torch.
+A unit's value is a nested list or dictionary of tensors, records and JSON values, stored as
+`<work>/<key>/<name>.safetensors`. The key is a hash of the facts that determine the run's numbers, so that only the
+same command finds the file again. torch is imported late, since the command line imports this module first.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Keep(Protocol):
-    """Function that finds or computes the parts of a unit."""
+    """Function that returns the stored value of a unit's part, or computes it with `make` and stores it."""
 
-    def __call__(self, name: str, make: Callable[[], T], /) -> T:
-        """Return the stored value of a part, or compute the value with `make` and store it."""
+    def __call__(self, name: str, make: Callable[[], T], /) -> T: ...  # noqa: D102
 
 
 def keep_nothing(_name: str, make: Callable[[], T]) -> T:

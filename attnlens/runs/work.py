@@ -1,7 +1,4 @@
-"""Compute the named units of a run, resume after an interruption, and distribute units over processes and machines.
-
-A unit is computed by a function `name → value`, and kept by `attnlens.runs.store`.
-"""
+"""Compute the named units of a run, resume after an interruption, and distribute units over processes and machines."""
 
 from __future__ import annotations
 
@@ -42,12 +39,10 @@ LOST = (
     "outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Environment variables that libraries read when they are first imported."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # read at import
 RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""Connection preface of HTTP/2, which Ray's protocol uses, with empty settings (RFC 9113, section 3.4)."""
-ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # of NVIDIA, AMD and WSL: a process that has them open must not be forked
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
+ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL) whose users must not be forked
 
 
 class Stopped(KeyboardInterrupt):
@@ -117,9 +112,7 @@ class WorkPlan(SharedRequest):
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
-            raise errors.UsageError(
-                "A text from stdin cannot be read by several processes.", "Save the text to a file."
-            )
+            raise errors.UsageError("Only one process can read a text from stdin.", "Save the text to a file.")
         if self.elsewhere and str(self.work).startswith("memory:"):
             raise errors.UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
@@ -157,8 +150,8 @@ def run_units(
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
     the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns True
-    if a stored value is complete. Raise ShardFinished at the end of a shard; a unit's AttnlensError, because such an
-    error concerns all units; and the first unit's error if no unit could be computed.
+    if a stored value is complete. Raise ShardFinished at the end of a shard, a unit's AttnlensError, which concerns all
+    units, and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -184,10 +177,9 @@ def run_units(
         raise errors.ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
-        raise failures[name].error or errors.ModelError(
-            f"No unit of work could be computed. First failure, {name}: {reason}.",
-            "Remove the cause of this failure; if memory ran out, use fewer --jobs.",
-        )
+        problem = f"No unit of work could be computed. First failure, {name}: {reason}."
+        remedy = "Remove the cause of this failure; if memory ran out, use fewer --jobs."
+        raise failures[name].error or errors.ModelError(problem, remedy)
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
 
@@ -238,7 +230,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Return a unit's value, or a Failure after a second try. Errors that the user must fix are not tried again."""
+    """Return a unit's value, or a Failure after a second attempt, which errors of the user do not get."""
     for _ in range(2):
         try:
             return compute(name)
@@ -252,8 +244,7 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     return failure
 
 
-_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []
-"""Run whose units this worker computes: how it was prepared, its facts, and its function."""
+_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []  # this worker's run: its opener, facts, function
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
@@ -264,10 +255,8 @@ def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Sto
             _prepared[:] = [((opener, arguments), *opener(*arguments))]
         _, facts, make = _prepared[0]
         if key_of(facts) != key_of(store.facts):
-            raise errors.ModelError(
-                f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}.",
-                "Give all workers the same files, texts and versions.",
-            )
+            problem = f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}."
+            raise errors.ModelError(problem, "Give all workers the same files, texts and versions.")
         store.save(name, make(name))
 
     failure = try_twice(compute, name)
@@ -299,7 +288,7 @@ Work = Callable[[str], Failure | None]  # function that computes a unit in anoth
 
 
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Yield names and results from `plan.jobs` pools of one process each: a killed process loses a single unit."""
+    """Yield names and results from `plan.jobs` pools of one process each, so that a killed process loses one unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")
@@ -311,7 +300,7 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
             pool = pools.get(get_ident()) or ProcessPoolExecutor(1, context, _begin_worker)
             pools[get_ident()] = pool
             try:
-                # a new process inherits the blocked signal, so that this process decides what an interruption ends
+                # a new process inherits the blocked signal: only this process reacts to an interruption
                 with _interruptions_blocked():
                     future = pool.submit(function, name)
                 if ending.is_set():  # the process may have started after `end` ran for the others
@@ -334,9 +323,8 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
                     result = future.result()
                     lost = lost + 1 if result == Failure(LOST) else -len(names)
                     if lost > plan.jobs:
-                        raise errors.AttnlensError(  # noqa: TRY301  # ends the workers, like any other error here
-                            f"All workers were lost: {LOST}.", "Run the command again with fewer --jobs."
-                        )
+                        remedy = "Run the command again with fewer --jobs."
+                        raise errors.AttnlensError(f"All workers were lost: {LOST}.", remedy)  # noqa: TRY301
                     yield futures[future], result
             except BaseException:
                 ending.set()
@@ -374,7 +362,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if no Ray cluster answers: Ray itself would try for two minutes, and then end the process."""
+    """Raise UsageError if no Ray cluster answers; Ray itself would try for two minutes and then end the process."""
     if find_spec("ray") is None:
         raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE

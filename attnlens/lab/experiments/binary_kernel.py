@@ -29,13 +29,12 @@ uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
 SOURCE = (
-    "Wright & Gonzalez 2021, Theorems 1 and 2 (functions of a binary kernel machine; two networks can approximate any "
-    "continuous function on two compact domains), which give no rate, so three inequalities are judged. Best: smallest "
-    "possible error with m features (Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
+    "Wright & Gonzalez 2021, Theorems 1 and 2: two networks can approximate any continuous function on two compact "
+    "domains. No rate is given, so inequalities are judged. Best: smallest possible error with m features "
+    "(Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
 )
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
-FULL = (8, 16, 32, 64, 128, 256), 1000
-"""Points drawn per domain (all their pairs are known), and Adam steps. Widths are compared at the last size."""
+FULL = (8, 16, 32, 64, 128, 256), 1000  # points drawn per domain (widths are compared at the last), and Adam steps
 QUICK = (8, 16, 32, 64), 300
 
 
@@ -53,17 +52,13 @@ class Fits:
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
         """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ for two networks, or one for both domains (`shared`)."""
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
-        distance, size = torch.linalg.matrix_norm(estimate - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
-        relative: Tensor = distance / size[:, None]
-        return relative
+        distance, size = (part.square().sum((-2, -1)).sqrt() for part in (estimate - self.truth[:, None], self.truth))
+        return distance / size[:, None]
 
 
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure how the held-out error of ⟨φ_X(x), φ_Y(y)⟩ depends on the width m and on the number of points.
-
-    The control is one network for both domains.
-    """
+    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m and number of points; control: one network for both."""
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
     by_samples = []
@@ -76,9 +71,8 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
     progress("binary kernel", total, total)
     best, floor = best_errors(fits.truth, WIDTHS), definite_floor(fits.truth)
     at_least = partial(Figure, published=1.0, bound="at least")
-    below_floor = Figure(
-        float((pair[:, -1] / floor).max()), label="two networks / floor, largest", published=1.0, bound="at most"
-    )
+    worst, lowest = float((pair[:, -1] / floor).max()), float((single / floor[:, None]).min())
+    below_floor = Figure(worst, label="two networks / floor, largest", published=1.0, bound="at most")
     settings: dict[str, JsonValue] = {
         "planted": f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°",
         **{"seed": seed, "trials": TRIALS, "steps": steps, "hidden": HIDDEN, "lr": LR},
@@ -91,11 +85,7 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
         {
             "two_above_best": at_least(float((pair / best).min()), label="two networks / best rank, least"),
             "two_below_floor": below_floor,
-            "one_above_floor": at_least(
-                float((single / floor[:, None]).min()),
-                label="one network, the control / floor, least",
-                origin="control",
-            ),
+            "one_above_floor": at_least(lowest, label="one network, the control / floor, least", origin="control"),
         },
         name="binary kernel by width",
         question="How closely do two networks of m features fit an indefinite kernel that one network can't learn?",
@@ -138,10 +128,7 @@ def build_experiment(
 
 
 def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fits:
-    """Draw the data and initial weights of fits of these `widths` (from WIDTHS) to all pairs of random points.
-
-    Each domain has `points` points. A trial's rotation and initial weights depend on neither `points` nor `widths`.
-    """
+    """Draw points and initial weights; a trial's rotation and weights depend on neither `points` nor `widths`."""
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     turns = torch.stack([_rotation(generator) for generator in generators])
 
@@ -172,7 +159,7 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
     """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1)."""
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
-    squares = torch.linalg.matrix_norm(skew).square() + negative.square().sum(-1)
+    squares = skew.square().sum((-2, -1)) + negative.square().sum(-1)
     relative: Tensor = squares.sqrt() / torch.linalg.matrix_norm(matrix)
     return relative
 
@@ -185,10 +172,7 @@ def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
 
 
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
-    """Run Adam on the mean squared error of the known pairs, in float32.
-
-    Return, for each network, the weights and biases of its layers in turn; each has an entry per trial and width.
-    """
+    """Run Adam on the mean squared error of the known pairs, in float32; return each network's weights and biases."""
     sides = []
     for side in range(networks):
         weights = [weight[:, side].clone() for weight in fits.initial]

@@ -59,11 +59,10 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run with the overrides that this experiment uses; judge the result if they do not change the question.
+        """Run with those overrides (options of requests.SyntheticRequest) that this experiment uses; judge the result.
 
-        `overrides` are options of requests.SyntheticRequest. Trials and seed affect the precision of the answer, not
-        the question: with any seed, and at least as many trials as in the quick run, the result is compared with the
-        published values.
+        The published values apply with any seed and at least as many trials as in the quick run, but not if another
+        setting is changed.
         """
         standard = replace(self.full, **self.quick) if quick else self.full
         used = {NAMES.get(name, name) for name in USES[self.name]}
@@ -93,7 +92,7 @@ class Figure:
     error: float | None = None  # standard error, if the value is a mean over trials
     label: str | None = None  # display name; None: the figure's name with blanks for underscores
     published: float | None = None
-    tolerance: float | None = None  # allowed distance from the published value; None: exact match
+    tolerance: float | None = None  # maximum distance from the published value; None: 0
     bound: Bound = "within"
     origin: Origin = "published"  # origin of `published`
 
@@ -103,17 +102,20 @@ UNPUBLISHED = Figure()
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Convert rows to fields of an Experiment; `missing` explains missing values, and `labels` name settings."""
+
+    def present(field: str, default: object = None) -> dict[str, Any]:
+        return {name: getattr(row, field) for name, row in rows.items() if getattr(row, field) != default}
+
+    published, origins = present("published"), present("origin", "published")
     return {
         "final": {name: row.value for name, row in rows.items()},
-        "errors": {name: row.error for name, row in rows.items() if row.error is not None},
+        "errors": present("error"),
         "reasons": {name: missing for name, row in rows.items() if row.value is None},
-        "published": {name: row.published for name, row in rows.items() if row.published is not None} or None,
-        "tolerance": {name: row.tolerance for name, row in rows.items() if row.tolerance is not None} or None,
-        "bounds": {name: row.bound for name, row in rows.items() if row.bound != "within"},
-        "origins": {
-            name: row.origin for name, row in rows.items() if row.published is not None and row.origin != "published"
-        },
-        "labels": {name: row.label for name, row in rows.items() if row.label is not None} | dict(labels or {}),
+        "published": published or None,
+        "tolerance": present("tolerance") or None,
+        "bounds": present("bound", "within"),
+        "origins": {name: origin for name, origin in origins.items() if name in published},
+        "labels": present("label") | dict(labels or {}),
     }
 
 
@@ -126,10 +128,7 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share and of a reimplementation's share p.
-
-    The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
-    """
+    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with the published p in [1/n, 1 − 1/n]."""
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
@@ -168,8 +167,7 @@ class Draws:
 def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Draws:
     """Sample instances with unit rows of X and Z, a head of norm 1, and Y = ±1, in the order head, Y, X, Z (float32).
 
-    Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units and
-    ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
+    Trial i uses the seed `seed` + i. In self-attention, z_i = x_i1. The ReLU head has d hidden units and ‖V‖_F = 1.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     shapes = ((d,) if head == "linear" else (d, d)), (n,), (n, T, d), (n, d)
@@ -238,8 +236,7 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
 """Name → tokens, chosen token of each input, ½‖p‖²."""
-LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
-"""Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
+LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}  # norms by seed
 
 
 def golden() -> Experiment:
@@ -307,9 +304,8 @@ FEASIBLE_SHARES = {  # by (n, T), and by d
 def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute for each d the share of draws for which the SVM of each input's first token has a solution.
 
-    Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
-    all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
-    default, only that size is run.
+    `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost all data; at d = 1 it is not judged,
+    since tokens of unit length are ±1 and often equal. If n or T is not the default, only that size is run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
@@ -366,7 +362,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
-LONGER = 5  # factor by which W is trained longer than published; the textbook gradient formula loses precision there
+LONGER = 5  # factor by which W is trained longer than published
 REIMPLEMENTED = partial(Figure, origin="reimplementation")
 CORRELATIONS = {
     "W_to_frobenius": REIMPLEMENTED(published=0.991, tolerance=0.01),
@@ -389,10 +385,7 @@ SVMS: dict[str, Solver] = {
     source="Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds",
 )
 def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects.
-
-    `W_to_frobenius_longer` is the median after LONGER times the iterations.
-    """
+    """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects."""
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
@@ -447,11 +440,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     "(the published one reads 5 to 8)",
 )
 def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Count for each d the singular values above 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
-
-    `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
-    rank − min(n, d).
-    """
+    """Count for each d the singular values above 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens."""
     svms: dict[str, Solver] = {"nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT), "frobenius": attsvm.solve}
     ranks: dict[tuple[int, str], Float[Tensor, " trials"]] = {}  # NaN in a trial without a solution
     for d, (svm, solve) in product(s.d, svms.items()):

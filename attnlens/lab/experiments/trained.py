@@ -90,8 +90,7 @@ def nats(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Floa
 
 
 TOKENS = 64  # tokens per window; demo's 256 are reduced so that training takes a minute rather than an hour
-MODEL = f"models of {DEMO}'s size, trained here"
-"""Name of the trained models in the record: they share demo's config and tokenizer, but not its weights."""
+MODEL = f"models of {DEMO}'s size, trained here"  # name of the trained models in the record
 SEEDS = 3  # each gives a pair of models
 EVERY = 8  # every eighth window of the built-in text is used for evaluation
 MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # Name → display name
@@ -145,9 +144,8 @@ def compare_training(
         settings=settings | sizes | asdict(training),
         source="Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; "
         "models and data differ here, so nothing is judged. claim holds: share of seeds in which σ₁/Σσ is larger in "
-        "Primal.+; difference: primal − canonical; loss: nats per token of held-out windows. "
-        "attention: P, and in Primal.+ eΛrᵀ, which replaces P and has at most rank head_dim; cosine: cos(q_i, k_j) in "
-        "both; running cosine: cosine of the running means of q and k in both, the inputs of causal Primal-Attention",
+        "Primal.+; difference: primal − canonical; loss: nats per token. attention: P, or eΛrᵀ in Primal.+; cosine: "
+        "cos(q_i, k_j); running cosine: cosine of the running means of q and k, the inputs of causal Primal-Attention",
         axis="first k singular values",
         curves={
             f"{label}: {way}": _head_curve(torch.cat(measured[matrix, way]), label, way)
@@ -159,10 +157,7 @@ def compare_training(
 
 
 def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
-    """Compute the `loss` in nats per predicted token, and the last layer's spectrum (heads, steps) of each matrix.
-
-    The matrices are MATRICES; a spectrum consists of cumulative singular values, averaged over windows.
-    """
+    """Compute the `loss` in nats, and the cumulative singular values (heads, steps) of the last layer's MATRICES."""
     attention = None
     with torch.no_grad():
         loss = nats(model, held_out).double()
@@ -216,10 +211,7 @@ THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possib
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
-    """Compute σ₁/Σσ of P and of the cosine kernel in each third of `demo`'s layers, averaged over heads, then windows.
-
-    The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome.
-    """
+    """Compute σ₁/Σσ of P and of the cosine kernel in each third of `demo`'s layers, as means over heads and windows."""
     loaded, windows = demo(), FEW if quick else WINDOWS
     spectra = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
     progress("decay by depth", 1, 1)
@@ -249,11 +241,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute cumulative singular values of the heads in each third of the layers.
-
-    The matrix `attention` is P, as in the figure; `cosine` is K_ij = cos(q_i, k_j), the kernel of the paper's theory,
-    whose rank is at most head_dim. Earlier thirds have one more layer if the number of layers is not divisible by 3.
-    """
+    """Compute cumulative singular values of the heads' P and cos(q_i, k_j) in each third of the layers."""
     layers = calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -270,8 +258,7 @@ SCORES, ROWS, RANDOM = 4, 10, 64  # s, number of sampled rows X', and number of 
 KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
 NOISE = 0.1  # standard deviation of the noise added to H_e in the control
 CONTROL = "J_perturbed"  # figure that must not be 0
-LIMIT, MOVED = 1e-10, 0.1
-"""Largest allowed error of an identity, above float64's rounding over a spectrum; least allowed J of the control."""
+LIMIT, MOVED = 1e-10, 0.1  # maximum error of an identity, above float64's rounding; minimum J of the control
 LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}  # display names
 
 
@@ -305,10 +292,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
 
 
 def build_cases(seed: int) -> Iterator[Case]:
-    """Yield cosine and softmax random features of a head, and Gaussian features (n ≠ m), each with two choices of F.
-
-    F is I, then the evenly spaced rows X' of Φ_k.
-    """
+    """Yield cosine and softmax features of a head, and Gaussian features (n ≠ m), with F = I and F = rows X' of Φ_k."""
     loaded = demo()
     _, query_key = calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
@@ -325,23 +309,22 @@ def build_cases(seed: int) -> Iterator[Case]:
 def errors(case: Case, seed: int) -> dict[str, float]:
     """Compute each identity's error on the s leading components: relative to K, but absolute for J and the control."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
-    projected = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
-    kernel = projected[0] @ projected[1].mT  # K as an explicit matrix, the reference for the identities
+    queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
+    kernel = queries @ keys.mT  # K as an explicit matrix, the reference for the identities
     weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     sigma, top = solution.values, float(solution.values[0])
     remainder = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
     noise = torch.randn(solution.left.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     perturbed = replace(solution, left=solution.left + NOISE * noise)  # not a kernel SVD
+    rank_s_error = (torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - remainder).abs() / kernel.norm()
     return {
         "eigen_residual": float(ksvd.matrix_residual(solution, kernel)),
         "primal_minus_dual": _largest(e - solution.e, r - solution.r) / top,
         "Λe − h": _largest(weights.multipliers * e - solution.left, weights.multipliers * r - solution.right),
         "J": _objective(case, solution),
         "Σe² − σ²": _largest(e.square().sum(0) - sigma.square()) / top**2,
-        "rank_s_error": float(
-            (torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - remainder).abs() / kernel.norm()
-        ),
+        "rank_s_error": float(rank_s_error),
         CONTROL: _objective(case, perturbed),
     }
 

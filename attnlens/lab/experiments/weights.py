@@ -32,20 +32,15 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-GONE, KEPT = 1e-6, 1e-3
-"""A token is dropped at a weight ≤ GONE and kept above KEPT, as in the paper; an instance with a weight in between is
-undecided."""
+GONE, KEPT = 1e-6, 1e-3  # as in the paper, a token is dropped at a weight ≤ GONE and kept above KEPT
 DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
     "svm_equivalent": ("SVM equivalent", {4: 0.034, 6: 0.017, 8: 0.011, 10: 0.0056}),
     "W_mm": ("W_mm", {4: 0.07, 6: 0.043, 8: 0.015, 10: 0.0087}),
     "single_token": ("single token", {}),
 }
 """Display name of each direction, and by d the published mean of 1 − correlation with this direction."""
-FLOOR = 2.2e-16
-"""Constant that the published code adds to ‖∇‖: training then stops once the gradient vanishes. Without it, training
-continues only on inputs whose ReLUs are not all off, and 1 − correlation ends at 0.08 for d = 4."""
-READING = 0.3
-"""Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
+FLOOR = 2.2e-16  # added to ‖∇‖ as in the published code: training then stops once the gradient vanishes
+READING = 0.3  # relative error allowed for a figure read off a logarithmic axis, besides three standard errors of ours
 
 
 @partial(
@@ -113,8 +108,7 @@ def _compare_directions(instances: Instances, descent: Descent, trial: int) -> l
 
 
 TRIES = 200  # random corpora drawn per trial before giving up
-SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; others are ≥ 1/√d apart
-# Singular values up to this share of the largest count as 0, too: rounding gives 1e-16, distinct ties 1/√d.
+SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; smaller singular values count as 0
 
 
 class Corpus(NamedTuple):
@@ -135,11 +129,10 @@ class Corpus(NamedTuple):
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within it (Li et al. 2024).
 
-    There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y. The output
-    is f = e_yᵀ Xᵀ softmax(X W z), where z is the last token. The loss −log f is convex, so descent converges to its
-    infimum. Off the cyclic subspace a step has length lr. Within it, W stays finite, and plain steps have rate 1. W_fin
-    is the limit of descent if each label competes only within its own component. Published limits: correlation 1,
-    distance 0.
+    There are d tokens with orthonormal embeddings and n sequences of T tokens that contain their label y. The output is
+    f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. Off the cyclic subspace a step
+    has length lr; within it, W stays finite, and plain steps have rate 1. W_fin is the limit of descent if each label
+    competes only within its own component.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
@@ -219,11 +212,10 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
             break
     else:
-        raise UsageError(
-            f"None of {TRIES} random corpora ({n} sequences of {T} tokens, vocabulary of {d}) has "
-            f"{'a cyclic' if cyclic else 'an acyclic'} token-priority graph with an SVM solution.",
-            "Choose a larger d, or more or longer sequences.",
-        )
+        kind = "a cyclic" if cyclic else "an acyclic"
+        wanted = f"{kind} token-priority graph with an SVM solution"
+        remedy = "Choose a larger d, or more or longer sequences."
+        raise UsageError(f"None of {TRIES} random corpora has {wanted}.", remedy)
     tokens, hits = embeddings[inputs], inputs == labels
     features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
     equal = problem.equal

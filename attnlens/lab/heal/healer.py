@@ -36,10 +36,9 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of the swapped sites' weights with two or more axes, by name; the mask of an entry to train is 1.
+    """Return masks of the weights with two or more axes, by name: 1 for entries that affect only swapped queries, keys.
 
-    An entry is trained if it affects the queries or keys of swapped heads and nothing else. This is found from
-    gradients, so it works for any weight layout (fused, interleaved, shared by heads or sites).
+    Gradients show what an entry affects, for any layout (fused, interleaved, shared by heads or sites).
     """
     short = texts.first(inputs, 1)
     affecting: dict[str, Tensor] = {}  # entries that affect queries and keys of swapped heads
@@ -85,7 +84,7 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A trainable weight or kernel parameter, with a float32 change, so that small steps add up even for bfloat16."""
+    """A trainable weight or kernel parameter; its change is float32, so that small steps add up even in bfloat16."""
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
@@ -147,9 +146,8 @@ class Healer(SwapSetup):
         """Create changes of trainable weights and kernel parameters; raise ModelError if no weight is trainable."""
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
-            raise ModelError(
-                "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which does not train."
-            )
+            problem = "No weight affects only the queries or keys of swapped heads."
+            raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
@@ -169,10 +167,8 @@ class Healer(SwapSetup):
         if self.options.checkpointing:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
-                raise ModelError(
-                    "Checkpointing needs blocks that run exactly once per forward pass; this model has none.",
-                    "Disable checkpointing.",
-                )
+                problem = "Checkpointing needs blocks that run exactly once per forward pass; this model has none."
+                raise ModelError(problem, "Disable checkpointing.")
         for site, swap in self.swaps.items():
             shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.ksvd_convention)
             self.parameters[site] = {
@@ -238,10 +234,9 @@ class Healer(SwapSetup):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the student; yield the loss at each compared token, and the index of the token's sequence.
 
-        At real tokens, the loss is KL(original ‖ swapped) in nats or, for headless models, 1 − cosine of the states.
-        For the goal `text`, it is the cross-entropy of `targets` in nats. Swapped kernels and trained weights stay in
-        place inside the block, because the backward pass may recompute blocks. The J² of primal layers are added to
-        `penalties`.
+        The loss is KL(original ‖ swapped) in nats, 1 − cosine of the states of headless models or, for the goal `text`,
+        the cross-entropy of `targets`. The J² of primal layers are added to `penalties`. The student stays in place
+        inside the block, because the backward pass may recompute blocks.
         """
         model, options = self.loaded.model, output_options(self.task)
         text = targets if self.options.learn == "text" else None
@@ -284,11 +279,10 @@ class Healer(SwapSetup):
 
 
 def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
-    """Return the factor by which the optimiser's step in each column of a map is multiplied; None if all are 1.
+    """Return the factor of the optimiser's step in each column of a map; None if all are 1.
 
-    For A and B of kernel `rank`, it is the column's length divided by the root mean square of all lengths, so that long
-    and short columns turn by equal angles. For primal's maps it is √σ, at most 1, where σ belongs to the mean over
-    tokens: J has curvature C/σ in a column, so unscaled steps would overshoot if σ is small.
+    For A and B of kernel `rank`, it is the column's length divided by the root mean square of all lengths, so that all
+    columns turn by equal angles. For primal's maps it is √σ, at most 1, because J has curvature C/σ in a column.
     """
     if name not in ("query_map", "key_map"):
         return None
@@ -313,7 +307,6 @@ def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 SMALLEST = 1e-30  # lower bound on ‖original‖² in relative errors, since a site's output can be 0
-ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]  # module and its arguments
 
 
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
@@ -321,15 +314,12 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
     The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, averaged over sequences (Zhang
     et al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal
-    attention. The original model runs once, then each module runs alone on its recorded input, so that only one graph
-    is in memory.
+    attention. Each module runs alone on its input in the original model, so that only one graph is in memory.
     """
-    total = 0.0
+    total, terms = 0.0, 1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
     with torch.enable_grad():
         for errors, penalties in _site_errors(healer, inputs):
-            penalty = healer.penalty(penalties) / (
-                1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
-            )
+            penalty = healer.penalty(penalties) / terms
             loss = sum((error.mean() for error in errors), torch.zeros((), device=errors[0].device)) + penalty
             if loss.requires_grad:  # a site that shares its weights can lack trainable weights
                 (weight * loss).backward()  # type: ignore[no-untyped-call]
@@ -346,16 +336,16 @@ def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(alike).double().sum(0).cpu()
 
 
-class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forward pass early
-    pass
+class _AllModulesRan(Exception):  # noqa: N818
+    """Signal that ends a forward pass early."""
 
 
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield for each module the relative errors of all sequences at each site, and the regularisers."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
-    calls, original = list[ModuleCall](), dict[Site, Tensor]()
-    new, penalties = dict[Site, Tensor](), list[Tensor]()
+    calls = list[tuple[nn.Module, tuple[object, ...], dict[str, object]]]()  # modules and their arguments
+    original, new, penalties = dict[Site, Tensor](), dict[Site, Tensor](), list[Tensor]()
     healed = {site for site in sites if site.path in paths.values()}
 
     def record_output(site: Site, output: Tensor) -> None:
@@ -372,9 +362,8 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
     with hooks.replace(model, sites, swaps, healer.path, visit=visit, answered=new.__setitem__):
         for module, args, kwargs in calls:
             begin = f"{paths[module]}."
-            local = {
-                name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
-            }
+            inside = {name: part for name, part in healer.weights.items() if name.startswith(begin)}
+            local = {name.removeprefix(begin): part.value for name, part in inside.items()}
             torch.func.functional_call(module, local, args, kwargs)
             errors = []
             for site, output in new.items():
@@ -406,7 +395,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the 95 % interval of the paired difference, or its mean if pairs are few, is below 0."""
+        """Return True if the paired difference is below 0: its 95 % interval or, if pairs are few, its mean."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -461,7 +450,7 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
     "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
 }
 """Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
-SLOWER, LEAST = 0.1, 1e-7  # factor and bound of further rates, if no listed rate improves on the start
+SLOWER, LEAST = 0.1, 1e-7  # factor and lower bound of further rates, tried if no listed rate reduces the distance
 STEPS = 8  # steps per tried rate, over which the rate rises and falls; at most a tenth of all planned steps
 ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
 

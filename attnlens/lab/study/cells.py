@@ -44,8 +44,8 @@ MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[
     "translation": ("BLEU", ("BLEU", "loss")),
     "classification": ("accuracy", ("accuracy",)),
 }
-"""The papers' measure, and the scores used to compare cells, the papers' score first. Translation is also compared by
-the loss, because all models that can hardly translate yet have a low BLEU."""
+"""The papers' measure, and the scores by which cells are compared: translation also by the loss, because BLEU hardly
+separates models that translate badly."""
 
 
 def build_table(
@@ -180,8 +180,8 @@ def _correlate_orders(
 ) -> Iterator[studies.StudyOrdering]:
     """Yield Kendall's τ over the published cells for each measure, if there are at least two such cells.
 
-    The interval of τ keeps the order of every decided pair and allows either order of every undecided pair. Holm's
-    correction keeps the probability of any false decision below 5 %, so at least 95 % of intervals cover the true τ.
+    The interval of τ keeps the order of decided pairs and allows either order of undecided ones. It covers the true τ
+    with a probability of 95 %, because Holm's correction bounds the probability of any false decision by 5 %.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
     known = [pair for pair in pairs if pair.task == task.name and {pair.first, pair.second} <= published.keys()]
@@ -215,8 +215,7 @@ def train_cells(
 ) -> list[studies.StudyCell]:
     """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
-    The test set is read once per run, at its end. In the first seed's run, heads are measured during training, and the
-    model is saved at every evaluation if `folder` is given, which must be new. Outcomes are kept in `store`.
+    In the first seed's run, heads are measured, and the model is saved at every evaluation if `folder` is given.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
@@ -287,10 +286,7 @@ def slug(name: str) -> str:
 def prepare_training(
     make: Callable[[], Sequence[StudyTask]], units: Mapping[str, TrainingUnit], store: Store
 ) -> tuple[Mapping[str, object], Compute]:
-    """Return the store's facts, and the function that trains a unit given its name.
-
-    Another process rebuilds the tasks with `make`, because they have too many tensors to send (one per sentence).
-    """
+    """Return the store's facts and the function that trains a unit; `make` rebuilds the tasks, too large to send."""
     task_of = {task.name: task for task in make()}
     return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 
@@ -372,10 +368,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) 
 
 
 def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
-    """Load the tasks of the needed forms, the user's files first, so that bad files are reported early.
-
-    If a file is not given, the papers' data are used at scale `paper`, and otherwise the built-in data.
-    """
+    """Load the tasks of these forms from the user's files, the papers' data (scale `paper`) or built-in data."""
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
     if request.series is not None:

@@ -120,10 +120,7 @@ POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, ba
 
 
 def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of indices of examples with these lengths forever, in a new order each epoch.
-
-    In each epoch, random examples beyond the last full batch are dropped before the others are sorted by length.
-    """
+    """Yield batches of example indices forever, in a new order each epoch; an incomplete batch is dropped."""
     draws = torch.Generator().manual_seed(seed)
     while True:
         order: list[int] = torch.randperm(len(lengths), generator=draws).tolist()
@@ -142,11 +139,8 @@ HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out
 class Reversal(StudyTask):
     """Task of reversing random letters; a letter becomes a capital if the letter before it in the source is odd.
 
-    For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
-    positions yields the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
-    cross-attention without positions ignores the order of states. The decoder's output then depends only on the
-    source's bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not:
-    given a bag, sources and targets correspond one to one.
+    Without positions in the encoder and across, the decoder's output depends only on the source's bag of letters (Tsai
+    et al. 2019, Proposition 1). This is not sufficient, because sources with the same bag have different targets.
     """
 
     def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
@@ -184,8 +178,8 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_on
 
     All forms have `loss`, the mean over all targets (tokens or classes) in nats; with `loss_only`, nothing else.
     Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
-    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] from sacrebleu, with a beam
-    search of width 4 per source; both are NaN if the loss is not finite. Raises UsageError if sacrebleu is missing.
+    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] of beam search; NaN without a
+    finite loss.
     """
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
@@ -218,21 +212,14 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_on
 
 
 def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Compute BLEU and chrF2 of translations with one reference each (Post 2018), with sacrebleu's defaults.
-
-    Raises UsageError if sacrebleu is missing.
-    """
+    """Compute BLEU and chrF2 of (translation, reference) pairs with sacrebleu's defaults (Post 2018)."""
     try:
         import sacrebleu
     except ImportError:
-        raise UsageError(
-            "BLEU scores require sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
-        ) from None
+        raise UsageError("BLEU scores require sacrebleu.", 'Run: pip install "attnlens[study]"') from None
     written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
-    return {
-        "BLEU": sacrebleu.corpus_bleu(written, references).score,
-        "chrF": sacrebleu.corpus_chrf(written, references).score,
-    }
+    bleu, chrf = sacrebleu.corpus_bleu(written, references), sacrebleu.corpus_chrf(written, references)
+    return {"BLEU": bleu.score, "chrF": chrf.score}
 
 
 def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
@@ -265,9 +252,8 @@ def beam_search(
 ) -> list[list[int]]:
     """Return for each source x the sentence y with the largest log p(y | x)/|y| found by beam search.
 
-    A sentence has at most `most` tokens; `most` and |y| include END, but the result contains no BEGIN, END or padding.
-    The papers' translation tables use a `width` of 4 beams. A source is finished when `width` sentences have ended.
-    Token `most` must be END, whose log-probability counts.
+    A sentence has at most `most` tokens, and |y| counts END; the result contains no BEGIN, END or padding. A source is
+    finished when `width` sentences have ended.
     """
 
     def bar(written: Tensor, scores: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ PAPER: dict[TaskForm, Scale] = {
 
 
 PRODUCT = AttentionForm(positions="product")  # language models of Tsai et al. (Eq. 5, values without positions)
-SUM = AttentionForm(positions="sum", in_value=True)
-"""Positions in the translation models of Tsai et al. (Eq. 4, values with positions) and all models of other papers."""
+SUM = AttentionForm(positions="sum", in_value=True)  # their translation models (Eq. 4), and the other papers' models
 SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most head_dim) and η (0, or as in their code)
 
 
@@ -56,8 +55,8 @@ SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most hea
 class PaperCell:
     """Cell of a table: attention trained on one form of task."""
 
-    name: str  # name of its row
-    task: TaskForm  # task of its column
+    name: str  # row
+    task: TaskForm  # column
     forms: tuple[AttentionForm, ...]  # forms of attention; the best of several is chosen with the learning rate
     published: float | None = None  # published value; None if the paper did not train this cell or it did not converge
     diverged: bool = False  # True if the paper reports that training did not converge

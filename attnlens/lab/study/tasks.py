@@ -33,10 +33,7 @@ LARGEST_CONTENT = 2**30  # maximum size of a file in bytes, both packed and unpa
 
 
 def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
-    """Read a text file, gunzipped if its name ends in `.gz`; return the text and the SHA-256 of the file's bytes.
-
-    Raises TextError with `remedy` for a file that is missing, too large, broken, binary or not UTF-8.
-    """
+    """Read a text file, gunzipped if its name ends in `.gz`; return the text and the SHA-256 of the file's bytes."""
     location = with_home(str(path))
     content = read_bytes(location, TextError, remedy, most=LARGEST_CONTENT)
     digest = sha256(content).hexdigest()
@@ -55,10 +52,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read the columns of each line of a file; every line has as many as the first, a number listed in `columns`.
-
-    Returns the stripped columns, and the SHA-256 by file name. Raises TextError with `remedy` for any other file.
-    """
+    """Read tab-separated lines with a number of columns from `columns`; also return the SHA-256 by file name."""
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
@@ -74,16 +68,14 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[
 
 
 PARTS = ("training", "validation", "test")
-STRETCHES = 10
-"""Number of stretches of a long text. Each has a block of every part, since the end of a book is not representative."""
+STRETCHES = 10  # a long text is cut into stretches with blocks of all parts: the end of a book is not representative
 SHARE = 0.05  # share of validation examples; test examples have the same share
 
 
 def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
     """Cut the numbers below `count` into stretches, and each stretch into blocks for training, validation and test.
 
-    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
-    would put one half of a sentence into training and the other half into test.
+    Blocks are contiguous because neighbours are related: random windows would divide sentences between the parts.
     """
     parts: dict[str, list[range]] = {part: [] for part in PARTS}
     for number in range(stretches):
@@ -103,10 +95,7 @@ def space_evenly(count: int, most: int) -> list[int]:
 
 
 def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Train a byte-pair tokenizer with at most `vocabulary` ids, deterministically; `specials` get the first ids.
-
-    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, section 2.2).
-    """
+    """Train a byte-level BPE tokenizer with at most `vocabulary` ids; `specials` get the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -131,11 +120,7 @@ LINE_CHARACTERS = 1000  # maximum distance after a cut within which an end of li
 
 
 def language(contents: Sequence[tuple[str, str]], scale: Scale) -> StudyTask:
-    """Build a language task from (name, text) pairs or, if there are none, from attnlens' King James text.
-
-    Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each). Raises
-    TextError for a short text.
-    """
+    """Build a language task from (name, text) pairs or, if there are none, from the built-in King James text."""
     files = {name: sha256(text.encode()).hexdigest() for name, text in contents}
     contents = contents or [load_default_text()]
     by_text = [split_text(text) for _, text in contents]
@@ -182,10 +167,8 @@ def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[st
                 windows.append(ids.unfold(0, scale.length + 1, scale.length))
         rows = torch.cat(windows)
         if not len(rows):
-            raise TextError(
-                f"The text ({name}) is too short: its {part} part is shorter than one window of {scale.length} tokens.",
-                "Give a longer text.",
-            )
+            problem = f"The {part} part of the text ({name}) is shorter than one window of {scale.length} tokens."
+            raise TextError(problem, "Give a longer text.")
         if part != "training":
             rows = rows[space_evenly(len(rows), scale.evaluated)]
         cases[part] = Cases(rows[:, :-1], rows[:, 1:])
@@ -200,19 +183,15 @@ def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[st
     )
 
 
-HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
-"""Held-out books of the Bible: those without parallels, unlike the gospels or Kings and Chronicles."""
+HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}  # no parallels
 VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
-PAIRS_REMEDY = (
-    "Give a UTF-8 file with one pair per line: source and target, or id, source and target, separated by tabs."
-)
+PAIRS_REMEDY = "Give a UTF-8 file with one pair per line: source and target, optionally after an id, separated by tabs."
 
 
 def translation(path: str | Path, scale: Scale) -> StudyTask:
-    """Read a translation task from lines `source TAB target` or `id TAB source TAB target`; the file can be gzipped.
+    """Read a translation task from lines `source TAB target` or `id TAB source TAB target`.
 
-    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out; otherwise,
-    contiguous blocks are held out. Raises TextError for data that cannot be used.
+    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out; otherwise, blocks.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
@@ -248,10 +227,8 @@ def pair_rows(
     chosen["training"] = [pair for pair in short["training"] if pair not in held_out]
     for part, pairs in chosen.items():
         if not pairs:
-            raise TextError(
-                f"{name}: the {part} part has no usable pair with at most {scale.length} tokens per side.",
-                "Give more pairs, or shorter ones.",
-            )
+            problem = f"{name}: the {part} part has no usable pair with at most {scale.length} tokens per side."
+            raise TextError(problem, "Give more pairs, or shorter ones.")
     return StudyTask(
         name=name,
         form="translation",
@@ -269,11 +246,10 @@ def pair_rows(
 
 
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
-    """Read a classification task from lines `text TAB label`; the file can be gzipped and can begin with a header.
+    """Read a classification task from lines `text TAB label`, after an optional header.
 
-    Repeated texts are omitted even if their labels differ, so no text is in two parts. Texts are cut to
-    `scale.length` tokens. The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test.
-    Raises TextError for data that cannot be used.
+    Repeated texts are omitted even if their labels differ, so no text is in two parts. The texts of each class are
+    split in file order: 80 % training, 10 % validation, 10 % test.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)
@@ -321,10 +297,8 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
     for name in classes:
         of_class = [number for number, label in enumerate(labels) if label == name]
         if len(of_class) < len(PARTS):
-            raise TextError(
-                f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation.",
-                "Give at least ten texts per label.",
-            )
+            problem = f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation."
+            raise TextError(problem, "Give at least ten texts per label.")
         for part, (chosen,) in blocks(len(of_class), stretches=1, share=0.1).items():
             parts[part] += of_class[chosen.start : chosen.stop]
     return {part: sorted(chosen) for part, chosen in parts.items()}
@@ -337,8 +311,7 @@ REMEDY = "Give a file in the .ts format of the UEA archive, with class labels an
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     """Read a `.ts` file, in which `:` separates channels and the final label, and `,` separates numbers.
 
-    Returns the header's words in lower case with their values, the cases, and the SHA-256 of the file's bytes. Raises
-    TextError for time stamps, missing labels or values, and channels of unequal length or number.
+    Return the header's words in lower case with their values, the cases, and the SHA-256 of the file's bytes.
     """
     text, digest = read_whole(path, REMEDY)
     header: dict[str, str] = {}
@@ -365,10 +338,8 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
         if not bool(case.isfinite().all()):
             raise TextError(f"{path}: case {number} has a missing value.", "Remove the case, or fill in the value.")
         if cases and case.shape[1] != (before := cases[0][0].shape[1]):
-            raise TextError(
-                f"{path}: case {number} has {case.shape[1]} channels, but earlier cases have {before}.",
-                "Give all cases the same number of channels.",
-            )
+            problem = f"{path}: case {number} has {case.shape[1]} channels, but earlier cases have {before}."
+            raise TextError(problem, "Give all cases the same number of channels.")
         cases.append((case, label.strip()))
     if not cases:
         raise TextError(f"{path} has no cases below its @data line.", REMEDY)
@@ -378,19 +349,16 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    Every fifth case of each class of the first file is used for validation, regardless of the seed. Each
-    channel is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
-    centred. Raises TextError for files that cannot be read or do not belong together.
+    Every fifth case of each class of the first file is used for validation. Each channel is scaled to mean 0 and
+    standard deviation 1 over the steps of the training part; a constant channel is only centred.
     """
     (header, first, digest), (_, second, test_digest) = read_series(train), read_series(test)
     first_name, second_name = Path(train).name, Path(test).name
     files = {first_name: digest} | {second_name if first_name != second_name else str(test): test_digest}
     channels, others = (cases[0][0].shape[1] for cases in (first, second))
     if channels != others:
-        raise TextError(
-            f"{first_name} has {channels} channels and {second_name} has {others}.",
-            "Give the training and test files of one dataset.",
-        )
+        problem = f"{first_name} has {channels} channels and {second_name} has {others}."
+        raise TextError(problem, "Give the training and test files of one dataset.")
     labels = [label for _, label in first]
     if len(set(labels)) < 2:
         raise TextError(f"{first_name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
@@ -420,19 +388,13 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     )
 
 
-WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
-"""Raw version of WikiText-103 (Merity et al. 2017), with capitals and rare words, which byte pairs can spell."""
-IWSLT = ("bbaaaa/iwslt14-de-en",)
-"""German-English pairs from talks (Cettolo et al. 2014): 160,239 for training, 7,283 validation, 6,750 test."""
+WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")  # raw version of Merity et al. 2017
+IWSLT = ("bbaaaa/iwslt14-de-en",)  # German-English pairs from talks (Cettolo et al. 2014)
 LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(scale: Scale) -> StudyTask:
-    """Load language modelling on WikiText-103 with its published split.
-
-    Raises UsageError if the package `datasets` is missing, TextError if the data cannot be fetched or their format has
-    changed.
-    """
+    """Load language modelling on WikiText-103 with its published split."""
     parts = {}
     for part, rows in _load_splits("--text", *WIKITEXT).items():
         lines = [line.rstrip("\n") + "\n" for line in rows["text"]]
@@ -441,7 +403,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load German-English translation on IWSLT'14 with its published split. Raises the same errors as `wikitext`."""
+    """Load German-English translation on IWSLT'14 with its published split."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})
@@ -453,19 +415,16 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            "The papers' data require the package `datasets`, which is not installed.",
-            f'Run: pip install "attnlens[papers]", or give {instead}.',
-        ) from None
+        remedy = f'Run: pip install "attnlens[papers]", or give {instead}.'
+        raise UsageError("The papers' data require the package `datasets`.", remedy) from None
     try:
         with silence_logging(*DOWNLOADING):
             dataset = datasets.load_dataset(*name)
         return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TextError(
-            f"{name[0]} can't be downloaded from the hub: {reason}", f"Connect to the internet, or give {instead}."
-        ) from None
+        problem = f"{name[0]} can't be downloaded from the hub: {reason}"
+        raise TextError(problem, f"Connect to the internet, or give {instead}.") from None
 
 
 def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:

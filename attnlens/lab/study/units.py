@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from itertools import chain, islice, starmap
 from pathlib import Path
 from statistics import median
@@ -106,23 +104,19 @@ def train(
     """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
 
     At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
-    which the same call resumes. A run has not converged if a loss is not finite, which ends the run,
-    or if the validation loss never falls below its initial value.
+    which the same call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
+    validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
     looks = {round(unit.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(unit.seed)
-        if state is not None and (value := state.load("state")) is not None:
-            model.load_state_dict(value["model"])
-            optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
-            torch.set_rng_state(value["random"])
-            torch.cuda.set_rng_state_all(value["random of the GPU"])
-            outcome, best = RunOutcome(**value["outcome"]), value["best"]
-        else:
+        restored = None if state is None else _restore_training(state, model, optimiser)
+        if restored is None:
             loss = score(task, model, "validation", scale.batch, loss_only=True)["loss"]
-            outcome, best = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
+            restored = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
+        outcome, best = restored
         model, optimiser = accelerator.prepare(model, optimiser)
         done, start = outcome.curve[-1][0], time.perf_counter()
         batches = islice(task.training(scale.batch, unit.seed), done, None)
@@ -147,10 +141,7 @@ def train(
                 best = _copy_weights(model)
             outcome.curve.append((step, loss))
             if state is not None:
-                moments = optimiser.state_dict()["state"]
-                parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
-                random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
-                state.keep("state", parts | random)
+                _save_training(state, model, optimiser, outcome, best)
             start = time.perf_counter()
     model.load_state_dict(best)
     (_, first), *later = outcome.curve
@@ -159,14 +150,34 @@ def train(
     return outcome
 
 
+def _save_training(
+    state: Store, model: nn.Module, optimiser: torch.optim.Optimizer, outcome: RunOutcome, best: dict[str, Tensor]
+) -> None:
+    moments = optimiser.state_dict()["state"]
+    parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
+    random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
+    state.keep("state", parts | random)
+
+
+def _restore_training(
+    state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
+) -> tuple[RunOutcome, dict[str, Tensor]] | None:
+    """Restore what `_save_training` saved, if anything; return the outcome so far and the best weights."""
+    if (saved := state.load("state")) is None:
+        return None
+    model.load_state_dict(saved["model"])
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": saved["moments"]})
+    torch.set_rng_state(saved["random"])
+    torch.cuda.set_rng_state_all(saved["random of the GPU"])
+    return RunOutcome(**saved["outcome"]), saved["best"]
+
+
 def build_accelerator() -> Accelerator:
-    """Create the Accelerator that places models on their device; raise UsageError if accelerate is missing."""
+    """Create an Accelerator, which moves models to the GPU, if any; raise UsageError if accelerate is missing."""
     try:
         from accelerate import Accelerator
     except ImportError:
-        raise UsageError(
-            "Training models requires accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
-        ) from None
+        raise UsageError("Training models requires accelerate.", 'Run: pip install "attnlens[study]"') from None
     return Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
 
 
@@ -204,14 +215,11 @@ def count_tokens(batch: Examples) -> int:
 
 
 def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
-    """Measure each unit's speed on one batch, alternating with steps of a standard transformer that uses SDPA.
-
-    Return the median number of tokens per second, and the median ratio to the standard transformer's speed.
-    """
+    """Return each unit's median tokens per second, and its median speed relative to a standard SDPA transformer."""
     batch = next(iter(task.training(units[0].scale.batch, 0)))
 
     def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
-        """Build a function that takes one training step of a new model and returns its seconds."""
+        """Build a function that times one training step of a new model."""
         accelerator, model = build_accelerator(), build_model(unit, task)
         if implementation is not None:
             model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
@@ -219,7 +227,6 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
         module, optimiser = accelerator.prepare(model.core, optimiser)
         return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
 
-    # the standard transformer is that of Vaswani et al. 2017
     time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
     for unit in units:
         time_unit = build_timer(unit)
@@ -248,7 +255,7 @@ def model_folder(store: Store, name: str) -> Path:
     return Path(store.folder) / "models" / file_stem(name)
 
 
-MEASURES = (  # Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences
+MEASURES = (  # measures of W_Q W_Kᵀ, and of log k on held-out sequences
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
@@ -256,11 +263,10 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
-    """Compute the median of each measure over heads; primal layers and the shares of causal heads are omitted.
+    """Compute the median of each measure over heads; primal layers are omitted.
 
-    tokens.* are averaged over the sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* use
-    s W_Q W_Kᵀ, and are the only measures if a kernel can be negative. The selection's SVM is posed only for kernels
-    that depend on the inner product alone and have no position bias.
+    tokens.* are averaged over the sequences, with log k instead of s⟨q, k⟩, and omitted if a kernel can be negative.
+    The selection's SVM is posed only for kernels of the inner product without a position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
@@ -288,7 +294,7 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """Compute, over all sequences, each head's share of decided queries, and its cosine with the SVM of its choices."""
+    """Compute each head's share of decided queries, and its cosine with the SVM of its choices."""
     decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))
@@ -372,5 +378,4 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 
 def hash_task(task: StudyTask) -> str:
     """Hash a task's name, its sizes and the hashes of its files, if any (built-in tasks have none)."""
-    sizes = task.vocabulary, task.classes, task.channels, task.length
-    return sha256(json.dumps([task.name, sorted(task.files.items()), *sizes]).encode()).hexdigest()
+    return key_of([task.name, sorted(task.files.items()), task.vocabulary, task.classes, task.channels, task.length])

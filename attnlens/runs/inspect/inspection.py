@@ -1,8 +1,7 @@
-"""Describe a surveyed model, list the units of its inspection, and compute each unit.
+"""Describe a surveyed model, list the independent units of its inspection, and compute each unit.
 
-Units are independent. A unit covers the weights of a site, a batch of tokens, or what gatherers read at a few sites.
-The value of a unit is a dictionary of tensors and JSON values, which runs/store.py can write to a file, and which
-results.py converts to the heads of a report.
+A unit covers the weights of a site, a batch of tokens, or the gatherers of a few sites. Its value can be stored
+(runs/store.py); results.py converts the values to the heads of a report.
 """
 
 from __future__ import annotations
@@ -53,13 +52,11 @@ class Unit(TypedDict, total=False):
 SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
-GATHERED_TOGETHER = 4
-"""Number of sites that gatherers read in one pass through the texts: a pass per site would be slow, and a single pass
-would hold the tokens of all sites in memory."""
+GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory, fewer need more passes
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), multiplied by its ‖W_Q‖‖W_K‖ if the measure grows with them."""
+    """Return each head's null mean and sd, (heads, 2), times its ‖W_Q‖‖W_K‖ if the measure is proportional to it."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -358,7 +355,7 @@ class Inspection(PreparedRun):
         present = None if deferred is None else deferred.present
         factors = weights.factors(model, self.one_token, self.window, chosen=chosen, turns=self._turns, present=present)
         for index in chosen:
-            # no variable here keeps the factors yielded last alive
+            # no local variable, which would keep the factors of the previous site in memory
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
@@ -391,10 +388,12 @@ class Inspection(PreparedRun):
         """Return the nulls of sites with this shape, scale and rotation, drawn at the first call."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
-            layout = replace(query_key, base=None)
-            null = gaussian_null(
-                self.analyzers_of("weights"), layout, draws=NULL_DRAWS["factors"], seed=self.settings.seed
+            analyzers, layout, draws = (
+                self.analyzers_of("weights"),
+                replace(query_key, base=None),
+                NULL_DRAWS["factors"],
             )
+            null = gaussian_null(analyzers, layout, draws=draws, seed=self.settings.seed)
             self._nulls[shape] = query_key.rotation, null
         return self._nulls[shape][1]
 

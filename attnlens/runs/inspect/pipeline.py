@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnlens.arguments import public
 from attnlens.choices import ATTENTION
@@ -31,13 +31,10 @@ from attnlens.runs.progress import Interrupted, Progress, silent, time_stage
 from attnlens.runs.store import Store
 from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_units
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
-"""Reason why a site of a meta-device model is not read."""
 ALL = "units"  # name of the progress over the units of all stages
+Model = str | PathLike[str] | loading.Loaded | PreTrainedModel  # name or path of a model, or a model in memory
 
 
 @public
@@ -63,10 +60,7 @@ def inspect(
 
 
 def run_inspect(
-    model: str | PathLike[str] | loading.Loaded | PreTrainedModel,
-    request: InspectRequest,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: Progress = silent,
+    model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function to call once it is written: it removes the units, unless one failed."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
@@ -93,20 +87,17 @@ def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple
 
 
 def prepare(
-    model: str | PathLike[str] | loading.Loaded | PreTrainedModel,
-    request: InspectRequest,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: Progress = silent,
+    model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> PreparedRun:
     """Read the texts and load the model; if memory is too small and only weights are read, leave them in the files."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
-    analyzers, settings = reading.choose_analyzers(
-        reading.settings(request), request.analyzers, request.select, request.show, adapted=adapted
-    )
+    settings, files = reading.settings(request), reading.files(request)
+    chosen = request.analyzers, request.select, request.show
+    analyzers, settings = reading.choose_analyzers(settings, *chosen, adapted=adapted)
     reading.refuse_unread(request, settings.source)
-    named = texts.read_each(reading.files(request), offline=request.offline)
+    named = texts.read_each(files, offline=request.offline)
     start = time.perf_counter()
     try:
         loaded = subject if isinstance(subject, loading.Loaded) else loading.load(subject, **load_options)
@@ -116,7 +107,7 @@ def prepare(
         loaded = loading.load(subject, **load_options | {"from_files": True})
         settings = settings.model_copy(update={"notes": [*settings.notes, TOO_LARGE]})
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, reading.files(request), settings.length)
+    feeding.refuse_text(loaded, files, settings.length)
     settings = feeding.of_model(settings, loaded)
     contents = (named or texts.sample(loaded.info.id)) if settings.source != "weights" else ()
     cut = feeding.cut_of(settings, request)
@@ -228,7 +219,7 @@ def inspect_sites(
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
     """Cut the texts into batches; return settings that describe them, the batches, and why tokens can't be read."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
-    without_input = settings.model_copy(update=feeding.NOTHING_FED)
+    without_input = settings.model_copy(update=dict.fromkeys(("windows", "pack", "placement", "intervals")))
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):
         return without_input, None, None
     try:

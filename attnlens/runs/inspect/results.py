@@ -204,7 +204,7 @@ class Results:
 
     @cached_property
     def _answers(self) -> dict[Place, dict[int, Answer]]:
-        # the values of gatherers cover every sequence
+        # gatherers read every sequence, so their values are omitted if some sequences are missing
         gathered = self._units("gathered") if len(self.finished) == self.total else {}
         units = [*self._units("weights").values(), *gathered.values()]
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
@@ -256,16 +256,16 @@ class Results:
         return build_measure(info, site, values.mean(), n=len(values), se=se, se_reason=why)
 
 
-FEWEST_HEADS = 12  # minimum number of heads for naming the most extreme one: the median and spread of fewer say little
+FEWEST_HEADS = 12  # minimum number of heads for a median and spread against which a head can be called extreme
 MOST = 8  # maximum number of named heads
 DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads with the smallest or largest values of a measure, the furthest from the median first.
+    """Return up to eight heads with extreme values of a measure, those most spreads away from the median first.
 
-    Distances are in units of the spread. Heads are ranked within their part (encoder, decoder, cross). Calls of one
-    module share its weights, so weights.* count and list them once.
+    Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so weights.*
+    list them once.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
@@ -285,8 +285,8 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
     """Return (distance from the median, head) for a measure's extreme heads; `heads` lists the calls of each head."""
-    by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
-    present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
+    by_head = [(calls[0].measures[info.name].value, calls) for calls in heads if info.name in calls[0].measures]
+    present = sorted(((value, calls) for value, calls in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
         return []
     values = torch.tensor([value for value, _ in present], dtype=torch.float64)
@@ -315,10 +315,7 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tu
     return candidates
 
 
-NEVER_RUN = (  # Reason for a missing identity error of a model that is read from its files
-    "the model was not loaded and therefore not run: each site's queries and keys were compared with those of the "
-    "site's module, loaded alone"
-)
+NEVER_RUN = "the model was read from its files and not run; each site was checked against its module, loaded alone"
 
 
 def summarise(results: Results) -> records.Summary:
@@ -385,8 +382,7 @@ def _errors(
 
 def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
     """Compute the medians of each text's own windows; empty for a single text."""
-    distinct = list(dict.fromkeys(results.window_texts))
-    summaries: list[records.TextSummary] = []
+    distinct, summaries = list(dict.fromkeys(results.window_texts)), list[records.TextSummary]()
     for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]
         values = {name: part[rows] for name, part in results.by_measure.items()}

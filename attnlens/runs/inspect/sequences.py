@@ -49,7 +49,7 @@ def split_sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
 
 def finite_heads(query_key: QueryKey) -> list[int]:
     """Return the indices of the heads with finite queries and keys in every sequence."""
-    # a sum is finite only if all its terms are, and needs no mask of their size
+    # a sum is finite only if all its terms are, and needs less memory than a mask
     query, key = (part.sum((-1, -2), dtype=torch.float64).isfinite() for part in (query_key.query, query_key.key))
     finite = query & key[..., list(query_key.key_of)]
     return finite.reshape(-1, len(query_key.heads)).all(0).nonzero().flatten().tolist()
@@ -65,7 +65,7 @@ class SequenceValues:
     """Scalars of each sequence and head, and the parts of mean curves, by site and measure."""
 
     count: int  # number of sequences
-    steps: int | None = None  # length that shorter curves, which are cumulative, are extended to
+    steps: int | None = None  # length to which shorter, cumulative curves are extended
     sums: dict[Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Sum and number of values of each sequence's rows: a module may cut a sequence into windows (Swin)."""
     curves: dict[Place, list[list[Tensor]]] = field(default_factory=dict)
@@ -155,15 +155,11 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
     longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
     rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
     if longest > MOST_TOKENS:
-        raise UsageError(
-            f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}.",
-            f"Add --length {MOST_TOKENS}.",
-        )
+        problem = f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}."
+        raise UsageError(problem, f"Add --length {MOST_TOKENS}.")
     if rows > MOST_ROWS:
-        raise UsageError(
-            f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}.",
-            "Choose fewer heads with --layers or --heads, or fewer tokens with --length.",
-        )
+        problem = f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}."
+        raise UsageError(problem, "Choose fewer heads with --layers or --heads, or fewer tokens with --length.")
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:

@@ -33,11 +33,10 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of log γ that gives near keys the same mean share of the attention weights as in the original model.
+    """Fit of log γ that minimises Σ KL(original ‖ hybrid) over queries that also see far keys.
 
-    The fit minimises Σ KL(original ‖ hybrid) over queries that also see far keys: the derivative, Σ γN/(γN + F) minus
-    the sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, and F is the weight of
-    far keys and the sink.
+    The derivative, Σ γN/(γN + F) minus the sum of the original shares of near keys, increases with log γ. N is the
+    weight of near keys at γ = 1, and F is the weight of far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -70,7 +69,7 @@ class NearShares:
 
 MOST_FITTED = 128  # maximum number of calibration sequences that a fit reads
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights tried between the typed parameters (0) and the fitted ones (1)
-TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a masked key's weight stays finite
+TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 
 @dataclass
@@ -115,11 +114,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
-    """Return the swaps with parameters fitted per head to the original model's queries and keys.
-
-    The first pass over the text solves least squares in closed form; the second runs `Search` or, for a hybrid,
-    `NearShares`.
-    """
+    """Return the swaps with parameters fitted per head: least squares, then `Search` or, for hybrids, `NearShares`."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -189,8 +184,8 @@ def sample_gradients(
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
     """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
 
-    Returns the calls of all sites, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients
-    with respect to these outputs of the loss in nats, summed over targets, and the number of targets.
+    Returns all calls, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients of the summed
+    loss in nats with respect to them, and the number of targets.
     """
     model, calls, outputs = setup.loaded.model, dict[Site, Call](), dict[Site, Tensor]()
 
@@ -200,10 +195,8 @@ def sample_gradients(
     with torch.enable_grad(), hooks.watch(model, setup.sites, calls.__setitem__, record_output):
         logits = predictions(hooks.forward(model, fed.inputs), fed, setup.task)
         if logits is None or not logits.requires_grad:
-            problem = "metric=output needs predictions with a gradient, which this model lacks."
-            raise ModelError(
-                problem, "Leave metric=output out of the kernel; for attnlens ranks, add --latents metric=attention."
-            )
+            remedy = "Leave metric=output out of the kernel; for attnlens ranks, add --latents metric=attention."
+            raise ModelError("metric=output needs predictions with a gradient, which this model lacks.", remedy)
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     outputs = {site: outputs[site] for site in chosen if site in outputs}
@@ -215,7 +208,7 @@ SEQUENCES = 16  # maximum number of sequences per text for the gradients of the 
 
 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Give fits that use unrotated keys their site's rotation. Raise UsageError if a site's rotation is unknown."""
+    """Set the rotation of the fits that use unrotated keys. Raise UsageError if a site's rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
     by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
@@ -269,10 +262,8 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
 def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
     """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to its output o.
 
-    Targets are sampled from the predictions. Up to a factor, the sum estimates W_Oᵀ F W_O, where F is the predictions'
-    Fisher information at the residual stream (Martens 2020, Eq. 7); if F = 1, it is W_OᵀW_O. The factor is the number
-    of tokens. It cancels in a fit to one text, because the fit scales the pair weights by output to the sum of those by
-    attention.
+    The loss is of targets sampled from the predictions. The sum over n tokens estimates n W_Oᵀ F W_O, where F is the
+    predictions' Fisher information at the residual stream (Martens 2020, Eq. 7); a fit does not depend on n.
     """
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(setup.seed)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from statistics import fmean
-from typing import Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -150,11 +151,8 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of the names, types, shapes and values of tensors: 16 hex digits of SHA-256."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+    return sha256(content).hexdigest()[:16]
 
 
 def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
@@ -162,7 +160,7 @@ def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
     return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
-EXACT: Route = "auto"  # path of the controls. The `path` option applies only to the kernel; all paths are exact
+EXACT: Route = "auto"  # path of the controls; the `path` option applies only to the kernel
 CROSSING = "queries and keys of cross-attention belong to different sequences, so distances between them are undefined"
 
 
@@ -174,8 +172,7 @@ class ChangedModel:
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name
     path: Route | None = None  # None: the requested one
     differences: Differences | None = None
-    agreement: Agreement | str | None = None
-    """Agreement of greedy continuations with the original's, or why it is unknown; None if nothing was generated."""
+    agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: nothing generated
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
         """Return the record of the measurements."""
@@ -192,7 +189,7 @@ class ControlSwap:
 
     role: ControlRole
     model: ChangedModel | None  # None if the control does not exist
-    state: float | None = None  # numbers kept per head, mean over sites
+    state: float | None = None  # numbers stored per head, mean over sites
     reason: str = ""  # why the control does not exist
 
     def record(self, seed: int, texts: Sequence[str], window: int | str) -> Control:
@@ -267,7 +264,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that keeps as many numbers as the kernel at each site, or state why none exists."""
+    """Build the sink-window control that stores as many numbers as the kernel at each site, or explain its absence."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -302,6 +299,17 @@ NO_PEAK = "this platform does not report peak memory"
 Result = TypeVar("Result")
 
 
+class KernelResult(TypedDict):
+    """Result of one kernel, which its unit stores."""
+
+    swap: Swap
+    plan: Plan | None
+    window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
+    notes: list[str]  # notes for the settings of the report
+    losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
+    windows: dict[str, Tensor]  # values per window, by measure; one column per stage
+
+
 class RankStep(Protocol):
     """Step that chooses the ranks of the kernel `rank`, instead of a fit (`attnlens.lab.ranks`)."""
 
@@ -331,15 +339,15 @@ class KernelRun:
     rank_notes: list[str] = field(default_factory=list)  # for the record of the kernel
     interrupted: bool = False
 
-    def run(self) -> dict[str, object]:
-        """Return the fields of `KernelResult`; raise Stopped with them if the user interrupted healing or the sweep."""
+    def run(self) -> KernelResult:
+        """Run and measure all stages; raise Stopped with the result if the user interrupted healing or the sweep."""
         session = self.session
         with enough_memory(session.fed[0].inputs):
             _ = session.own_peak  # measured first, before anything keeps memory allocated
             swap, plan = self._run_stages()
         controls = {str(number): control.model for number, control in enumerate(self.controls)}
         measured = {name: model and model.differences for name, model in (self.stages | controls).items()}
-        value: dict[str, object] = {
+        value: KernelResult = {
             "swap": swap,
             "plan": plan,
             "window": self.window,
@@ -378,7 +386,7 @@ class KernelRun:
 
     @property
     def last(self) -> ChangedModel:
-        """The model at the last stage."""
+        """Model at the last stage."""
         return list(self.stages.values())[-1]
 
     @property
@@ -392,12 +400,12 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def teller(self, stage: str, total: int) -> Tell:
-        """Return a progress callback for a stage; its label includes the kernel if there are several."""
+        """Return a function that reports the progress of a stage, named after the kernel too if there are several."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return telling(self.session.progress, label, total)
 
     def _fit(self) -> None:
-        """Choose ranks, or fit the kernel: as stage `swapped` if it requires a fit, otherwise as stage `fitted`."""
+        """Choose ranks, or fit the kernel: its stage is `swapped` if it requires a fit, otherwise `fitted`."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
         if session.ranks is not None:
             self.stages["swapped"] = ChangedModel(session.ranks.choose(self))
@@ -412,8 +420,7 @@ class KernelRun:
     def _compare(self) -> None:
         """Measure the stages so far, and the controls."""
         session, swaps = self.session, self.last.swaps
-        controls = build_controls(swaps, session.shapes)
-        self.state = mean_state(swaps, session.shapes)
+        controls, self.state = build_controls(swaps, session.shapes), mean_state(swaps, session.shapes)
         self.window = choose_window(swaps, controls, session.shapes)
         self.controls = controls if session.options.controls else []
         for control in self.controls:
@@ -426,7 +433,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse another kernel's equal control, and run a pass; if a site refuses the control, store the reason."""
+        """Reuse an equal control of another kernel; run a pass, and store the reason if a site refuses the control."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -439,7 +446,7 @@ class KernelRun:
 
     @property
     def control_models(self) -> list[ChangedModel]:
-        """The models of the controls that exist."""
+        """Models of the controls that exist."""
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
@@ -452,7 +459,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Measure how long the greedy continuations of each stage and control agree with the original's."""
+        """Measure for how many tokens the greedy continuations of each stage and control equal the original's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         tell = self.teller("generate", len(models) + 1)
         original, notes = self.session.continuation
@@ -529,7 +536,7 @@ class KernelRun:
                 yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Add the effect of each head or layer, and predictors; add only a note if the user interrupts the sweep."""
+        """Add the effect of each head or layer, and predictors; if the user interrupts, add only a note."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = key_of(digests_of(swaps))
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from attnlens.analyzers import registry
 from attnlens.arguments import public
@@ -24,7 +22,7 @@ from attnlens.kernels import Kernel
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
-from attnlens.records import Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
+from attnlens.records import Coverage, Outcome, Skipped, Summary, Swap, SwapBody, Text, Windows
 from attnlens.report.report import Report
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
@@ -35,12 +33,12 @@ from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of, report_of
 from attnlens.runs.store import Store, key_of, versions
-from attnlens.runs.swap.kernel_run import ChangedModel, KernelRun, RankStep, SwapSession, changed_weights
+from attnlens.runs.swap.kernel_run import ChangedModel, KernelResult, KernelRun, RankStep, SwapSession, changed_weights
 from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
-APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
-"""Options that name files: input files, whose content is hashed instead, and the output folder."""
+FILES = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
+"""Options that name files, which are not facts of a run: the content of input files is."""
 FITTING = 32  # calibration sequences that a fit reads
 Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
@@ -58,7 +56,7 @@ class SwapWork(SwapSession):
     @cached_property
     def facts(self) -> dict[str, object]:
         """Everything that determines the results of the units."""
-        prompts, left_out = self.prompts, {*SharedRequest.model_fields, *APART}
+        prompts, left_out = self.prompts, {*SharedRequest.model_fields, *FILES}
         batches = [self.evaluated, self.calibrated, *self.rank_parts]
         analyzers = registry.select_sweep_analyzers()
         if not isinstance(prompts, str):
@@ -122,7 +120,7 @@ class SwapWork(SwapSession):
         clear()
         return report
 
-    def read_unit(self, name: str) -> dict[str, object]:
+    def read_unit(self, name: str) -> KernelResult:
         """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
         kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
@@ -233,14 +231,11 @@ def prepare(
 def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named` is True if the user named the text; otherwise, the text is the evaluated one, cut into other windows. Raise
-    UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
+    `named` is False if the text is the evaluated one, cut into other windows.
     """
     if cut.image or cut.audio:
-        raise UsageError(
-            "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
-            "Omit image and audio, to use random ones" + (", or omit fit." if session.options.fit else "."),
-        )
+        problem = "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation."
+        raise UsageError(problem, "Omit image and audio, to use random ones; or omit fit.")
     loaded, evaluated = session.loaded, session.evaluated
     if session.train is not None or session.ranks is None:
         skip = evaluated.sequences
@@ -257,10 +252,8 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
     if session.shared > texts.MOST_SHARED:
         share = f"{100 * session.shared:.0f} % of the evaluated tokens"
         if named:
-            raise TextError(
-                f"The calibration text ({Text.of(merged).name}) contains {share}.",
-                "Choose a different --calibration text, or omit it to use windows that are not evaluated.",
-            )
+            problem = f"The calibration text ({Text.of(merged).name}) contains {share}."
+            raise TextError(problem, "Choose another --calibration text, or omit it to use windows not evaluated.")
         problem = f"The text is repetitive: {share} also occur in the windows for calibration."
         raise TextError(problem, "Give a separate --calibration text, or a less repetitive --text.")
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}
@@ -271,43 +264,28 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
 Part = TypeVar("Part", bound=Outcome)
 
 
-class KernelResult(BaseModel):
-    """The result of one kernel, as `KernelRun.run` returns it."""
+def _set_window(result: KernelResult, window: int, session: SwapSession) -> Swap:
+    """Return a kernel's record with the losses beyond `window` keys in place of those beyond its own window."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    def replace_losses(outcome: Part, name: str) -> Part:
+        if name not in result["losses"] or outcome.loss is None:
+            return outcome
+        beyond = TokenLosses(*map(list, result["losses"][name])).beyond(window, session.design, session.seed)
+        reasons = {key: reason for key, reason in outcome.reasons.items() if key != "beyond_window"}
+        if isinstance(beyond, str):
+            return outcome.model_copy(update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}})
+        return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
 
-    swap: Swap
-    plan: Plan | None
-    window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
-    notes: list[str]  # notes for the settings of the report
-    losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
-    windows: dict[str, Tensor]  # values per window, by measure; one column per stage
-
-    def with_window(self, window: int, session: SwapSession) -> Swap:
-        """Return the kernel's record with the losses beyond `window` keys in place of those beyond its own window."""
-
-        def replace_losses(outcome: Part, name: str) -> Part:
-            if name not in self.losses or outcome.loss is None:
-                return outcome
-            beyond = TokenLosses(*map(list, self.losses[name])).beyond(window, session.design, session.seed)
-            reasons = {key: reason for key, reason in outcome.reasons.items() if key != "beyond_window"}
-            if isinstance(beyond, str):
-                return outcome.model_copy(
-                    update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}}
-                )
-            return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
-
-        stages = [replace_losses(stage, stage.name) for stage in self.swap.stages]
-        controls = [replace_losses(control, str(number)) for number, control in enumerate(self.swap.controls)]
-        swap = self.swap.model_copy(update={"stages": stages, "controls": controls})
-        return replace_losses(swap, stages[-1].name)
+    swap = result["swap"]
+    stages = [replace_losses(stage, stage.name) for stage in swap.stages]
+    controls = [replace_losses(control, str(number)) for number, control in enumerate(swap.controls)]
+    return replace_losses(swap.model_copy(update={"stages": stages, "controls": controls}), stages[-1].name)
 
 
 def build_report(
-    session: SwapSession, values: Mapping[str, object], missing: Mapping[str, str], timings: Mapping[str, float]
+    session: SwapSession, by_name: Mapping[str, KernelResult], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
-    """Build the report from the values of finished kernels; `missing` has the reasons why others have no value."""
-    by_name = {name: KernelResult.model_validate(value) for name, value in values.items()}
+    """Build the report from the results of finished kernels; `missing` has the reasons why others have none."""
     results = list(by_name.values())
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
@@ -317,16 +295,19 @@ def build_report(
     ]
     settings = session.settings
     # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
-    losses = next((losses for result in results for losses in result.losses.values()), [])
+    losses = next((losses for result in results for losses in result["losses"].values()), [])
     first = TokenLosses(*map(list, losses))
-    windows = [each.window for each in results if isinstance(each.window, int) and first.count(each.window) >= FEWEST]
-    window = max(windows, default=None)
-    swaps = [each.swap if window in (None, each.window) else each.with_window(window, session) for each in results]
-    columns = [{"kernel": name, "stage": stage.name} for name, each in by_name.items() for stage in each.swap.stages]
+    widths = [result["window"] for result in results]
+    window = max((each for each in widths if isinstance(each, int) and first.count(each) >= FEWEST), default=None)
+    swaps = [
+        result["swap"] if window in (None, result["window"]) else _set_window(result, window, session)
+        for result in results
+    ]
+    columns = [{"kernel": name, "stage": stage.name} for name, each in by_name.items() for stage in each["swap"].stages]
     places = [(text.name, number) for text in settings.texts for number in text.windows]
-    measures = [name for name in COLUMNS if name in results[0].windows and places]  # none if windows are not numbered
-    by_measure = {name: torch.cat([each.windows[name] for each in results], 1) for name in measures}
-    notes = dict.fromkeys(chain.from_iterable(each.notes for each in results))
+    measures = [name for name in COLUMNS if name in results[0]["windows"] and places]  # none without numbered windows
+    by_measure = {name: torch.cat([each["windows"][name] for each in results], 1) for name in measures}
+    notes = dict.fromkeys(chain.from_iterable(each["notes"] for each in results))
     heads = sum(shape.heads for shape in session.shapes.values())
     return report_of(
         session.command,
@@ -342,6 +323,6 @@ def build_report(
             skipped=[*idle, *unfinished],
         ),
         summary=Summary(identity_error=session.identity_error),
-        swap=SwapBody(**dict(swaps[0]), others=swaps[1:], plan=results[0].plan),
+        swap=SwapBody(**dict(swaps[0]), others=swaps[1:], plan=results[0]["plan"]),
         timings=dict(timings),
     ).with_windows(Windows(places if measures else [], columns, by_measure))

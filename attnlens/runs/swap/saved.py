@@ -8,12 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnlens import arguments
 from attnlens.choices import Part
@@ -27,10 +29,6 @@ from attnlens.models.loading.locate import refuse_outside, weight_file
 from attnlens.records import Record, Site
 from attnlens.report.report import Report
 from attnlens.requests import Loading
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 WRITTEN = "Give an unchanged folder written by --save."
@@ -68,10 +66,9 @@ class SavedSwap(Record):
 
 
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
-    """Write the model in its current state, its tokenizer, the kernel and its fitted parameters to a new folder.
+    """Write the model, its tokenizer, the kernel and its fitted parameters to a new folder, or raise OutputError.
 
-    The folder is renamed to `folder` once it is complete, so a killed run does not leave a partial one. Raises
-    OutputError if it cannot be written.
+    The folder is renamed to `folder` once it is complete, so a killed run does not leave a partial one.
     """
     real = Path(os.path.realpath(folder))
     make_folder(real.parent)
@@ -79,13 +76,13 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: h
         with TemporaryDirectory(prefix=".attnlens-save-", dir=real.parent) as temporary:
             part = Path(temporary, "model")
             part.mkdir()  # with the umask's mode; temporary folders have mode 0700
-            _write_folder(part, loaded, sites, swaps)
+            _write_files(part, loaded, sites, swaps)
             part.rename(real)
     except (OSError, SafetensorError) as error:
         raise unwritten_folder(folder, getattr(error, "strerror", None) or str(error)) from None
 
 
-def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
+def _write_files(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     with quiet(), _hide_quantization(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
@@ -109,7 +106,7 @@ def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: ho
 
 @contextmanager
 def _hide_quantization(model: Any) -> Iterator[None]:
-    """Remove the quantization entries of a GGUF model inside the block, because loading has dequantised its weights."""
+    """Remove the quantisation settings of a GGUF model, whose weights are dequantised, inside the block."""
     quantizer, config = getattr(model, "hf_quantizer", None), model.config
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
         yield
@@ -202,11 +199,9 @@ def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
     """Raise ValueError if a weight file is missing, additional, or differs from its hash in attnlens.json."""
     present = {path.name for path in place.glob("*.safetensors")}
-    changed = sorted(present ^ facts.files.keys()) or [
-        name for name, digest in digests.items() if facts.files.get(name, digest) != digest
-    ]
-    if changed:
-        raise ValueError(f"{changed[0]} is missing, is not listed in {FACTS}, or was changed after it was saved")
+    changed = {name for name, digest in digests.items() if facts.files.get(name, digest) != digest}
+    if wrong := sorted(present ^ facts.files.keys() | changed):
+        raise ValueError(f"{wrong[0]} is missing, is not listed in {FACTS}, or was changed after it was saved")
 
 
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:

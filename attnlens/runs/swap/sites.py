@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from attnlens import requests
@@ -30,9 +30,6 @@ from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 @dataclass
 class SwapSetup:
@@ -48,15 +45,14 @@ class SwapSetup:
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4  # number of padding tokens whose content is changed
-IDS = ("decoder_input_ids", "input_ids")
 NO_ROWS = "the model returns no output per token"
-MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
+MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}  # mask of each kind of ids
 
 
 def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
-    """Raise IdentityError if a user's kernel gives other outputs when it is computed again for the same inputs.
+    """Raise IdentityError if a user's kernel gives different outputs when it is computed twice for the same inputs.
 
-    The kernel is computed twice within a forward pass, because all passes have the same random draws.
+    Both computations are in one forward pass, because every pass starts with the same random state.
     """
 
     def visit(site: Site, call: Call) -> None:
@@ -65,11 +61,9 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
         part, name = call if swap.heads is None else call.select(swap.heads), swap.kernel.info.name
         once, again = (attend(part, swap.kernel, setup.path).double().nan_to_num() for _ in range(2))
         if (error := float((again - once).norm())) > TOLERANCE * float(once.norm()):
-            raise IdentityError(
-                f"Your kernel {name} is not deterministic: computed twice for the same input at {site.name}, its "
-                f"outputs differ by {error / float(once.norm()):.1e}.",
-                "Draw random numbers from a torch.Generator with a fixed seed.",
-            )
+            difference = f"its outputs for the same input at {site.name} differ by {error / float(once.norm()):.1e}"
+            remedy = "Draw random numbers from a torch.Generator with a fixed seed."
+            raise IdentityError(f"Your kernel {name} is not deterministic: {difference}.", remedy)
 
     if all(swap.kernel.info.built_in for swap in setup.swaps.values()):
         return
@@ -80,27 +74,23 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
 def leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> dict[str, float | str]:
-    """Measure `causality_error` and `mask_error`, or say why one does not apply. Raises IdentityError on a leak.
+    """Measure `causality_error` and `mask_error`, or explain why one does not apply. Raises IdentityError on a leak.
 
-    `user` is the name of the kernel if a user registered it; its function is then to be corrected, not attnlens.
+    `user` is the name of the kernel if a user registered it: the error then asks the user to correct it.
     """
     decodes = any(site.part == "decoder" for site in sites)
     causality: float | str = "every token of this model can attend to every other token"
-    if decodes and any(name in inputs for name in IDS):
+    if decodes and not inputs.keys().isdisjoint(MASKS):
         causality = causality_error(loaded, inputs, variant, seed, user)
-    # Padding on the right of a causal sequence is hidden by causality alone.
-    left = decodes and "decoder_input_ids" not in inputs
+    left = decodes and "decoder_input_ids" not in inputs  # causality alone hides padding on the right
     return {"causality_error": causality, "mask_error": mask_error(loaded, inputs, variant, seed, user, left=left)}
 
 
 def causality_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> float | str:
-    """Measure the relative change of the outputs in each sequence's first half if the ids of the second half change.
-
-    The model must have causal (decoder) self-attention. `_check_error` defines the result.
-    """
-    name = next(name for name in IDS if name in inputs)
+    """Measure the relative change of a causal model's outputs in each first half if the ids of the second change."""
+    name = next(name for name in MASKS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
     pair = inputs, {**inputs, name: torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)}
@@ -128,10 +118,7 @@ def _check_error(
     flaw: str,
     user: str,
 ) -> float | str:
-    """Return the error, or why it is unknown: no output has a row per token, or the original's error exceeds 1e-5.
-
-    Raises IdentityError if only the new kernel's error exceeds 1e-5.
-    """
+    """Return the error, or why it is unknown; raise IdentityError if it is large under the new kernel alone."""
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
         return NO_ROWS
@@ -140,27 +127,24 @@ def _check_error(
     original = _relative_difference(loaded, pair, nullcontext, positions)
     if original is not None and original > TOLERANCE:
         return f"even under the model's own kernel, the outputs change by {original:.1e} when {when}"
-    raise IdentityError(
-        f"With {f'your kernel {user}' if user else 'the new kernel'}, the outputs change by {error:.1e} when {when}.",
-        f"The kernel {flaw}. Correct its function: log k of a query and a key must not depend on other tokens."
-        if user
-        else f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
-    )
+    kernel, remedy = "the new kernel", "so attnlens reports no numbers for it. Please report this as a bug."
+    if user:
+        kernel, remedy = f"your kernel {user}", "but log k of a query and a key must not depend on other tokens."
+    problem = f"With {kernel}, the outputs change by {error:.1e} when {when}."
+    raise IdentityError(problem, f"The kernel {flaw}, {remedy}")
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Truncate each sequence and add random padding on one side; real tokens keep their positions."""
-    name = "input_ids"
-    shape = inputs[name].shape
-    padding = min(PADDING, shape[1] // 2)
-    ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]][:, :-padding]
-    fill = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
-    filled = {name: torch.cat([ids, fill], 1), MASKS[name]: torch.cat([mask, torch.zeros_like(fill).to(mask)], 1)}
-    padded = {**inputs, **filled}
+    """Replace the last tokens by random padding, on the left or right; real tokens keep their positions."""
+    ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
+    padding = min(PADDING, ids.shape[1] // 2)
+    ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
+    mask[:, -padding:] = 0
+    padded = {**inputs, "input_ids": ids, "attention_mask": mask}
     if left:  # inputs per token (token types, boxes on a page) are shifted along with the tokens
-        padded |= {key: value.roll(padding, 1) for key, value in padded.items() if value.shape[:2] == shape}
+        padded |= {name: value.roll(padding, 1) for name, value in padded.items() if value.shape[:2] == ids.shape}
     if left and "position_ids" in signature(loaded.model.forward).parameters:
-        padded["position_ids"] = (padded[MASKS[name]].cumsum(1) - 1).clamp_min(0)
+        padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp_min(0)
     return padded
 
 
@@ -170,7 +154,7 @@ def _relative_difference(
     """Compute the relative difference between two inputs' outputs at real tokens in `positions`, or None."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
-    name = next(name for name in IDS if name in pair[0])
+    name = next(name for name in MASKS if name in pair[0])
     shape, mask = pair[0][name].shape, pair[0].get(MASKS[name])
     original, new = (
         next((value for value in _output_tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
@@ -198,10 +182,10 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
     """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) are kept."""
-    known, standing = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
-    plain = torch.tensor([number for number in range(known) if number not in standing])
+    vocabulary, special = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
+    plain = torch.tensor([number for number in range(vocabulary) if number not in special])
     drawn = plain[torch.randint(len(plain), like.shape, generator=torch.Generator().manual_seed(seed))].to(like)
-    return drawn.where(~torch.isin(like, like.new_tensor(sorted(standing))), like)
+    return drawn.where(~torch.isin(like, like.new_tensor(sorted(special))), like)
 
 
 @public
@@ -220,21 +204,18 @@ def replaced(
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
             loss = model(**batch, labels=batch["input_ids"]).loss
 
-    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace; None selects
-    everything. Attention that is not selected keeps the model's own kernel. Sites are found on made-up inputs, or on
-    `batch` for models that need other inputs. On entry, recomputing the model's own attention must reproduce its
-    outputs, and a forward pass with the new kernel must succeed. The context value counts calls of each module in
-    `calls`. On exit, also after an exception, the model's own attention is restored.
+    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace (None: all).
+    Sites are found on made-up inputs, or on `batch` for models that need other inputs. On entry, recomputing the
+    model's own attention must reproduce its outputs, and a forward pass with the new kernel must succeed. The context
+    value counts calls of each module in `calls`. On exit, the model's own attention is restored.
 
     Raises UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, IdentityError; and on exit ModelError if a site was never reached.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
-        raise UsageError(
-            f"{new.info.name} must be fitted to calibration text, but none is available here.",
-            "Fit and save it with attnlens.swap_kernel(…, save=folder); attnlens.load_swapped(folder) runs it.",
-        )
+        problem = f"{new.info.name} must be fitted to calibration text, but none is available here."
+        raise UsageError(problem, "Use attnlens.swap_kernel(…, save=folder), then attnlens.load_swapped(folder).")
     layers, heads = requests.numbers("layers", layers), requests.numbers("heads", heads)
     if part is not None:
         checked_name("part", part, PARTS)
@@ -265,11 +246,7 @@ def choose_sites(
     heads: Sequence[int] | None,
     part: Part | None,
 ) -> dict[Site, tuple[int, ...] | None]:
-    """Return the chosen sites with their heads (None: all).
-
-    Raises UsageError if a requested layer or head does not exist, if no site is left, or if a kernel is undefined in
-    cross-attention; ModelError if all layers are chosen and some attention cannot be replaced.
-    """
+    """Return the chosen sites with their heads (None: all); raise UsageError or ModelError if one can't be replaced."""
     heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
     checks.check_chosen(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
@@ -280,21 +257,16 @@ def choose_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        remedy = f"Choose --part from: {parts}; or select other --layers."
-        raise UsageError("No attention sites selected.", remedy)
+        raise UsageError("No attention sites selected.", f"Choose --part from: {parts}; or select other --layers.")
     for path, why in survey.missed.items():
         if why is not None and layers is None:
-            last = len(survey.sites) - 1
-            remedy = f"Swap only the supported sites: --layers 0-{last}."
+            remedy = f"Swap only the supported sites: --layers 0-{len(survey.sites) - 1}."
             raise ModelError(f"{path} can't be swapped: {why}.", remedy)
     crossing = [site.name for site in chosen if site.part == "cross"]
     for kernel in kernels if crossing else ():
         if kernel.tie or kernel.filter or kernel.near or kernel.info.oracle or kernel.info.form == "output":
-            raise UsageError(
-                f"{kernel.spelling} is undefined in cross-attention ({crossing[0]}), where queries and keys belong to "
-                "different sequences.",
-                "Choose --part encoder or --part decoder.",
-            )
+            where = f"in cross-attention ({crossing[0]}), where queries and keys belong to different sequences"
+            raise UsageError(f"{kernel.spelling} is undefined {where}.", "Choose --part encoder or --part decoder.")
     return chosen
 
 
@@ -302,9 +274,9 @@ def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ..
     """Return the head shapes of each chosen site, at the length of the surveyed inputs."""
     shapes = {}
     for site, call in ((each.site, each.call) for each in reached if each.site in chosen):
-        visible, heads = call.visible(), chosen[site]
+        visible, heads = call.visible(), chosen[site] or range(call.query.shape[1])
         shapes[site] = HeadShape(
-            heads=call.query.shape[1] if heads is None else len(heads),
+            heads=len(heads),
             head_dim=call.key.shape[-1],
             value_dim=call.value.shape[-1],
             tokens=call.key.shape[2],

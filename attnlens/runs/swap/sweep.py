@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 LEVEL = 0.05  # corrected p below which a measure counts as a predictor
-FEWEST_HEADS = 8  # minimum number of swept heads to correlate measures with their harm
+FEWEST_HEADS = 8  # minimum number of swept heads for predictors
 CONSTANT = "the same in every head"
 
 
@@ -150,7 +150,7 @@ class Alone:
     original: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
     changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
-    rows: list[int]  # indices of these sequences among all fed sequences
+    rows: list[int]  # indices of these sequences among all evaluated sequences
     design: Design  # how the sequences were sampled
     tested: bool  # True if differences are tested: losses are, distances (never negative) are not
 
@@ -166,11 +166,7 @@ class Alone:
         return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
     def effects(self, seed: int) -> list[Effect]:
-        """Return the effect of each unit in the order of decreasing harm, with paired 95 % intervals over sequences.
-
-        `significant` controls the false discovery rate at 5 %; distances have no p-value, because they are never
-        negative.
-        """
+        """Return the units' effects by decreasing harm, with paired 95 % intervals; false discovery rate: 5 %."""
         finite = self.changed.isfinite().all(1)
         p = torch.full((len(self.units),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
         if self.tested:
@@ -179,21 +175,20 @@ class Alone:
         effects = []
         for number in self.order:
             site, head = self.units[number]
-            effect = Effect(layer=site.layer, head=head, part=site.part, delta=None)
+            measured: dict[str, Any] = {"delta": None}
             if finite[number]:
                 pair = self.original, self.changed[number]
                 delta, low, high = paired_difference(*pair, self.design, weights=self.sizes, seed=seed)
-                ci95 = None if math.isnan(low) else (low, high)
-                p_value = None if p[number].isnan() else float(p[number])  # also if all differences are 0
-                update = {"delta": delta, "ci95": ci95, "p_value": p_value, "significant": significant[number]}
-                effect = effect.model_copy(update=update)
-            effects.append(effect)
+                measured = {"delta": delta, "ci95": None if math.isnan(low) else (low, high)}
+                measured["p_value"] = None if p[number].isnan() else float(p[number])  # also if all differences are 0
+                measured["significant"] = significant[number]
+            effects.append(Effect(layer=site.layer, head=head, part=site.part, **measured))
         return effects
 
 
 def sweep(
     setup: SwapSetup,
-    chosen: Sequence[Unit],
+    chosen: list[Unit],
     batches: Sequence[Fed],
     design: Design,
     progress: Tell,
@@ -216,7 +211,7 @@ def sweep(
     rows = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
-    return Alone(list(chosen), torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
+    return Alone(chosen, torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
 
 
 @dataclass
