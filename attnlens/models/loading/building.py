@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 LoadingInfo = Mapping[str, set[Any]]
 """transformers' record of a load: names under missing_keys and unexpected_keys, with shapes under mismatched_keys."""
-PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
-"""Names of tensors that only quantised checkpoints have."""
+PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map", "_proj_blocks")
+"""Ends of the names of tensors that only quantised checkpoints have."""
 WRAPPER = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 """Part that torch.compile, DataParallel, FSDP and others add to the names of the tensors of a model they wrap."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
@@ -60,11 +60,13 @@ def check_loaded(
     codes, scales = _codes(model, parameters, stored, unused), list[str]()
     for name in sorted(unused & stored.keys()):
         stem = SCALE.sub("", name)
-        if _leaf(name) in PACKED or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
+        if name.endswith(PACKED) or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
             scales.append(name)
     if codes or scales:
         names = f"{format_names(codes)} as {stored[codes[0]].type}" if codes else f"{format_names(scales)} for"
-        problem = f"{where} stores {names} codes, but config.json does not describe the quantisation."
+        method = configs.quantisation(place)[0]
+        reason = f"tensors that {method} needs are missing" if method else "config.json does not describe them"
+        problem = f"{where} stores {names} codes, but {reason}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     if mismatched := sorted(loading_info["mismatched_keys"]):
         name, *shapes = mismatched[0]

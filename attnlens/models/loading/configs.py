@@ -136,6 +136,12 @@ CHOICES = {  # Settings that choose the code that computes a model, or the file 
 }
 DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
 """Quantisation methods that attnlens decodes into plain numbers."""
+GPTQ = {  # Settings of GPTQ → values for which its codes are decoded; None means absent
+    "checkpoint_format": (None, "gptq", "gptq_v2"),
+    "pack_dtype": (None, "int32"),
+    "is_marlin_format": (None, False),
+    "rotation": (None, ""),
+}
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 """Formats of compressed-tensors that are decoded."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
@@ -202,7 +208,7 @@ def check_config(place: Location) -> None:
 def quantisation(place: Location) -> tuple[str | None, Json]:
     """Return a method in DECODED and its settings, else (None, {}). Raises ModelError if its form is not supported."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
-    settings: Json = next(candidates, {})
+    settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))
     if method not in DECODED:
         return None, {}
@@ -217,6 +223,8 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
         reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
         reason = f"are in version {format_value(version)}, or not in four bits, which is not supported"
+    elif method == "gptq" and (unknown := [name for name, usual in GPTQ.items() if settings.get(name) not in usual]):
+        reason = f"have {unknown[0]} = {format_value(settings[unknown[0]])}, which is not supported"
     if reason:
         raise ModelError(f"The weights of {place.folder} are quantised with {method} and {reason}.", SAY_UNQUANTISED)
     return method, settings
