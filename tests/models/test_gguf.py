@@ -212,7 +212,7 @@ def test_the_documented_table_contains_every_field_of_attention_and_rotation():
         value for owner in (keys.Attention, keys.Attention.Indexer, keys.Rope) for value in vars(owner).values()
     ]
     constants += [
-        value for value in vars(keys.LLM).values() if OF_ATTENTION.search(str(value)) or "scale" in str(value)
+        value for value in vars(keys.LLM).values() if OF_ATTENTION.search(str(value)) or str(value).endswith("_scale")
     ]
     fields = {value.removeprefix("{arch}.") for value in constants if str(value).startswith("{arch}.")}
     others = {name for name in fields if name.startswith(("expert", "activation"))}  # of experts and MLPs
