@@ -184,6 +184,7 @@ REFUSED = {
     "an invention outside the groups": field("attn_wormholes", 2.0),
     "layers without rotation": field("no_rope_layer_step", 4),
     "a share of full layers": field("full_attention_interval", 4),
+    "a longrope of one factor": field("rope.scaling.type", "longrope", **{"rope.scaling.factor": 4.0}),
     "no extrapolation": field("rope.scaling.yarn_ext_factor", 0.0, **YARN),
     "another logarithm": field("rope.scaling.yarn_log_multiplier", 0.5, **YARN),
     "scaled embeddings": field("embedding_scale", 12.0),

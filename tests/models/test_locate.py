@@ -75,7 +75,7 @@ def test_a_weight_file_is_read_with_the_config_of_its_folder_and_a_shard_with_al
     other.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     shards = sorted((tmp_path / "shards").glob("*.safetensors"))
     assert len(shards) > 1
-    for place in (tmp_path / "shards", shards[1]):
+    for place in (tmp_path / "shards", shards[1], tmp_path / "shards" / "model.safetensors.index.json"):
         loaded = load(place)
         assert [file.name for file in loaded.info.files] == [shard.name for shard in shards]
         assert torch.equal(loaded.model.transformer.wte.weight, other.transformer.wte.weight)
@@ -135,6 +135,9 @@ def test_a_pickle_is_read_only_if_allowed_and_without_safetensors(folder):
     (folder / "model.safetensors").rename(folder / "other")
     torch.save(weights(folder, "other"), folder / "pytorch_model.bin")
     check_refusals(ModelError, (folder, {}, "pickle", "--allow-pickle"))
+    torch.save({"state_dict": weights(folder, "other"), "epoch": 3}, folder / "pytorch_model.bin")
+    check_refusals(ModelError, (folder, {"allow_pickle": True}, "state_dict instead of tensors", "training run"))
+    torch.save(weights(folder, "other"), folder / "pytorch_model.bin")
     loaded = load(folder, allow_pickle=True)
     assert (loaded.missing_keys, [file.name for file in loaded.info.files]) == ((), ["pytorch_model.bin"])
     (folder / "other").rename(folder / "model.safetensors")
@@ -268,7 +271,9 @@ def test_other_formats_and_folders_inside_are_named_with_a_remedy(folder, tmp_pa
         shutil.copytree(folder, place / name)
     (place / "onnx").mkdir()
     (place / "onnx" / "config.json").write_text("{}")
-    check_refusals(ModelError, (place, {}, "checkpoint-500, checkpoint-1000", "folder: checkpoint-1000, for example"))
+    check_refusals(
+        ModelError, (place, {}, "checkpoint-500, checkpoint-1000", "in this folder: checkpoint-1000, for example")
+    )
     shutil.copytree(folder, tmp_path / "cache" / "snapshots" / "abc")
     check_refusals(ModelError, (tmp_path / "cache", {}, "no config.json", "snapshots/abc"))
     shutil.copytree(folder, tmp_path / "sentence" / "0_Transformer")

@@ -182,8 +182,8 @@ class Settings:
             elif name in QWEN_35:
                 self._require(name, not value or self.architecture.startswith("qwen35"))
             else:
-                is_zero = name in UNSUPPORTED and not value
-                self._require(name, is_zero or name in KNOWN - {*UNSUPPORTED} or not OF_ATTENTION.search(name))
+                is_known = name in KNOWN and not (name in UNSUPPORTED and value)
+                self._require(name, is_known or not OF_ATTENTION.search(name))
         self._apply_rotation(config)
 
     def _set_attribute(self, config: PreTrainedConfig, name: str) -> None:
@@ -237,8 +237,9 @@ class Settings:
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
-        if kind in ("none", "longrope") or factor == 1:
+        if kind == "none" or factor == 1:
             return "none", 1.0
+        self._require("rope.scaling.type", kind != "longrope")  # whose factors are tensors
         if self.factors:
             raise self._refusal(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
         return kind, factor

@@ -301,12 +301,12 @@ CONFIG = "config.json"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
-SHARD = re.compile(r"-\d{5}-of-(\d{5})\.(safetensors|bin|gguf)")  # End of the name of a part of a model
+SHARD = re.compile(r"-\d{5}-of-(\d{5})\.(safetensors|bin|gguf)$")  # End of the name of a part of a model
 FORMATS = (  # Name patterns of weights that are not read, what they are, and how they become safetensors
     (
-        ("zero_to_fp32.py", "global_step*", "*_model_states.pt"),
+        ("zero_to_fp32.py", "global_step*", "*_states.pt"),
         "a DeepSpeed checkpoint",
-        "Run `python zero_to_fp32.py . . --safe_serialization` in that folder.",
+        "Run `python zero_to_fp32.py . . --safe_serialization` in the folder of zero_to_fp32.py.",
     ),
     (
         ("*.distcp", "pytorch_model_fsdp_*"),
@@ -319,14 +319,9 @@ FORMATS = (  # Name patterns of weights that are not read, what they are, and ho
         "Give the model that was exported: an export can't be converted back.",
     ),
     (
-        ("*.h5", "*.ckpt.index", "*.ckpt.data-*", "saved_model*"),
-        "TensorFlow weights",
-        "Convert them with transformers 4: AutoModel.from_pretrained(FOLDER, from_tf=True).save_pretrained(OUTPUT).",
-    ),
-    (
-        ("*.msgpack",),
-        "Flax weights",
-        "Convert them with transformers 4: AutoModel.from_pretrained(FOLDER, from_flax=True).save_pretrained(OUTPUT).",
+        ("*.h5", "*.ckpt.index", "*.ckpt.data-*", "saved_model*", "*.msgpack"),
+        "TensorFlow or Flax weights",
+        "Convert them with transformers 4: from_pretrained(FOLDER, from_tf=True) or from_flax=True; save_pretrained.",
     ),
     (
         ("optimizer*", "scheduler.pt", "training_args.bin", "rng_state*", "scaler.pt"),
@@ -334,7 +329,7 @@ FORMATS = (  # Name patterns of weights that are not read, what they are, and ho
         "Give the folder in which the training saved the model.",
     ),
     (
-        ("*.pt", "*.pth", "*.ckpt", "*.bin", "*.npz", "*.ot", "*.nemo"),
+        ("*.pt", "*.pth", "*.ckpt", "*.bin", "*.npz", "*.ot", "*.nemo", "mp_rank_*", "iter_*"),
         "weights that are not in transformers' format",
         "Load them into the transformers model in Python, and call its save_pretrained(OUTPUT).",
     ),
@@ -374,8 +369,8 @@ class Location:
         """Sentence on other copies of the weights in the folder, unless the user named the file that is read."""
         if self.trusts_link or self.urls:
             return []
-        copies = {SINGLE, SHARDED, *PICKLES, *(name for name in names_in(self.folder) if _is_gguf(name))}
-        unread = sorted(copies & names_in(self.folder) - {self.file})
+        names = names_in(self.folder) - {self.file}
+        unread = sorted(name for name in names if name in (SINGLE, SHARDED, *PICKLES) or _is_gguf(name))
         others = f"other weights in this folder were not read: {', '.join(unread)}"
         return [f"The weights were read from {shorten_text(str(self.folder / self.file))}; {others}."] if unread else []
 
@@ -438,14 +433,14 @@ def _in_file(name: str, path: Path) -> Location:
     """Locate a single weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
         return Location(name, path.parent, "gguf", path.name, trusts_link=True)
-    if path.suffix != ".safetensors":
+    if path.suffix != ".safetensors" and path.name != SHARDED:
         kind, _, remedy = next(_match_formats([path.name]), ("", "", SAY_PATH))
         problem = f"{path} is neither a .gguf nor a .safetensors file{f', but contains {kind}' if kind else ''}."
         raise ModelError(problem, remedy)
     if not (path.parent / CONFIG).is_file():
         raise ModelError(f"The folder of {path} has no config.json.", "Put the model's config.json into that folder.")
     index = path.parent / SHARDED
-    if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
+    if index.is_file() and path.name in (SHARDED, *shards_in(index, SUFFIXES["safetensors"])):
         return Location(name, path.parent, "safetensors", SHARDED)
     _refuse_lone_shards([path.name], str(path.parent))
     return Location(name, path.parent, "safetensors", path.name, trusts_link=True)
@@ -455,12 +450,13 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     from huggingface_hub import hf_hub_url
 
     hub = parse_hub_id(name, revision)
-    id_ = hub.id
+    id_, chosen = hub.id, set[str]()
 
     def select_files(names: Collection[str]) -> list[str]:
         if _is_adapter(names):
             return [ADAPTER_CONFIG]
         form, file = _select_weights(names, id_, allow_pickle)
+        chosen.add(file)
         top_level = [name for name in names if "/" not in name]
         small = [name for name in top_level if name.endswith(SMALL_FILES)]
         if leave_weights and form == "safetensors":
@@ -471,7 +467,8 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
     folder = hub.fetch(select_files, offline=offline)
     names, index = names_in(folder), folder / SHARDED
-    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
+    is_sharded = index.is_file() and SINGLE not in chosen | names  # if both exist, the single file is read
+    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and is_sharded else ()
     has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in names)
     if shards:
         has_weights = all((folder / name).is_file() for name in shards)
@@ -522,11 +519,11 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     if CONFIG in names and others:
         raise ModelError(f"{where} contains {others[0]} instead of {SINGLE}.", f"{say_path} {others[0]}.")
     lacking = "config.json" if CONFIG not in names else f"weights: neither {SINGLE} nor {SHARDED}"
-    if folders := _folders_below(names, where):
+    if folders := folders_below(names, where):
         listed = f"{', '.join(folders[:4])}{f' and {len(folders) - 4} more' if len(folders) > 4 else ''}"
         problem = f"{where} has no {lacking}, but models lie in folders inside it: {listed}."
         raise ModelError(problem, f"{say_path.replace('file', 'model', 1)} {folders[-1]}, for example.")
-    for kind, file, remedy in _match_formats(top_level):
+    for kind, file, remedy in _match_formats(sorted({name.partition("/")[0] for name in names})):
         raise ModelError(f"{where} contains {kind} ({shorten_text(file)}), which attnlens does not read.", remedy)
     remedy = "Choose a model with safetensors or GGUF weights; if files are missing, download them again."
     raise ModelError(f"{where} has no {lacking}.", remedy if CONFIG in names else SAY_PATH)
@@ -554,12 +551,12 @@ def _match_formats(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
                 yield kind, name, remedy
 
 
-def _folders_below(names: Collection[str], where: str) -> list[str]:
-    """Return the paths of folders inside `where` that contain a config.json and weights; shorter names come first."""
+def folders_below(names: Collection[str], where: str) -> list[str]:
+    """Return the paths of folders inside `where` that contain a model or an adapter; shorter names come first."""
     folder, inside = Path(where), [*names]
     if folder.is_dir():
         below = chain(folder.glob("*/*"), folder.glob("snapshots/*/*"))
         inside = [path.relative_to(folder).as_posix() for path in below]
     weights = {name.rpartition("/")[0] for name in inside if name.endswith((*SUFFIXES.values(), ".index.json"))}
-    configs = {name.rpartition("/")[0] for name in inside if name.endswith(f"/{CONFIG}")}
+    configs = {name.rpartition("/")[0] for name in inside if name.endswith((f"/{CONFIG}", f"/{ADAPTER_CONFIG}"))}
     return sorted(weights & configs, key=lambda name: (len(name), name))
