@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from unittest.mock import Mock, patch
 
 import numpy
@@ -94,16 +94,23 @@ def check_loaded(
     is_empty = len(missing) >= len(list(model.parameters()))
     for name in sorted(unused):
         plain, parts = WRAPPER.sub("", name), name.split(".")
-        candidates = [plain, *(".".join(parts[count:]) for count in range(1, len(parts)) if is_empty)]
+        # any prefix counts if no tensor is where it should be, else only those that wrappers are known to add
+        candidates = [*[plain] * (plain != name), *(".".join(parts[i:]) for i in range(1, len(parts)) if is_empty)]
         for candidate in candidates:
             if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
-                added = name.removesuffix(candidate) if name.endswith(candidate) else WRAPPER.search(name)[0]
-                problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(candidate)}."
-                wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
-                raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
+                _refuse_added(where, name, candidate)
     if is_empty:
         problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}: it contains"
         raise ModelError(f"{problem} {format_names(sorted(stored))}.", "Use the config.json of these weights.")
+
+
+def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
+    """Raise ModelError, because a tensor's name contains what a wrapper added to its plain name."""
+    match = WRAPPER.search(name)
+    added = match[0] if match and not name.endswith(plain) else name.removesuffix(plain)
+    problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(plain)}."
+    wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
+    raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
