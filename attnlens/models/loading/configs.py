@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from os import PathLike
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 from unittest.mock import patch
@@ -109,11 +110,13 @@ def _explain_tokenizer(place: Location) -> str:
     """Return why the tokenizer's files can't be read, if they are not what their names say, or need packages."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
-    files = [] if place.gguf else sorted({file for pattern in TOKENIZERS for file in place.folder.glob(pattern)})
+    named = {file for pattern in TOKENIZERS for file in place.folder.glob(pattern)}
+    files = [] if place.gguf else sorted(filter(Path.is_file, named))
     if placeholder := next(filter(None, map(describe_placeholder, files)), None):
         return " ".join(placeholder).rstrip(".")
     # SentencePiece's files begin with this byte; files of tiktoken are text
-    pieces = [file.name for file in files if file.suffix in (".model", ".spm") and file.read_bytes()[:1] == b"\n"]
+    models = (file for file in files if file.suffix in (".model", ".spm"))
+    pieces = [file.name for file in models if file.read_bytes()[:1] == b"\n"]
     if pieces and not (is_sentencepiece_available() and is_protobuf_available()):
         packages = "the packages sentencepiece and protobuf (pip install sentencepiece protobuf)"
         return f"{pieces[0]} is a SentencePiece model, which needs {packages}, and there is no tokenizer.json"
