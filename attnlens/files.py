@@ -101,7 +101,7 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
     import tomllib
 
     try:
-        document = tomllib.loads(read_bytes(path, UsageError, remedy, most=PART).decode())
+        document = tomllib.loads(read_bytes(path, UsageError, remedy, most=PART).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of thousands of digits
         raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
     for names in tables:

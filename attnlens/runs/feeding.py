@@ -95,13 +95,11 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
-    """Return the settings with the model's device, dtype and window length; raise UsageError if that is too large."""
-    update = {
-        "device": loading.places_of(loaded.model),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "length": texts.window_length(loaded.model, settings.length),
-    }
-    return settings.model_copy(update=update)
+    """Return the settings with the model's device, dtype, notes and window length; raise UsageError if too long."""
+    device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
+    length = texts.window_length(loaded.model, settings.length)
+    notes = [*settings.notes, *loaded.notes]
+    return settings.model_copy(update={"device": device, "dtype": dtype, "length": length, "notes": notes})
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:

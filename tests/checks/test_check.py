@@ -70,7 +70,8 @@ def test_rules_come_from_the_default_files_a_named_file_or_the_call(saved, tmp_p
         '[tool.attnlens]\nseed = 1\n[tool.attnlens.check]\n"tokens.entropy" = "min > 0"\n'
     )
     assert rules() == [("tokens.entropy: min > 0", "pyproject.toml")]
-    (tmp_path / "attnlens.toml").write_text('length = 64\n[check]\ntokens.entropy = ["max < 1"]\n')
+    with_mark = '\ufefflength = 64\n[check]\ntokens.entropy = ["max < 1"]\n'  # as some editors of Windows save files
+    (tmp_path / "attnlens.toml").write_text(with_mark, encoding="utf-8")
     assert rules() == [("tokens.entropy: max < 1", "attnlens.toml")]
     assert rules("--rules", "pyproject.toml")[0][1] == "pyproject.toml"
     assert rules("--rule", HOLDS) == [(HOLDS, None)]

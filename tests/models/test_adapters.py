@@ -264,8 +264,8 @@ FAULTS = {
     "endless rank": (config(r=10**12), "instead of 1000000000000 × 32"),
     "rank of none": (config(r=0), "the value passed is 0"),
     "α of text": (config(lora_alpha="16"), "lora_alpha = '16'"),
-    "rank pattern": (config(rank_pattern={"q_proj": 5}), "trained on another base model", "other settings"),
-    "other rank": (config(r=4), "2 × 32 instead of 4 × 32"),
+    "rank pattern": (config(rank_pattern={"q_proj": 5}), "its rank is 2", "other settings", "r or rank_pattern"),
+    "other rank": (config(r=4), "2 × 32 instead of 4 × 32", "its rank is 2", "Correct r or rank_pattern"),
     "fewer targets": (config(layers_to_transform=[1]), "layers.0.self_attn.q_proj", "disagree"),
     "more targets": (config(target_modules=["q_proj", "v_proj"]), "v_proj", "disagree"),
     "excluded": (config(exclude_modules=["q_proj"]), "q_proj", "disagree"),
@@ -276,7 +276,8 @@ FAULTS = {
     "rank of no module": (config(rank_pattern={"k_proj": 2}), "'k_proj' in rank_pattern", "remove that key"),
     "endless settings": (config(target_modules=["q_proj"] * 2 * 10**5), "larger than 1 MiB"),
     "resized vocabulary": (tensors(lambda t: t | {HEAD: torch.ones(65, 32)}),
-                           "65 × 32 instead of 64 × 32", "resized vocabulary", "merge_and_unload"),
+                           "65 × 32 instead of 64 × 32", "resized vocabulary", "Call resize_token_embeddings(65)",
+                           "merge_and_unload"),
     "a tensor twice": (tensors(lambda t: t | {A.removesuffix(".weight"): t[A] + 1}), "twice"),
     "no settings": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no tensors": (lambda f: (f / FILE).unlink(), f"has no {FILE}"),
@@ -310,6 +311,9 @@ def test_an_adapter_that_can_not_be_merged_is_refused(base, bases, tmp_path, mon
     refused(ModelError, partial(loading.load, gpt2, adapter=tmp_path / "tied"), "same parameter as lm_head")
     refused(ModelError, partial(load, adapter=tmp_path / "none"), "no such folder")
     refused(ModelError, partial(load, adapter=base), "is a model, not an adapter")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "run" / "checkpoint-500")
+    refused(ModelError, partial(load, adapter=tmp_path / "run"), "folders inside it", "run/checkpoint-500, for example")
+    refused(ModelError, partial(loading.load, tmp_path / "run"), "folders inside it: checkpoint-500")
     refused(ModelError, partial(load, adapter=base / "config.json"), "not an adapter's folder")
     monkeypatch.setitem(sys.modules, "peft", None)
     refused(ModelError, partial(load, adapter=tmp_path), "peft", "pip install 'attnlens[adapters]'")

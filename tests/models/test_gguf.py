@@ -1,21 +1,24 @@
 """Tests that a GGUF file's settings of attention are applied or refused by name, and that no tensor of it is lost."""
 
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
 from factors import check_heads
 from gguf_files import write, write_random
-from hostile import each_refused
+from hostile import each_refused, refused
 from loaded import loaded as without_file
 
 import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
+from attnlens.models.loading.gguf import FACTORS, KNOWN, OF_ATTENTION
 
-pytest.importorskip("gguf", reason="GGUF files need the package gguf")
+gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 4, 2, 16, 64, 2
@@ -95,6 +98,13 @@ def scaled(kind, **more):
 
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+FIRST = {"original_max_position_embeddings": 64}
+STRETCHED = scaled("yarn", **FIRST, attention_factor=1.5 * (1 + 0.1 * math.log(4)))
+LONG, SHORT = [1.5 + number / 2 for number in range(8)], [1 + number / 10 for number in range(8)]
+LONG_FIELDS = {"rope.scaling.attn_factor": 1.19, "rope.scaling.original_context_length": 32}
+LONG_TENSORS = {"rope_factors_long.weight": LONG, "rope_factors_short.weight": SHORT}
+LONGROPE = {"rope_type": "longrope", "factor": 1.0, "long_factor": LONG, "short_factor": SHORT, "rope_theta": 10000.0}
+LONGROPE |= {"attention_factor": 1.19, "original_max_position_embeddings": 32}
 USUAL = {"attention.scale": HEAD_DIM**-0.5, "attention.sliding_window": 0, "attention.causal": True}
 USUAL |= {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM, "attention.clamp_kqv": 0.0}
 USUAL |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": True}
@@ -104,13 +114,20 @@ SETTINGS = {
     "linear": (LINEAR, {}, scaled("linear")),
     "without a type": ({"rope.scaling.factor": 4.0}, {}, scaled("linear")),
     "old": ({"rope.scale_linear": 4.0}, {}, scaled("linear")),
-    "yarn": (YARN, {}, scaled("yarn", original_max_position_embeddings=64)),
+    "yarn": (YARN, {}, scaled("yarn", **FIRST)),
+    "stretched yarn": (YARN | {"rope.scaling.attn_factor": 1.5}, {}, STRETCHED),
+    "yarn's own": (
+        YARN | {f"rope.scaling.yarn_{end}_factor": 1.0 for end in ("ext", "attn")},
+        {},
+        scaled("yarn", **FIRST),
+    ),
+    "longrope": (LONG_FIELDS, LONG_TENSORS, {"rope_parameters": LONGROPE}),
     "base": ({"rope.freq_base": 500.0}, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "factors": ({}, {"rope_freqs.weight": llama3_factors()}, {"rope_parameters": LLAMA3}),
     "usual": (USUAL, {}, {}),
     "none": (WITHOUT, {}, {}),
 }
-ALIASES = ("without a type", "old")  # of the linear rotation
+ALIASES = ("without a type", "old", "yarn's own")  # of other settings
 KINDS = [pytest.param(kind, marks=pytest.mark.full) if kind in ALIASES else kind for kind in SETTINGS]
 
 
@@ -163,11 +180,21 @@ REFUSED = {
     "clamped": field("attention.clamp_kqv", 8.0),
     "alibi": field("attention.max_alibi_bias", 8.0),
     "a later invention": field("attention.wormholes", 3),
+    "an invention that is off": field("rope.wormholes", 0),
+    "an invention outside the groups": field("attn_wormholes", 2.0),
+    "layers without rotation": field("no_rope_layer_step", 4),
+    "a share of full layers": field("full_attention_interval", 4),
+    "a longrope of one factor": field("rope.scaling.type", "longrope", **{"rope.scaling.factor": 4.0}),
+    "no extrapolation": field("rope.scaling.yarn_ext_factor", 0.0, **YARN),
+    "another logarithm": field("rope.scaling.yarn_log_multiplier", 0.5, **YARN),
     "scaled embeddings": field("embedding_scale", 12.0),
     "too few factors": tensor("rope_freqs.weight", [1.0] * 3),
     "no numbers": tensor("rope_freqs.weight", [math.nan] * 8),
     "factors and a scale": tensor("rope_freqs.weight", [2.0] * 8, **LINEAR),
     "biases": tensor("blk.0.attn_q.bias", [1.0] * HIDDEN),
+    "positions": tensor("position_embd.weight", [1.0] * HIDDEN),
+    "a normed embedding": tensor("token_embd_norm.weight", [1.0] * HIDDEN),
+    "an indexer": tensor("blk.0.indexer.k_norm.weight", [1.0] * HEAD_DIM),
     "sinks": tensor("blk.1.attn_sinks.weight", [1.0] * HEADS),
 }
 
@@ -176,6 +203,37 @@ def test_settings_that_change_attention_and_can_not_be_applied_are_refused_by_na
     (tmp_path / "model").mkdir()
     calls = (lambda place, way=way: loading.load(place / "m.gguf", from_files=way) for way in (False, True))
     each_refused(ModelError, tmp_path / "model", REFUSED, *calls)
+
+
+def test_the_documented_table_contains_every_field_of_attention_and_rotation():
+    keys, text = gguf.constants.Keys, (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = text.partition("| GGUF field or tensor |")[2].partition("\n\n")[0]
+    documented = {name for name in re.findall(r"`([a-z0-9_.]+)`", table) if not name.endswith("weight")}
+    constants = [
+        value for owner in (keys.Attention, keys.Attention.Indexer, keys.Rope) for value in vars(owner).values()
+    ]
+    constants += [
+        value for value in vars(keys.LLM).values() if OF_ATTENTION.search(str(value)) or str(value).endswith("_scale")
+    ]
+    fields = {value.removeprefix("{arch}.") for value in constants if str(value).startswith("{arch}.")}
+    others = {name for name in fields if name.startswith(("expert", "activation"))}  # of experts and MLPs
+    assert fields - others <= KNOWN
+    assert documented == KNOWN
+    assert tuple(re.findall(r"`(rope_[a-z_]+\.weight)`", table)) == FACTORS
+
+
+def test_one_part_of_a_model_and_other_kinds_of_files_are_refused(tmp_path):
+    for name, value, *words in (
+        ("split.count", 2, "split GGUF", "llama-gguf-split --merge", "m-00001-of-00002.gguf"),
+        ("general.type", "adapter", "contains no model, but 'adapter'"),
+    ):
+        path = tmp_path / "m-00002-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        (writer.add_uint16 if value == 2 else writer.add_string)(name, value)
+        for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+            getattr(writer, step)()
+        for way in (False, True):
+            refused(ModelError, partial(loading.load, path, from_files=way), *words)
 
 
 def test_a_tensor_without_a_parameter_is_named(tmp_path):
@@ -213,3 +271,5 @@ def test_gemma_2_takes_caps_and_scale_from_the_file(tmp_path):
     config = gemma(tmp_path / "m.gguf", "gemma2", fields).model.config
     assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (20.0, 7.0)
     assert (config.query_pre_attn_scalar, config.sliding_window) == (8, 16)
+    for name in ("rope.freq_base_swa", "rope.dimension_count_swa"):
+        refused(ModelError, partial(gemma, tmp_path / "m.gguf", "gemma2", {name: 4}), f"{name} = 4")

@@ -19,6 +19,7 @@ from loaded import package
 from program import invoke
 from safetensors.torch import load_file
 
+import attnlens
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.loading import load, locate, nonfinite_tensors
 from attnlens.report.report import read_report
@@ -74,7 +75,7 @@ def test_a_weight_file_is_read_with_the_config_of_its_folder_and_a_shard_with_al
     other.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     shards = sorted((tmp_path / "shards").glob("*.safetensors"))
     assert len(shards) > 1
-    for place in (tmp_path / "shards", shards[1]):
+    for place in (tmp_path / "shards", shards[1], tmp_path / "shards" / "model.safetensors.index.json"):
         loaded = load(place)
         assert [file.name for file in loaded.info.files] == [shard.name for shard in shards]
         assert torch.equal(loaded.model.transformer.wte.weight, other.transformer.wte.weight)
@@ -134,6 +135,9 @@ def test_a_pickle_is_read_only_if_allowed_and_without_safetensors(folder):
     (folder / "model.safetensors").rename(folder / "other")
     torch.save(weights(folder, "other"), folder / "pytorch_model.bin")
     check_refusals(ModelError, (folder, {}, "pickle", "--allow-pickle"))
+    torch.save({"state_dict": weights(folder, "other"), "epoch": 3}, folder / "pytorch_model.bin")
+    check_refusals(ModelError, (folder, {"allow_pickle": True}, "state_dict instead of tensors", "training run"))
+    torch.save(weights(folder, "other"), folder / "pytorch_model.bin")
     loaded = load(folder, allow_pickle=True)
     assert (loaded.missing_keys, [file.name for file in loaded.info.files]) == ((), ["pytorch_model.bin"])
     (folder / "other").rename(folder / "model.safetensors")
@@ -215,6 +219,135 @@ def test_a_gguf_file_needs_its_packages_and_to_be_the_only_one(tmp_path, monkeyp
     check_refusals(ModelError, (tmp_path, {}), (tmp_path / "model.gguf", {}))
     shutil.copy(tmp_path / "model.gguf", tmp_path / "other.gguf")
     check_refusals(ModelError, (tmp_path, {}, "2 GGUF files", "model.gguf"))
+
+
+PLACEHOLDERS = {
+    "Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
+    "web page": b"<!DOCTYPE html>\n<html>",
+}
+
+
+def test_pointers_and_web_pages_are_named_instead_of_the_files_they_stand_for(folder):
+    for kind, content in PLACEHOLDERS.items():
+        for name in ("model.safetensors", "config.json"):
+            kept = (folder / name).read_bytes()
+            (folder / name).write_bytes(content)
+            check_refusals(ModelError, (folder, {}, f"{name} is a {kind}"), (folder, {"from_files": True}, kind))
+            (folder / name).write_bytes(kept)
+        (folder / "m.gguf").write_bytes(content)
+        check_refusals(ModelError, (folder / "m.gguf", {}, f"m.gguf is a {kind}"))
+        kept = (folder / "tokenizer.json").read_bytes()
+        (folder / "tokenizer.json").write_bytes(content)
+        assert f"tokenizer.json is a {kind}" in load(folder).tokenizer_problem
+        (folder / "tokenizer.json").write_bytes(kept)
+
+
+OTHER_FORMATS = {
+    "global_step500": ("DeepSpeed", "zero_to_fp32.py"),
+    "pytorch_model_fsdp_0": ("FSDP", "accelerate merge-weights"),
+    "onnx": ("exported", "model that was exported"),
+    "tf_model.h5": ("TensorFlow", "from_tf=True"),
+    "flax_model.msgpack": ("Flax", "from_flax=True"),
+    "optimizer.pt": ("training run", "folder in which"),
+    "consolidated.00.pth": ("not in transformers' format", "save_pretrained"),
+    "pytorch_model-00001-of-00002.bin": ("pytorch_model.bin.index.json", "Download all parts"),
+    "model-00001-of-00002.safetensors": ("no model.safetensors.index.json", "Download all parts"),
+    "m-00001-of-00002.gguf": ("split GGUF", "llama-gguf-split --merge"),
+}
+
+
+def test_other_formats_and_folders_inside_are_named_with_a_remedy(folder, tmp_path):
+    (folder / "model.safetensors").rename(folder / "kept")
+    for name, words in OTHER_FORMATS.items():
+        (folder / name).touch()
+        check_refusals(ModelError, (folder, {}, name, *words), (folder, {"from_files": True}, *words))
+        (folder / name).unlink()
+    (folder / "model-00001-of-00002.safetensors").touch()
+    check_refusals(ModelError, (folder / "model-00001-of-00002.safetensors", {}, "a part of a model"))
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    (folder / "kept").rename(folder / "model.safetensors")
+    place = tmp_path / "run"
+    for name in ("checkpoint-500", "checkpoint-1000"):
+        shutil.copytree(folder, place / name)
+    (place / "onnx").mkdir()
+    (place / "onnx" / "config.json").write_text("{}")
+    check_refusals(
+        ModelError, (place, {}, "checkpoint-500, checkpoint-1000", "in this folder: checkpoint-1000, for example")
+    )
+    shutil.copytree(folder, tmp_path / "cache" / "snapshots" / "abc")
+    check_refusals(ModelError, (tmp_path / "cache", {}, "no config.json", "snapshots/abc"))
+    shutil.copytree(folder, tmp_path / "sentence" / "0_Transformer")
+    (tmp_path / "sentence" / "config.json").write_text("{}")
+    check_refusals(ModelError, (tmp_path / "sentence", {}, "no weights", "0_Transformer"))
+
+
+def test_names_that_wrappers_changed_are_refused_with_the_part_they_added(folder):
+    tensors, first = weights(folder), "transformer.h.0.attn.c_attn.weight"
+    for old, new in (
+        *(("transformer.", f"{prefix}transformer.") for prefix in ("_orig_mod.", "module.", "base_model.model.")),
+        ("transformer.", "module._orig_mod.transformer."),
+        ("transformer.", "model.transformer."),
+        ("h.0.", "h.0._fsdp_wrapped_module."),
+    ):
+        stored(folder, {name.replace(old, new, 1): part for name, part in tensors.items()})
+        words = first.replace(old, new, 1), f"which the model calls {first}", f"Remove {new.replace(old, '')}"
+        check_refusals(ModelError, (folder, {}, *words), (folder, {"from_files": True}, *words))
+    stored(folder, {"other.weight": torch.ones(2)})
+    check_refusals(ModelError, (folder, {}, "None of the weights", "other.weight"))
+
+
+def test_which_of_two_copies_of_the_weights_was_read_is_noted(folder, tmp_path):
+    other = tiny.gpt2()
+    other.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    for file in (tmp_path / "shards").iterdir():
+        shutil.copy(file, folder)
+    note = f"The weights were read from {folder / 'model.safetensors'}; other weights in this folder were not read: "
+    index = "model.safetensors.index.json"
+    for way in (False, True):
+        assert load(folder, from_files=way).notes == (f"{note}{index}.",)
+    assert load(folder / "model.safetensors").notes == ()
+    assert load(tmp_path / "shards").notes == ()
+    shown = invoke("inspect", folder, "--source", "weights", "--layers", "0")
+    assert f"were not read: {index}." in " ".join(shown.stdout.split())
+    compared = attnlens.compare(folder, tmp_path / "shards", source="weights", analyzers=["symmetry"])
+    assert f"{note}{index}." in compared.comparison.notes
+
+
+def test_old_spellings_in_config_are_understood_and_unknown_ones_named(folder, tmp_path):
+    for value in ("auto", "torch.float16"):
+        for name in ("dtype", "torch_dtype"):
+            edited(folder / "config.json", **{"dtype": None, "torch_dtype": None} | {name: value})
+            assert load(folder, device="cpu").model.dtype == torch.float32
+            assert load(folder, from_files=True).deferred is not None
+    edited(folder / "config.json", dtype="float23")
+    check_refusals(ModelError, (folder, {}, "dtype = 'float23'"))
+    edited(folder / "config.json", dtype=None, pruned_heads={"0": [1]})
+    check_refusals(ModelError, (folder, {}, "pruned_heads = {'0': [1]}", "transformers 4"))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    factors = {"long_factor": [2.0] * 4, "short_factor": [1.5] * 4}
+    scaling = factors | {"original_max_position_embeddings": 8, "factor": 4.0}
+    longrope = {"rope_type": "longrope", "rope_theta": 10000.0} | scaling
+    config = transformers.LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32, rope_parameters=longrope)
+    expected = transformers.LlamaForCausalLM(config).eval()
+    expected.save_pretrained(tmp_path / "su")
+    ids = {"input_ids": torch.arange(24)[None]}
+    edited(
+        tmp_path / "su" / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "su"} | scaling
+    )
+    assert torch.equal(load(tmp_path / "su").model(**ids).logits, expected(**ids).logits)
+    edited(tmp_path / "su" / "config.json", rope_scaling={"type": "spiral", "factor": 2.0})
+    check_refusals(ModelError, (tmp_path / "su", {}, "rope_scaling.type = 'spiral'"))
+
+
+def test_a_sentencepiece_tokenizer_names_the_packages_it_needs(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr("transformers.utils.import_utils.is_sentencepiece_available", lambda: False)
+    problem = load(tmp_path).tokenizer_problem
+    assert "tokenizer.model is a SentencePiece model" in problem
+    assert "pip install sentencepiece protobuf" in problem
+    assert "tiktoken" not in problem
 
 
 def test_missing_tokenizer_files_give_no_tokenizer_and_a_reason(tmp_path):

@@ -59,7 +59,7 @@ def test_codes_are_read_as_their_decoded_twin_and_no_other_codes_are_read(method
     stored(codes, tensors | spoilt)
     check_alike(from_files(codes), read, 1e-9, 0)
     edited(codes / "config.json", quantization_config=None)
-    refused(ModelError, partial(loading.load, codes), "codes", "does not describe the quantisation", "unquantised")
+    refused(ModelError, partial(loading.load, codes), "codes", "does not describe them", "unquantised")
 
 
 def test_formats_of_gptq_settings_per_module_and_the_default_block_size_are_applied(tmp_path):
@@ -96,7 +96,9 @@ BYTES, STATE = torch.zeros(4, dtype=torch.uint8), "weight.quant_state.bitsandbyt
 # fmt: off
 FAULTS = {
     "a scale of another grid": (changed("fp8 in blocks", weight_scale_inv=torch.ones(5, 5)), Q, "do not divide"),
-    "float8 without a scale": (changed("fp8 in blocks", weight_scale_inv=None), f"{Q}.weight", "F8_E4M3"),
+    "float8 without a scale": (changed("fp8 in blocks", weight_scale_inv=None), f"{Q}.weight", "that fp8 needs"),
+    "two scales": (changed("fp8 in blocks", weight_scale=torch.ones(())), Q, "several scales"),
+    "a scale of codes": (changed("fp8 in blocks", weight_scale_inv=BYTES), Q, "stored as torch.uint8"),
     "codes without a scale": (changed("gptq", scales=None), Q, "scales is missing"),
     "codes alone": (changed("gptq", scales=None, qzeros=None, g_idx=None), f"{Q}.qweight"),
     "groups beyond scales": (changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
@@ -105,6 +107,19 @@ FAULTS = {
     "another state": (changed("nf4", **{STATE: BYTES}), Q, "a valid description of its codes is missing"),
     "no values": (changed("nf4", **{"weight.quant_map": None}), Q, "quant_map is missing"),
     "another order": (changed("LLM.int8", weight_format=BYTES[0] + 2), Q, "stored row by row"),
+    "zeros beside the middle": (described("zeros stored as 8", sym=None), "all its zeros are 9", "proj"),
+    "another format": (described("gptq", checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
+    "a rotation": (described("gptq", rotation="hadamard"), "rotation = 'hadamard'"),
+    "no order": (described("zeros stored as 7", desc_act=True), "g_idx) is missing", "proj"),
+    "groups of words": (described("gptq", group_size="16"), "group_size is '16'", "proj"),
+    "blocks beside rows": (described("fp8 by rows", weight_block_size=[20, 20]), "scales do not", "proj"),
+    "blocks of one side": (described("fp8 in blocks", weight_block_size=20), "weight_block_size is 20", "proj"),
+    "awq of equal zeros": (described("awq", sym=True), "sym is true", "proj"),
+    "one scale per row": (described("packed", **groups(4, strategy="channel")), "strategy is channel", "proj"),
+    "one scale": (described("int8", **groups(8, strategy="tensor")), "strategy is tensor", "proj"),
+    "rows of groups": (described("int8", **groups(8, group_size=16)), "scales do not", "proj"),
+    "asymmetric": (described("int8", **groups(8, symmetric=False)), "symmetric is false", "proj"),
+    "another order of inputs": (described("packed", **groups(4, actorder="group")), "actorder is group", "proj"),
     "zeros stored as 8 in the first format": (described("zeros stored as 8", checkpoint_format="gptq"), "sym", "proj"),
     "zeros stored as 7 in the second": (described("zeros stored as 7", checkpoint_format="gptq_v2"), "sym", "proj"),
     "other bits": (described("zeros stored as 7", bits=8), "bits", "proj"),
@@ -136,7 +151,7 @@ def test_codes_that_can_not_be_decoded_are_refused_and_scales_of_activations_are
     model = tmp_path / "model"
     model.mkdir()
     each_refused(ModelError, model, FAULTS, loading.load, read_site)
-    for number, word in ((0, Q), (4, Q), (10, "sym")):
+    for number, word in ((0, Q), (6, Q), (12, "zeros")):
         refused(ModelError, partial(from_files, tmp_path / f"fault{number}" / "model"), word)
     stored(model, saved(model) | {f"{Q}.weight_scale": torch.tensor(2.0)})
     refused(ModelError, partial(loading.load, model), f"{Q}.weight_scale")

@@ -233,6 +233,19 @@ def test_windows_and_lines_are_wrapped_as_the_tokenizer_wraps_a_text(name):
     assert cut(model, LINES, tokens=14, pack=False, sequences=2).sequences == 2
 
 
+def test_lines_are_padded_with_a_token_that_the_model_knows():
+    tokenizer = tiny.tokenizer("gpt2")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    known = len(tokenizer) - 1
+    model = loaded("gpt2", tokenizer, tiny.gpt2(vocab_size=known))
+    assert tokenizer.pad_token_id == known, "the id of padding is the first that the model lacks"
+    (batch,) = cut(model, LINES, pack=False)
+    assert not batch.inputs["attention_mask"].all()
+    logits, alone = model.model(**batch.inputs).logits, cut(model, LINES, pack=False, batch_size=1)
+    for row, length, one in zip(logits, batch.lengths, alone, strict=True):
+        assert torch.allclose(row[:length], model.model(**one.inputs).logits[0], atol=1e-5)
+
+
 def test_a_short_text_gives_fewer_windows_with_a_note_and_short_lines_are_left_out():
     for letters, windows in ((10, 1), (39, 3), (40, 4)):
         batches = cut(reader("gpt2"), "a" * letters, tokens=10)

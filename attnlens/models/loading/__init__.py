@@ -54,6 +54,7 @@ class Loaded:
     kind: InputKind  # Kind of input that the model reads
     missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
     unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
+    notes: tuple[str, ...] = ()  # Sentences for the reader on the files that were read
     adapter: Adapted | None = None  # The adapter that was merged into the weights
     folder: Path | None = None  # Folder of the checkpoint; None for a model in memory
     deferred: DeferredWeights | None = None
@@ -229,7 +230,8 @@ def _describe(
         quantised=quantisation(place)[0],
         adapter=adapter.info if adapter else None,
     )
-    return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, place.folder, deferred, shapes)
+    notes, kind = tuple(place.notes), kind_of(model)
+    return Loaded(model, *tokenizer, info, kind, missing, unused, notes, adapter, place.folder, deferred, shapes)
 
 
 def _refuse_swapped(place: Location) -> None:

@@ -22,6 +22,7 @@ from attnlens.errors import ModelError
 from attnlens.files import format_value, sha256, shorten_text, with_home
 from attnlens.models.loading import locate
 from attnlens.models.loading.building import names_in_model
+from attnlens.models.loading.configs import text_config
 from attnlens.models.loading.locate import ADAPTER_CONFIG, CONFIG, Json, Location, foreign, names_in, weight_file
 from attnlens.models.loading.stored import LocalFile, Stored, format_names, read_header
 from attnlens.records import AdapterInfo, File
@@ -73,6 +74,9 @@ def _select_files(names: Collection[str], where: str) -> list[str]:
     """Return the names of an adapter's two files. Raises ModelError if one is missing."""
     if ADAPTER_CONFIG not in names and CONFIG in names:
         raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
+    if ADAPTER_CONFIG not in names and (folders := locate.folders_below(names, where)):
+        problem = f"{shorten_text(where)} has no {ADAPTER_CONFIG}, but adapters lie in folders inside it."
+        raise ModelError(problem, f"Give {shorten_text(f'{where}/{folders[-1]}')}, for example.")
     if missing := [name for name in (ADAPTER_CONFIG, TENSORS) if name not in names]:
         pickled = " (a pickled adapter, which can run code when opened, is not read)" * (PICKLE in names)
         raise ModelError(f"{shorten_text(where)} has no {missing[0]}{pickled}.", SAY_FOLDER)
@@ -149,7 +153,8 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
             keys = cast("dict[str, Tensor]", low_rank)  # only its keys are read
             tuner = LoraModel(model, config, "default", low_cpu_mem_usage=True, state_dict=keys)
         expected = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
-        _check_tensors(header, names, expected | parameters, say_base)
+        vocabulary = getattr(text_config(model.config), "vocab_size", None)
+        _check_tensors(header, names, expected | parameters, vocabulary, say_base)
         with safe_open(tensors_file, framework="pt") as file:
             tensors = {name: file.get_tensor(stored) for name, stored in names.items()}
         # peft's own function for this would round them to the weights' type
@@ -289,7 +294,11 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
 
 def _check_tensors(
-    header: Mapping[str, Stored], names: Mapping[str, str], expected: Mapping[str, Tensor], say_base: str
+    header: Mapping[str, Stored],
+    names: Mapping[str, str],
+    expected: Mapping[str, Tensor],
+    vocabulary: int | None,
+    say_base: str,
 ) -> None:
     """Raise ModelError, before reading any tensor, if stored names, shapes or types differ from the expected ones."""
     if different := sorted(expected.keys() ^ names.keys()):
@@ -298,11 +307,24 @@ def _check_tensors(
     for name, stored in names.items():
         entry, shape = header[stored], tuple(expected[name].shape)
         if entry.shape != shape:
-            cause, remedy = ("other settings", SAY_AGAIN) if ".lora_" in name else ("a resized vocabulary", SAY_MERGE)
             stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
             problem = f"The adapter contains {shorten_text(stored)} of size {stored_size} instead of {size}"
-            problem += f": the adapter was trained on another base model, or with {cause}."
-            raise ModelError(problem, f"{say_base} If MODEL already is that model: {remedy}")
+            differing = {pair for pair in zip(entry.shape, shape, strict=False) if pair[0] != pair[1]}
+            rank_axis = int(re.search(r"lora_(embedding_)?B", name) is not None)
+            is_low_rank = ".lora_" in name and len(entry.shape) == len(shape) == 2
+            if is_low_rank and entry.shape[1 - rank_axis] == shape[1 - rank_axis]:
+                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} contains other settings"
+                remedy = f"Correct r or rank_pattern in {ADAPTER_CONFIG}, or get the adapter again."
+            elif {own for _, own in differing} == {vocabulary}:
+                cause = "the adapter was trained with a resized vocabulary"
+                length = max(length for length, _ in differing)
+                remedy = (
+                    f"Call resize_token_embeddings({length}) on MODEL, save it, and give that folder. Or: {SAY_MERGE}"
+                )
+            else:
+                cause = "the adapter was trained on another base model"
+                remedy = f"{say_base} If MODEL already is that model: {SAY_AGAIN}"
+            raise ModelError(f"{problem}: {cause}.", remedy)
         if entry.encoded:
             problem = f"The adapter stores {shorten_text(stored)} in the type {entry.type}, which is not supported."
             raise ModelError(problem, SAY_MERGE)

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from unittest.mock import Mock, patch
 
 import numpy
@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 LoadingInfo = Mapping[str, set[Any]]
 """transformers' record of a load: names under missing_keys and unexpected_keys, with shapes under mismatched_keys."""
-PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
-"""Names of tensors that only quantised checkpoints have."""
+PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map", "_proj_blocks")
+"""Ends of the names of tensors that only quantised checkpoints have."""
+WRAPPER = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+"""Part that torch.compile, DataParallel, FSDP and others add to the names of the tensors of a model they wrap."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 """Suffixes of scales and zeros after the name of their weight."""
 
@@ -58,11 +60,13 @@ def check_loaded(
     codes, scales = _codes(model, parameters, stored, unused), list[str]()
     for name in sorted(unused & stored.keys()):
         stem = SCALE.sub("", name)
-        if _leaf(name) in PACKED or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
+        if name.endswith(PACKED) or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
             scales.append(name)
     if codes or scales:
         names = f"{format_names(codes)} as {stored[codes[0]].type}" if codes else f"{format_names(scales)} for"
-        problem = f"{where} stores {names} codes, but config.json does not describe the quantisation."
+        method = configs.quantisation(place)[0]
+        reason = f"tensors that {method} needs are missing" if method else "config.json does not describe them"
+        problem = f"{where} stores {names} codes, but {reason}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     if mismatched := sorted(loading_info["mismatched_keys"]):
         name, *shapes = mismatched[0]
@@ -71,8 +75,9 @@ def check_loaded(
         differing = {length for stored_length, length in zip(*shapes, strict=False) if stored_length != length}
         causes = [f"{shorten_text(path)} = {n}" for path, n in configs.sizes(place.config) if n in differing]
         because = f" ({', '.join(causes)})" if causes else ""
-        problem = f"{name}{more} has size {size} in the file, but {expected} according to config.json{because}"
-        raise ModelError(f"{where} can't be loaded: {problem}.", configs.SAY_BELONGS)
+        source, remedy = ("its fields", SAY_SAFETENSORS) if place.gguf else ("config.json", configs.SAY_BELONGS)
+        problem = f"{name}{more} has size {size} in the file, but {expected} according to {source}{because}"
+        raise ModelError(f"{where} can't be loaded: {problem}.", remedy)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
             problem = f"transformers would ignore {format_names(ignored)} in {where}, which would change attention."
@@ -85,9 +90,27 @@ def check_loaded(
         if (first := sources.setdefault(parameter, name)) != name:
             problem = f"{where} contains both {first} and {name}, which belong to the same parameter."
             raise ModelError(problem, SAY_ONCE)
-    if len(loading_info["missing_keys"]) >= len(list(model.parameters())):
-        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
-        raise ModelError(problem, "Check the model's config.json.")
+    missing = set(loading_info["missing_keys"])
+    is_empty = len(missing) >= len(list(model.parameters()))
+    for name in sorted(unused):
+        plain, parts = WRAPPER.sub("", name), name.split(".")
+        # any prefix counts if no tensor is where it should be, else only those that wrappers are known to add
+        candidates = [*[plain] * (plain != name), *(".".join(parts[i:]) for i in range(1, len(parts)) if is_empty)]
+        for candidate in candidates:
+            if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
+                _refuse_added(where, name, candidate)
+    if is_empty:
+        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}: it contains"
+        raise ModelError(f"{problem} {format_names(sorted(stored))}.", "Use the config.json of these weights.")
+
+
+def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
+    """Raise ModelError, because a tensor's name contains what a wrapper added to its plain name."""
+    match = WRAPPER.search(name)
+    added = match[0] if match and not name.endswith(plain) else name.removesuffix(plain)
+    problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(plain)}."
+    wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
+    raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
@@ -185,6 +208,8 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
     hub = import_module("transformers.integrations.hub_kernels")
     with ExitStack() as undo, silence_logging(), warnings.catch_warnings(action="ignore"):
+        if place is not None:
+            undo.enter_context(configs.old_names_replaced())
         if logging.is_progress_bar_enabled():
             logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             undo.callback(logging.enable_progress_bar)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
+from os import PathLike
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
+from unittest.mock import patch
 
 from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.errors import ModelError, TextError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Json, Location, foreign
+from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Json, Location, describe_placeholder, foreign
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,13 +97,30 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
             )
             size = len(tokenizer)
     except TextError as error:
-        return None, error.problem
+        return None, _explain_tokenizer(place) or error.problem
     # if files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""
     problem = f"the tokenizer has {size} tokens, but the model has {expected}: tokenizer files are missing or wrong"
-    return None, problem
+    return None, _explain_tokenizer(place) or problem
+
+
+def _explain_tokenizer(place: Location) -> str:
+    """Return why the tokenizer's files can't be read, if they are not what their names say, or need packages."""
+    from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
+
+    named = {file for pattern in TOKENIZERS for file in place.folder.glob(pattern)}
+    files = [] if place.gguf else sorted(filter(Path.is_file, named))
+    if placeholder := next(filter(None, map(describe_placeholder, files)), None):
+        return " ".join(placeholder).rstrip(".")
+    # SentencePiece's files begin with this byte; files of tiktoken are text
+    models = (file for file in files if file.suffix in (".model", ".spm"))
+    pieces = [file.name for file in models if file.read_bytes()[:1] == b"\n"]
+    if pieces and not (is_sentencepiece_available() and is_protobuf_available()):
+        packages = "the packages sentencepiece and protobuf (pip install sentencepiece protobuf)"
+        return f"{pieces[0]} is a SentencePiece model, which needs {packages}, and there is no tokenizer.json"
+    return ""
 
 
 SIZES = {  # Names of widths, layer counts and head counts in the configs of transformers
@@ -118,12 +139,21 @@ CHOICES = {  # Settings that choose the code that computes a model, or the file 
 }
 DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
 """Quantisation methods that attnlens decodes into plain numbers."""
+GPTQ = {  # Settings of GPTQ → values for which its codes are decoded; None means absent
+    "checkpoint_format": (None, "gptq", "gptq_v2"),
+    "pack_dtype": (None, "int32"),
+    "is_marlin_format": (None, False),
+    "rotation": (None, ""),
+}
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 """Formats of compressed-tensors that are decoded."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
 """Fields that describe quantised weights of the whole model or its language model; other parts are not decoded."""
 LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
+DTYPES = ("dtype", "torch_dtype")  # Names of the weights' type
+OTHER_ROPES = ("default", "axial", "main", "mrope", "xdrope", "su")
+"""Types of rotation that transformers has outside its table of functions; it replaces `su` by longrope only in part."""
 SAY_CORRECT = "Correct the config, or download the model again."
 SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."
@@ -131,6 +161,8 @@ SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."
 
 def check_config(place: Location) -> None:
     """Raise ModelError for invalid values that transformers does not check, unknown quantisation, or untrusted code."""
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = place.config
@@ -148,7 +180,20 @@ def check_config(place: Location) -> None:
         items = value if isinstance(value, list) else []
         is_valid = isinstance(value, kind | None) and all(isinstance(item, str) for item in items)
         require(is_valid, name, value, f"which must be {words}")
+    if pruned := config.get("pruned_heads"):
+        problem = f"{place.folder / CONFIG} sets pruned_heads = {format_value(pruned)}: heads were removed"
+        remedy = (
+            "Load the model with transformers 4, fill the removed heads with zeros, and save it without pruned_heads."
+        )
+        raise ModelError(f"{problem}, which transformers 5 does not support.", remedy)
     for path, value in fields(config):
+        owner, _, name = path.rpartition(".")
+        if name in DTYPES and isinstance(value, str):
+            dtype = getattr(torch, value.removeprefix("torch."), None)
+            require(value == "auto" or isinstance(dtype, torch.dtype), path, value, "which is not a type of torch")
+        is_rope = owner.endswith(("rope_scaling", "rope_parameters")) and name in ("rope_type", "type")
+        if is_rope and isinstance(value, str) and not place.trusts_code:
+            require(value in {*ROPE_INIT_FUNCTIONS, *OTHER_ROPES}, path, value, "which transformers does not support")
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float):
             words = f"which must be above 0 and at most {LARGEST_SHARE}"
             require(0 < value <= LARGEST_SHARE, path, value, words)
@@ -166,7 +211,7 @@ def check_config(place: Location) -> None:
 def quantisation(place: Location) -> tuple[str | None, Json]:
     """Return a method in DECODED and its settings, else (None, {}). Raises ModelError if its form is not supported."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
-    settings: Json = next(candidates, {})
+    settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))
     if method not in DECODED:
         return None, {}
@@ -181,6 +226,8 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
         reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
         reason = f"are in version {format_value(version)}, or not in four bits, which is not supported"
+    elif method == "gptq" and (unknown := [name for name, usual in GPTQ.items() if settings.get(name) not in usual]):
+        reason = f"have {unknown[0]} = {format_value(settings[unknown[0]])}, which is not supported"
     if reason:
         raise ModelError(f"The weights of {place.folder} are quantised with {method} and {reason}.", SAY_UNQUANTISED)
     return method, settings
@@ -202,6 +249,27 @@ def check_counts(place: Location, tensors: int) -> None:
             if isinstance(count, int | float) and count > most:
                 problem = f"{place.folder / CONFIG} sets {shorten_text(path)} = {format_value(count)}"
                 raise ModelError(f"{problem}, but the weight files contain only {tensors} tensors.", SAY_CORRECT)
+
+
+@contextmanager
+def old_names_replaced() -> Iterator[None]:
+    """Patch transformers' reader of config.json to accept longrope's old name `su`, and types `auto` and `torch.…`."""
+    from transformers import PreTrainedConfig
+
+    read = PreTrainedConfig._dict_from_json_file  # private, and the only place before the config's own checks
+
+    def read_corrected(path: str | PathLike[str]) -> Json:
+        config: Json = read(path)
+        for owner in (config, *(value for _, value in fields(config) if isinstance(value, dict))):
+            for name in DTYPES:
+                if isinstance(dtype := owner.get(name), str):
+                    owner[name] = None if dtype == "auto" else dtype.removeprefix("torch.")
+            if "long_factor" in owner:
+                owner |= {name: "longrope" for name in ("rope_type", "type") if owner.get(name) == "su"}
+        return config
+
+    with patch.object(PreTrainedConfig, "_dict_from_json_file", staticmethod(read_corrected)):
+        yield
 
 
 def take_choices(config: object) -> None:

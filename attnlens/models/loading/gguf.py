@@ -11,13 +11,13 @@ from importlib import import_module
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.locate import SAY_AGAIN, foreign
+from attnlens.models.loading.locate import SAY_AGAIN, SAY_PATH, foreign, say_merge
 from attnlens.models.loading.stored import MOST_DIMENSIONS, LocalFile, RemoteFile, Stored, TensorFiles, record
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ def read_header(path: Path) -> Header:
         except (struct.error, OverflowError, UnicodeDecodeError):
             limit = f"{LONGEST // 2**20} MiB"
             raise ValueError(f"its header is truncated or damaged, or larger than {limit}") from None
+    if fields.get("split.count", 1) != 1:
+        raise ModelError(f"{path} is one part of a split GGUF model.", say_merge(str(path)))
+    if (kind := fields.get("general.type", "model")) != "model":
+        raise ModelError(f"{path} contains no model, but {format_value(kind)} (general.type).", SAY_PATH)
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive integer."
@@ -92,21 +96,40 @@ ATTRIBUTES = {  # Field → config attributes for its value; only those that the
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
+SHAPES = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
 """Fields that transformers compares with the shapes of tensors."""
-ROTATION = re.compile(  # Names of the fields of a rotation that are applied or checked
-    r"rope\.(dimension_count|freq_base)(_swa)?|rope\.scale_linear"
-    r"|rope\.scaling\.(type|factor|original_context_length|finetuned|attn_factor|yarn_beta_(fast|slow))"
+ROTARY = (
+    *("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.dimension_count_swa", "rope.scale_linear"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    *("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
+"""Fields of the rotation that are applied or compared with its frequencies."""
+UNSUPPORTED = (
+    *(f"attention.{name}" for name in ("clamp_kqv", "group_norm_epsilon", "group_norm_groups", "output_scale")),
+    *(f"attention.{name}_lora_rank" for name in ("q", "kv", "decay", "iclr", "value_residual_mix", "gate")),
+    *(f"attention.{name}" for name in ("key_length_mla", "value_length_mla", "temperature_length")),
+    *(f"attention.{name}" for name in ("temperature_scale", "indexer.head_count", "indexer.key_length")),
+    *("attention.indexer.top_k", "rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"),
+)
+"""Fields that are refused unless they are 0, which means unset."""
+QWEN_35 = ("rope.dimension_sections", "full_attention_interval")
+"""Fields that transformers applies to Qwen 3.5; refused for other architectures."""
+CHECKED = (
+    *(f"attention.{name}" for name in ("causal", "max_alibi_bias", "scale", "key_length", "value_length")),
+    *("attention.sliding_window_pattern", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
+)
+"""Fields that must agree with what transformers' model computes."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors by which the frequencies of a rotation are divided."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
-"""Fields of some llama.cpp architectures that change hidden states or logits."""
+"""Fields of some llama.cpp architectures that change hidden states or logits; they must agree, too."""
+KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
-OF_ATTENTION = re.compile(r"attn|rope_f")  # Pattern in the names of tensors that change attention
+OF_ATTENTION = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
+"""Pattern in the names of fields and tensors that change attention or its inputs."""
 
 
 class Settings:
@@ -131,15 +154,19 @@ class Settings:
             per_head = config.hidden_size // config.num_attention_heads
             config.query_pre_attn_scalar = per_head if is_large else config.head_dim
         kinds = getattr(config, "layer_types", None) or []
+        checked = {
+            "attention.causal": float(self.architecture != "t5encoder"),
+            "attention.max_alibi_bias": 8.0 * (self.architecture == "bloom"),
+            "attention.scale": getattr(config, "attention_multiplier", None)
+            or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5,
+            "attention.key_length": _head_dim(config),
+            "attention.value_length": _head_dim(config),
+            "rope.scaling.yarn_ext_factor": float(self.fields.get("rope.scaling.type") == "yarn"),
+            "rope.scaling.yarn_attn_factor": 1.0,
+        }
         for name, value in self.fields.items():
             if name in ATTRIBUTES:
-                value = self._number(name, 0.0) and value
-                attributes = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
-                slides = name != "attention.sliding_window" or "sliding_attention" in (kinds or ["sliding_attention"])
-                self._require(name, not value or bool(attributes and slides))
-                for attribute in attributes:
-                    if value or getattr(config, attribute):
-                        setattr(config, attribute, value if value or name.endswith(("epsilon", "layers")) else None)
+                self._set_attribute(config, name)
             elif name in HIDDEN_SCALES:
                 default = 1.0 if name.endswith("_scale") else value
                 self._require(name, value in (None, getattr(config, name, default)))
@@ -149,18 +176,28 @@ class Settings:
                 pattern = list(map(bool, value)) if isinstance(value, list) else []
                 is_same = pattern[: len(kinds)] == [kind == "sliding_attention" for kind in kinds]
                 self._require(name, not value or is_same)
-            elif name.startswith("attention.") and name not in BY_SHAPE and (value or name == "attention.causal"):
-                usual = {
-                    "attention.causal": float(self.architecture != "t5encoder"),
-                    "attention.max_alibi_bias": 8.0 * (self.architecture == "bloom"),
-                    "attention.scale": getattr(config, "attention_multiplier", None)
-                    or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5,
-                    "attention.key_length": _head_dim(config),
-                    "attention.value_length": _head_dim(config),
-                }.get(name, 0.0)
+            elif name in checked and (value or name in ("attention.causal", "rope.scaling.yarn_ext_factor")):
                 # 1e-6, since a file stores settings in float32, whose rounding error is at most 6e-8
-                self._require(name, math.isclose(self._number(name, 0.0), usual, rel_tol=1e-6))
+                self._require(name, math.isclose(self._number(name, 0.0), checked[name], rel_tol=1e-6))
+            elif name in QWEN_35:
+                self._require(name, not value or self.architecture.startswith("qwen35"))
+            else:
+                is_known = name in KNOWN and not (name in UNSUPPORTED and value)
+                self._require(name, is_known or not OF_ATTENTION.search(name))
         self._apply_rotation(config)
+
+    def _set_attribute(self, config: PreTrainedConfig, name: str) -> None:
+        """Set the config's attributes for this field. Raises ModelError if a value other than 0 has no attribute."""
+        value = self._number(name, 0.0) and self.fields[name]
+        attributes = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        slides = name != "attention.sliding_window" or "sliding_attention" in kinds
+        self._require(name, not value or bool(attributes and slides))
+        for attribute in attributes:
+            if name.endswith("epsilon"):
+                setattr(config, attribute, float(cast("float", value)))
+            elif value or getattr(config, attribute):
+                setattr(config, attribute, value if value or name.endswith("layers") else None)
 
     def check_rotation(self, model: PreTrainedModel) -> None:
         """Raise ModelError if the model's rotary frequencies differ from those that llama.cpp would compute."""
@@ -200,8 +237,9 @@ class Settings:
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
-        if kind in ("none", "longrope") or factor == 1:
+        if kind == "none" or factor == 1:
             return "none", 1.0
+        self._require("rope.scaling.type", kind != "longrope")  # whose factors are tensors
         if self.factors:
             raise self._refusal(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
         return kind, factor
@@ -219,19 +257,17 @@ class Settings:
                 raise self._refusal(f"does not have {count} long and short factors in {', '.join(self.factors)}")
             parameters = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
             return {"rope_type": "longrope", "long_factor": long, "short_factor": short} | parameters
-        self._require("rope.scaling.attn_factor", stretch == 1)
+        self._require("rope.scaling.attn_factor", stretch == 1 or (kind == "yarn" and stretch > 0))
         if kind == "none":
             return {}
         parameters = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             parameters |= {f"beta_{end}": self._number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
-            parameters |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
+            parameters["attention_factor"] = stretch * (1 + 0.1 * math.log(factor))
+            parameters["original_max_position_embeddings"] = first
         return parameters
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
-        known = ["rope.dimension_sections"] * self.architecture.startswith("qwen35")
-        for name in (name for name, value in self.fields.items() if name.startswith("rope.") and value):
-            self._require(name, name in known or ROTATION.fullmatch(name) is not None)
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
@@ -240,7 +276,12 @@ class Settings:
         full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:
             full["rope_theta"] = self._number("rope.freq_base", 0)
-        if "rope.freq_base_swa" in self.fields and "sliding_attention" in parameters:
+        if "sliding_attention" not in parameters:
+            slides = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+            for name in ("rope.freq_base", "rope.dimension_count"):
+                is_same = self.fields.get(f"{name}_swa") in (None, self.fields.get(name))
+                self._require(f"{name}_swa", is_same or not slides)
+        elif "rope.freq_base_swa" in self.fields:
             parameters["sliding_attention"]["rope_theta"] = self._number("rope.freq_base_swa", 0)
         if full.get("rope_type") == "proportional":  # the factors come from the config
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -191,9 +193,34 @@ def names_in(folder: Path) -> set[str]:
 Json = dict[str, Any]  # JSON object in a model's file, whose values are checked where they are used
 
 
+PLACEHOLDERS = {  # Beginning of a file that stands for another one → what it is, and how to get the other file
+    b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in that folder, or use `hf download`."),
+    b"/annex/objects": ("a git-annex pointer", "Run `git annex get` in that folder."),
+    **dict.fromkeys((b"<!doctype", b"<html", b"<?xml"), ("a web page", "Download it again with `hf download`.")),
+}
+
+
+def describe_placeholder(path: Path) -> tuple[str, str] | None:
+    """Return problem and remedy if a file contains a pointer or a web page instead of its content; otherwise None."""
+    with readable(path):
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            start = file.read(64).strip().lower()
+    for beginning, (kind, remedy) in PLACEHOLDERS.items():
+        if start.startswith(beginning):
+            return f"{shorten_text(str(path))} is {kind}, not the file itself.", remedy
+    return None
+
+
 def read_json(path: Path) -> Json:
     """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains another type."""
-    return read_object(path, ModelError, SAY_AGAIN)
+    try:
+        return read_object(path, ModelError, SAY_AGAIN)
+    except ModelError:
+        if placeholder := describe_placeholder(path):
+            raise ModelError(*placeholder) from None
+        raise
 
 
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
@@ -216,7 +243,8 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
         raise ModelError(f"The weight file {shorten_text(str(path))} is missing.", SAY_AGAIN)
     with readable(path):
         refuse_other_kinds(path.stat(), shorten_text(str(path)), ModelError, SAY_AGAIN)
-        path.open("rb").close()
+    if placeholder := describe_placeholder(path):
+        raise ModelError(*placeholder)
     if not may_lead_out:
         refuse_outside(folder, path)
     return path
@@ -273,6 +301,45 @@ CONFIG = "config.json"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
+SHARD = re.compile(r"-\d{5}-of-(\d{5})\.(safetensors|bin|gguf)$")  # End of the name of a part of a model
+FORMATS = (  # Name patterns of weights that are not read, what they are, and how they become safetensors
+    (
+        ("zero_to_fp32.py", "global_step*", "*_states.pt"),
+        "a DeepSpeed checkpoint",
+        "Run `python zero_to_fp32.py . . --safe_serialization` in the folder of zero_to_fp32.py.",
+    ),
+    (
+        ("*.distcp", "pytorch_model_fsdp_*"),
+        "a distributed checkpoint of FSDP",
+        "Merge it with `accelerate merge-weights FOLDER OUTPUT`.",
+    ),
+    (
+        ("*.onnx", "onnx", "openvino*", "*.tflite", "*.mlpackage", "*.engine"),
+        "a model exported for inference",
+        "Give the model that was exported: an export can't be converted back.",
+    ),
+    (
+        ("*.h5", "*.ckpt.index", "*.ckpt.data-*", "saved_model*", "*.msgpack"),
+        "TensorFlow or Flax weights",
+        "Convert them with transformers 4: from_pretrained(FOLDER, from_tf=True) or from_flax=True; save_pretrained.",
+    ),
+    (
+        ("optimizer*", "scheduler.pt", "training_args.bin", "rng_state*", "scaler.pt"),
+        "the state of a training run, without the model's weights",
+        "Give the folder in which the training saved the model.",
+    ),
+    (
+        ("*.pt", "*.pth", "*.ckpt", "*.bin", "*.npz", "*.ot", "*.nemo", "mp_rank_*", "iter_*"),
+        "weights that are not in transformers' format",
+        "Load them into the transformers model in Python, and call its save_pretrained(OUTPUT).",
+    ),
+)
+
+
+def say_merge(first: str) -> str:
+    """Return how the parts of a split GGUF model are merged, given the name of any part."""
+    first = re.sub(r"-\d{5}-of-", "-00001-of-", first)
+    return f"Merge the parts with llama.cpp: `llama-gguf-split --merge {shlex.quote(first)} merged.gguf`."
 
 
 @dataclass(frozen=True)
@@ -296,6 +363,16 @@ class Location:
             return (weight_file(self.folder, self.file, may_lead_out=self.trusts_link),)
         shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
         return tuple(weight_file(self.folder, name) for name in shards)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentence on other copies of the weights in the folder, unless the user named the file that is read."""
+        if self.trusts_link or self.urls:
+            return []
+        names = names_in(self.folder) - {self.file}
+        unread = sorted(name for name in names if name in (SINGLE, SHARDED, *PICKLES) or _is_gguf(name))
+        others = f"other weights in this folder were not read: {', '.join(unread)}"
+        return [f"The weights were read from {shorten_text(str(self.folder / self.file))}; {others}."] if unread else []
 
     @property
     def config_file(self) -> Path:
@@ -356,13 +433,16 @@ def _in_file(name: str, path: Path) -> Location:
     """Locate a single weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
         return Location(name, path.parent, "gguf", path.name, trusts_link=True)
-    if path.suffix != ".safetensors":
-        raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
+    if path.suffix != ".safetensors" and path.name != SHARDED:
+        kind, _, remedy = next(_match_formats([path.name]), ("", "", SAY_PATH))
+        problem = f"{path} is neither a .gguf nor a .safetensors file{f', but contains {kind}' if kind else ''}."
+        raise ModelError(problem, remedy)
     if not (path.parent / CONFIG).is_file():
         raise ModelError(f"The folder of {path} has no config.json.", "Put the model's config.json into that folder.")
     index = path.parent / SHARDED
-    if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
+    if index.is_file() and path.name in (SHARDED, *shards_in(index, SUFFIXES["safetensors"])):
         return Location(name, path.parent, "safetensors", SHARDED)
+    _refuse_lone_shards([path.name], str(path.parent))
     return Location(name, path.parent, "safetensors", path.name, trusts_link=True)
 
 
@@ -370,12 +450,13 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     from huggingface_hub import hf_hub_url
 
     hub = parse_hub_id(name, revision)
-    id_ = hub.id
+    id_, chosen = hub.id, set[str]()
 
     def select_files(names: Collection[str]) -> list[str]:
         if _is_adapter(names):
             return [ADAPTER_CONFIG]
         form, file = _select_weights(names, id_, allow_pickle)
+        chosen.add(file)
         top_level = [name for name in names if "/" not in name]
         small = [name for name in top_level if name.endswith(SMALL_FILES)]
         if leave_weights and form == "safetensors":
@@ -386,7 +467,8 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
     folder = hub.fetch(select_files, offline=offline)
     names, index = names_in(folder), folder / SHARDED
-    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
+    is_sharded = index.is_file() and SINGLE not in chosen | names  # if both exist, the single file is read
+    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and is_sharded else ()
     has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in names)
     if shards:
         has_weights = all((folder / name).is_file() for name in shards)
@@ -419,22 +501,62 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     say_path = "Give the path of the file in this folder:"
     if not os.path.isdir(where):  # noqa: PTH112  # a hub id
         say_path = f"Run `hf download {where}`, and give the path of the file in the folder that it prints:"
-    ggufs = [name for name in top_level if name.endswith(".gguf")]
-    if len(ggufs) == 1:
-        return "gguf", ggufs[0]
+    ggufs = list(filter(_is_gguf, top_level))
+    whole = [name for name in ggufs if not SHARD.search(name)]
+    if len(whole) == 1:
+        return "gguf", whole[0]
+    if whole:
+        raise ModelError(f"{where} has {len(whole)} GGUF files.", f"{say_path} {whole[0]}, for example.")
     if ggufs:
-        remedy = f"{say_path} {ggufs[0]}, for example."
-        raise ModelError(f"{where} has {len(ggufs)} GGUF files.", remedy)
+        raise ModelError(f"{where} contains a split GGUF model ({len(ggufs)} parts).", say_merge(f"{where}/{ggufs[0]}"))
     if pickles := [file for file in PICKLES if file in names]:
         if allow_pickle:
             return "pickle", pickles[0]
         problem = f"{where} has only a pickled checkpoint ({pickles[0]}), which can run code when it is opened."
         raise ModelError(problem, "Convert the checkpoint to safetensors or, if you trust it, add --allow-pickle.")
-    if CONFIG not in names:
-        raise ModelError(f"{where} has no config.json.", SAY_PATH)
-    if others := [name for name in top_level if name.endswith(SUFFIXES["safetensors"])]:
+    others = [name for name in top_level if name.endswith(SUFFIXES["safetensors"])]
+    _refuse_lone_shards(top_level, where)
+    if CONFIG in names and others:
         raise ModelError(f"{where} contains {others[0]} instead of {SINGLE}.", f"{say_path} {others[0]}.")
-    remedy = (
-        "Choose a model with safetensors or GGUF weights; if files are missing from the folder, download them again."
-    )
-    raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", remedy)
+    lacking = "config.json" if CONFIG not in names else f"weights: neither {SINGLE} nor {SHARDED}"
+    if folders := folders_below(names, where):
+        listed = f"{', '.join(folders[:4])}{f' and {len(folders) - 4} more' if len(folders) > 4 else ''}"
+        problem = f"{where} has no {lacking}, but models lie in folders inside it: {listed}."
+        raise ModelError(problem, f"{say_path.replace('file', 'model', 1)} {folders[-1]}, for example.")
+    for kind, file, remedy in _match_formats(sorted({name.partition("/")[0] for name in names})):
+        raise ModelError(f"{where} contains {kind} ({shorten_text(file)}), which attnlens does not read.", remedy)
+    remedy = "Choose a model with safetensors or GGUF weights; if files are missing, download them again."
+    raise ModelError(f"{where} has no {lacking}.", remedy if CONFIG in names else SAY_PATH)
+
+
+def _is_gguf(name: str) -> bool:
+    """Return True for a GGUF file other than a vision model's projector, which llama.cpp names mmproj….gguf."""
+    return name.endswith(".gguf") and not name.startswith("mmproj")
+
+
+def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
+    """Raise ModelError if these weight files include a part of a model, whose index was not found."""
+    for name in names:
+        if (match := SHARD.search(name)) and int(match[1]) > 1:
+            index = SHARDED if match[2] == "safetensors" else PICKLES[1]
+            problem = f"{where} contains {shorten_text(name)}, a part of a model, but no {index} that lists it."
+            raise ModelError(problem, f"Download all parts, and {index}.")
+
+
+def _match_formats(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, file, remedy) for the names that FORMATS describes, in its order."""
+    for patterns, kind, remedy in FORMATS:
+        for name in names:
+            if any(fnmatch(name, pattern) for pattern in patterns):
+                yield kind, name, remedy
+
+
+def folders_below(names: Collection[str], where: str) -> list[str]:
+    """Return the paths of folders inside `where` that contain a model or an adapter; shorter names come first."""
+    folder, inside = Path(where), [*names]
+    if folder.is_dir():
+        below = chain(folder.glob("*/*"), folder.glob("snapshots/*/*"))
+        inside = [path.relative_to(folder).as_posix() for path in below]
+    weights = {name.rpartition("/")[0] for name in inside if name.endswith((*SUFFIXES.values(), ".index.json"))}
+    configs = {name.rpartition("/")[0] for name in inside if name.endswith((f"/{CONFIG}", f"/{ADAPTER_CONFIG}"))}
+    return sorted(weights & configs, key=lambda name: (len(name), name))

@@ -94,11 +94,15 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
 
 def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute codes · scale, with one scale per tensor, per row, or per block of `weight_block_size`."""
-    codes, scale, block = parts[""], _scale(parts), settings.get("weight_block_size") or []
+    codes, scale, block = parts[""], _scale(parts), settings.get("weight_block_size")
     require(codes.dtype in FLOAT8, f"its codes are {codes.dtype}, not float8")
-    is_larger = any(size > side for size, side in zip(codes.shape, block, strict=False))
+    is_block = isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) for side in block)
+    require(is_block or block is None, f"weight_block_size is {format_value(block)}, not two numbers")
+    is_larger = any(size > side for size, side in zip(codes.shape, block or [], strict=False))
     require(not is_larger or scale.numel() != 1, f"it has one scale, but weight_block_size is {block}")
-    return codes.float() * _spread(scale, codes.shape, block or [128, 128])  # transformers' default
+    is_by_row = scale.dim() > 0 and scale.shape[0 if scale.dim() == 1 else -2] == codes.shape[-2]
+    default = None if is_by_row else [128, 128]  # blocks as in transformers
+    return codes.float() * _spread(scale, codes.shape, block or default)
 
 
 def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
@@ -110,14 +114,33 @@ def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     require(is_known and "_g_idx" not in parts, problem)
     block = group.get("block_structure") or ([1, size] if isinstance(size, int) and size > 0 else None)
     numbers = codes.float()
+    _check_group(parts, group)
     if "_zero_point" in parts:
-        require(not (group.get("symmetric") and parts["_zero_point"].any()), "it has zeros, but symmetric is true")
         numbers -= _spread(parts["_zero_point"].float(), codes.shape, block)
     return numbers * _spread(_scale(parts), codes.shape, block)
 
 
 def _scale(parts: Parts[Tensor]) -> Tensor:
-    return parts[next((part for part in SCALES if part in parts), "_scale")].float()
+    """Return the scale in float32. Raises ValueError if it is missing, stored twice, or not a floating-point number."""
+    present = [part for part in SCALES if part in parts]
+    require(len(present) < 2, f"it has several scales: {', '.join(present)}")
+    scale = parts[present[0] if present else "_scale"]
+    require(scale.is_floating_point(), f"its scale is stored as {scale.dtype}, not as floating-point numbers")
+    return scale.float()
+
+
+def _check_group(parts: Parts[Tensor], group: Settings) -> None:
+    """Raise ValueError if compressed-tensors' settings contradict the number of scales, the zeros or the order."""
+    scale, zeros, strategy = parts["_scale"], parts.get("_zero_point"), group.get("strategy")
+    matches = {"tensor": scale.numel() == 1, "channel": scale.dim() < 2 or scale.shape[-1] == 1}.get(
+        str(strategy), True
+    )
+    require(matches, f"its scales have the shape {tuple(scale.shape)}, but strategy is {strategy}")
+    require(group.get("symmetric") is not False or zeros is not None, "it has no zeros, but symmetric is false")
+    has_zeros = zeros is not None and bool((zeros != 0).any())
+    require(not (group.get("symmetric") and has_zeros), "it has zeros, but symmetric is true")
+    is_ordered = group.get("actorder") not in ("group", "dynamic", True) or "_g_idx" in parts
+    require(is_ordered, f"it has no order of inputs (g_idx), but actorder is {group.get('actorder')}")
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
@@ -128,10 +151,9 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
     fits = len(shape) >= 2 and grid.dim() == len(shape) and grid.shape[:-2] == shape[:-2]
     require(fits, f"a scale of shape {tuple(scale.shape)} does not fit codes of shape {tuple(shape)}")
     sides = block if isinstance(block, list) and len(block) == 2 else (None, None)
-    by_rows = grid.shape[-2:] == (shape[-2], 1)
     for axis, size in zip((-2, -1), sides, strict=True):
         length, count = shape[axis], grid.shape[axis]
-        is_side = isinstance(size, int) and size > 0 and not by_rows
+        is_side = isinstance(size, int) and size > 0
         side = size if is_side else {1: length, length: 1}.get(count, 0)
         require(side > 0 and ceil(length / side) == count, f"{count} scales do not divide {length} codes into {block}")
         grid = grid.repeat_interleave(min(side, length), axis).narrow(axis, 0, length)
@@ -161,10 +183,11 @@ def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     require(len(fitting) == 1, f"{words.shape[1]} words per row can't contain {shape[1]} codes of 2, 4 or 8 bits")
     bits = fitting[0]
     codes = _unpack_words(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
-    zeros = torch.zeros_like(scale)
+    zeros, stored = torch.zeros_like(scale), dict(parts)
     if "_zero_point" in parts:
-        zeros = (_unpack_words(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
-        require(not (group.get("symmetric") and zeros.any()), "it has zeros, but symmetric is true")
+        stored["_zero_point"] = _unpack_words(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)
+        zeros = stored["_zero_point"].to(scale)
+    _check_group(Parts(stored), group)
     return _decode_transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
 
 
@@ -174,7 +197,7 @@ def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # these vary by module
     declared = settings.get("bits", bits)
-    require(declared == bits, f"its codes have {bits} bits, but the setting bits is {declared}")
+    require(declared == bits, f"its codes have {bits} bits, but the setting bits is {format_value(declared)}")
     codes = _unpack_words(words.mT, bits).mT
     zeros = _unpack_words(zero_words, bits)[:, : scale.shape[1]]
     form, middle = settings.get("checkpoint_format") or "gptq", 2 ** (bits - 1)
@@ -182,6 +205,11 @@ def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
         zeros = (zeros + 1) & (2**bits - 1)
     is_symmetric = settings.get("sym") is not True or bool((zeros == middle).all())
     require(is_symmetric, f"sym is true, which implies zeros of {middle}, but in the format {form} its zeros differ")
+    for zero in (middle - 1, middle + 1):
+        is_shifted = bool((zeros == zero).all())
+        require(not is_shifted, f"in the format {form} all its zeros are {zero}, one beside the middle {middle}")
+    has_order = settings.get("desc_act") is not True or ".g_idx" in parts or len(scale) == 1
+    require(has_order, "its order of inputs (g_idx) is missing, but desc_act is true")
     return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
@@ -189,8 +217,9 @@ def decode_awq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
     *words, scale, _ = _matrices(parts)
     codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
-    is_symmetric = settings.get("zero_point") is not False or bool((zeros == 8).all())
-    require(is_symmetric, "zero_point is false, which implies zeros of 8, but its zeros differ")
+    is_symmetric = settings.get("zero_point") is False or settings.get("sym") is True
+    problem = "zero_point is false or sym is true, which implies zeros of 8, but its zeros differ"
+    require(not is_symmetric or bool((zeros == 8).all()), problem)
     return _decode_transposed(codes, zeros, scale, settings)
 
 
@@ -205,7 +234,8 @@ def _decode_transposed(
     matches = codes.shape[1] == scale.shape[1] and zeros.shape == scale.shape
     require(matches, "its codes, zeros and scales don't match")
     size = settings.get("group_size", settings.get("q_group_size"))
-    is_grouped = not isinstance(size, int) or ceil(inputs / (size if size > 0 else inputs)) == groups
+    require(isinstance(size, int | None), f"group_size is {format_value(size)}, not a number")
+    is_grouped = size is None or ceil(inputs / (size if size > 0 else inputs)) == groups
     require(is_grouped, f"it has {groups} groups for {inputs} inputs, but group_size is {size}")
     ordered = torch.arange(inputs) // ceil(inputs / max(groups, 1))
     index = ordered if index is None else index.long()

@@ -219,8 +219,13 @@ def read_pickle(file: Path) -> dict[str, Stored]:
         raise ModelError(problem, "Get the model as safetensors.") from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
-    return {
+    tensors = {
         str(name): Stored(tuple(value.shape), FLOATS.get(str(value.dtype), str(value.dtype).removeprefix("torch.")))
         for name, value in content.items()
         if isinstance(value, torch.Tensor)
     }
+    inner = [str(name) for name, value in content.items() if isinstance(value, Mapping)]
+    if inner and not tensors:
+        problem = f"{file} contains {format_names(inner)} instead of tensors: it is a checkpoint of a training run."
+        raise ModelError(problem, "Save the model's state_dict alone.")
+    return tensors

@@ -280,7 +280,9 @@ def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count:
     if feed.files or not PACKED.isdisjoint(feed.media.names):
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
+    known = vocabulary(loaded.model)
+    # the mask hides padding, so that any token of the vocabulary serves
+    padding = next((choice for choice in choices if choice is not None and (known is None or choice < known)), 0)
     typed = "token_type_ids" in signature(loaded.model.forward).parameters
     built = []
     for at in range(0, count, size):

@@ -284,9 +284,10 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     count = len(changes.forms | changes.local)
     answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
     if changes.inherited:
-        answer += f"; {len(changes.inherited)} more attend differently only because their inputs changed"
+        verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")
+        answer += f"; {len(changes.inherited)} more {verb} differently only because {whose} inputs changed"
     if others := changes.others:
-        answer += f"; {len(others)} more differ in other measures"
+        answer += f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'} in other measures"
     severity = "notable" if count or blocks or changes.inherited or others else "none"
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
@@ -332,7 +333,8 @@ def _causes(comparison: Comparison, changes: Changes) -> Iterator[str]:
         yield f"The query/key form M of {format_count(len(changes.forms), 'head')} changed: {_list(changes.forms)}."
     if changes.local:
         heads = format_count(len(changes.local), "head")
-        yield f"{heads} attend differently to the same inputs although M is unchanged: {_list(changes.local)}."
+        verb = "attends" if len(changes.local) == 1 else "attend"
+        yield f"{heads} {verb} differently to the same inputs although M is unchanged: {_list(changes.local)}."
     yield from map(clean, comparison.notes)
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]

@@ -225,6 +225,7 @@ def compare(
         sides = _inspect_sides(models, option_sets, tokenizer, progress)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
+        comparison = comparison.model_copy(update={"notes": [*sides[0].loaded.notes, *comparison.notes]})
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
     timings = {"all": time.perf_counter() - start}
     return report_of("compare", "comparison", **fields, comparison=comparison, timings=timings)
