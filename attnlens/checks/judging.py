@@ -160,7 +160,7 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         name, column = rule.stem, "value"
     elif column not in ("value", *COLUMNS) or not any(name in head.measures for head in report.heads):
         return []
-    heads = list(filter(rule.covers, report.heads))
+    heads = [head for head in report.heads if rule.covers(head, report.model)]
     numbers: list[float | None] = []
     for measure in (head.measures.get(name) for head in heads):
         source, field = (measure.null, "mean") if measure is not None and column == "null" else (measure, column)

@@ -129,7 +129,8 @@ class Plan(Record):
         if len(set(named)) < len(named):
             raise ValueError("a key head has two ranks")
         layers = self.settings.layers
-        if layers is not None and not {key.layer for key in self.ranks} <= set(layers):
+        chosen = [layers is None or self.model.layer_choices(key.layer, key.part) & set(layers) for key in self.ranks]
+        if not all(chosen):
             raise ValueError("ranks and settings name different layers")
         return self
 

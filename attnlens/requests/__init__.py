@@ -8,7 +8,18 @@ Inputs: options as keywords. Outputs: frozen requests, or UsageError. Imports `a
 Nothing heavy is imported here, so that errors are reported immediately.
 """
 
-from attnlens.requests.fields import Request, Words, alternatives, details, head, numbers, one_head, takes, words
+from attnlens.requests.fields import (
+    Request,
+    Words,
+    alternatives,
+    details,
+    head,
+    layer_list,
+    numbers,
+    one_head,
+    takes,
+    words,
+)
 from attnlens.requests.run_options import (
     CheckpointsRequest,
     CompareRequest,

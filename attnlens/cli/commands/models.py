@@ -20,7 +20,9 @@ from attnlens.wording import format_count, join_items
 if TYPE_CHECKING:
     from attnlens.records import Report
 
-HEAD = opt.option("--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7).", metavar="LAYER.HEAD")
+HEAD = opt.option(
+    "--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
+)
 
 
 @opt.with_options(

@@ -122,7 +122,7 @@ class RankSearch:
         reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
         return Plan(
             tool=tool(),
-            model=session.loaded.info,
+            model=session.model_info,
             settings=settings,
             budget=budget.share,
             unit=budget.unit,

@@ -8,7 +8,7 @@ false-discovery rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from shlex import quote
 
@@ -23,6 +23,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Place = tuple[int, int]
 """Layer and head."""
+Names = Callable[[int], str]  # Function that names a layer
 NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
 MOST_HEADS = 4  # Number of changed heads that are named
 
@@ -41,7 +42,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         _cost(swap, shapes.report.settings.interval_method),
         cache,
         _healed(swap),
-        _where(swap),
+        _where(swap, shapes.report.model.layer_name),
         _alternative(swap),
         _continuations(swap),
     )
@@ -136,7 +137,7 @@ def _healed(swap: Swap) -> Finding | None:
     return Finding(question="Healed?", answer=answer, evidence=evidence, severity=severity, measures=["swap.stages"])
 
 
-def _where(swap: Swap) -> Finding | None:
+def _where(swap: Swap, name: Names) -> Finding | None:
     """Name the heads or layers that cost most when they are swapped alone."""
     if not swap.sweep:
         return None
@@ -144,16 +145,16 @@ def _where(swap: Swap) -> Finding | None:
     unit = "layer" if all(effect.head is None for effect in swap.sweep) else "head"
     total = format_count(len(swap.sweep), unit)
     names = [
-        f"{'' if effect.head is None else 'head '}{effect.layer}{'' if effect.head is None else f'.{effect.head}'} "
-        f"({short(effect.delta or 0.0)})"
+        name(effect.layer) if effect.head is None else f"head {name(effect.layer)}.{effect.head}"
         for effect in costly[:MOST_HEADS]
     ]
+    costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
     if not costly:
         answer = f"Nowhere alone: none of {total} costs significantly when swapped alone."
         return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
     prefix = "layer " if unit == "layer" else ""
     answer = f"{len(costly)} of {total} {'costs' if len(costly) == 1 else 'cost'} significantly when swapped alone."
-    evidence = f"Most: {prefix}{', '.join(names)}; false-discovery rate 5 %."
+    evidence = f"Most: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
@@ -289,12 +290,13 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
     )
-    if causes := [*_causes(comparison, changes)]:
+    name = shapes.report.model.layer_name
+    if causes := [*_causes(comparison, changes, name)]:
         yield Finding(
             question="Cause?", answer=causes[0], evidence=" ".join(causes[1:]), severity=severity, measures=[FORMS]
         )
     if shown := changes.forms | changes.local | others:
-        yield _changed_heads(comparison, shown)
+        yield _changed_heads(comparison, shown, name)
     yield from _predictions(comparison)
 
 
@@ -325,39 +327,42 @@ def _places(rows: Iterable[MeasureChange]) -> set[Place]:
     return {(row.layer, row.head) for row in rows}
 
 
-def _causes(comparison: Comparison, changes: Changes) -> Iterator[str]:
+def _causes(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
     """Yield sentences on the changed weights, on heads that changed without them, and on the models as a whole."""
     if changes.forms:
-        yield f"The query/key form M of {format_count(len(changes.forms), 'head')} changed: {_list(changes.forms)}."
+        heads = format_count(len(changes.forms), "head")
+        yield f"The query/key form M of {heads} changed: {_list(changes.forms, name)}."
     if changes.local:
         heads = format_count(len(changes.local), "head")
-        yield f"{heads} attend differently to the same inputs although M is unchanged: {_list(changes.local)}."
+        yield f"{heads} attend differently to the same inputs although M is unchanged: {_list(changes.local, name)}."
     yield from map(clean, comparison.notes)
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
     if lone:
-        which = join_items(f"{row.measure} of {row.layer}.{row.head}" for row in lone)
+        which = join_items(f"{row.measure} of {name(row.layer)}.{row.head}" for row in lone)
         yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
 
 
-def _list(heads: set[Place]) -> str:
-    return join_items(f"{layer}.{head}" for layer, head in sorted(heads))
+def _list(heads: set[Place], name: Names) -> str:
+    return join_items(f"{name(layer)}.{head}" for layer, head in sorted(heads))
 
 
-def _changed_heads(comparison: Comparison, heads: set[Place]) -> Finding:
+def _changed_heads(comparison: Comparison, heads: set[Place], name: Names) -> Finding:
     """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
-    for name, unit in ((OWN_ROWS, "own KL {} nats"), (FORMS, "‖ΔM‖/‖M‖ {}"), (ROWS, "KL as run {} nats")):
-        rows = [row for row in comparison.rows if row.measure == name and (row.layer, row.head) in heads and row.delta]
+    for measure, unit in ((OWN_ROWS, "own KL {} nats"), (FORMS, "‖ΔM‖/‖M‖ {}"), (ROWS, "KL as run {} nats")):
+        rows = [
+            row for row in comparison.rows if row.measure == measure and (row.layer, row.head) in heads and row.delta
+        ]
         rows.sort(key=lambda row: -(row.delta or 0.0))
         if rows:
             shown = [
-                f"layer {row.layer} head {row.head} ({unit.format(short(row.delta or 0.0))})"
+                f"layer {name(row.layer)} head {row.head} ({unit.format(short(row.delta or 0.0))})"
                 for row in rows[:MOST_HEADS]
             ]
             more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
             answer = f"{', '.join(shown)}{more}."
-            return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[name])
-    return Finding(question="Which heads?", answer=f"{_list(heads)}.", evidence="Layer.head.")
+            return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
+    return Finding(question="Which heads?", answer=f"{_list(heads, name)}.", evidence="Layer.head.")
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
@@ -391,6 +396,7 @@ def after_comparison(shapes: Shapes) -> Iterator[str]:
     assert comparison is not None  # noqa: S101  # a report of this kind has one
     changes, model = Changes.of(comparison), model_argument(report)
     for layer, head in sorted(changes.forms | changes.local)[:1]:
-        yield f"attnlens inspect {model} --head {layer}.{head} --show attention --html head.html"
+        name = f"{report.model.layer_name(layer)}.{head}"
+        yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
     yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
     yield f"attnlens doctor {model}"

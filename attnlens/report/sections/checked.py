@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
@@ -11,21 +11,25 @@ from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count, format_p
 
+Names = Callable[[int], str]
 SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
 
-def describe_check(check: Check) -> str:
-    """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
+def describe_check(check: Check, name: Names = str) -> str:
+    """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head.
+
+    `name` returns the name of a layer.
+    """
     text = f"{check.subject}: {'' if check.value is None else f'found {number(check.value)}, '}wanted {check.wanted}"
     if check.breaches:
         count, first = f"{len(check.breaches)} of {format_count(check.heads or 0, 'head')}", check.breaches[0]
-        text += f"; {count}, worst layer {first.layer} head {first.head}: {_format_breach(first)}"
+        text += f"; {count}, worst layer {name(first.layer)} head {first.head}: {_format_breach(first)}"
     return clean(text)
 
 
-def describe_breach(check: Check, breach: Breach) -> str:
+def describe_breach(check: Check, breach: Breach, name: Names = str) -> str:
     """Describe one head that breaks a rule."""
-    place = f"layer {breach.layer} head {breach.head} ({breach.part})"
+    place = f"layer {name(breach.layer)} head {breach.head} ({breach.part})"
     return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
 
 
@@ -81,7 +85,7 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
-        items = tuple(describe_breach(check, breach) for check, breach in cases[:SHOWN])
+        items = tuple(describe_breach(check, breach, shapes.report.model.layer_name) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
 
 

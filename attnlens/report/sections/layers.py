@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.analyzers.registry import NOT_IDENTIFIED
-from attnlens.records import Head, Report
+from attnlens.records import Head, HeadId, ModelInfo, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
 from attnlens.report.sections.facts import no_errors, null_cell, population
@@ -131,7 +131,8 @@ def typical_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
-    items = [(f"layer {e.layer} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
+    name = shapes.report.model.layer_name
+    items = [(f"layer {name(e.layer)} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
@@ -147,7 +148,7 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     if not shapes.readings:
         return
     nulls = any(reading.null for reading in shapes.readings.values())
-    first, *others = place_columns(shapes.report.heads)
+    first, *others = place_columns(shapes.report.heads, shapes.report.model)
     first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
     names = [first, *(replace(column, foot=["", ""] * nulls) for column in others)]
     columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
@@ -157,9 +158,10 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     yield Section("Every head", table=Table(names, columns), notes=notes, instead=view == "page")
 
 
-def place_columns(heads: Sequence[Head]) -> list[Column]:
+def place_columns(heads: Sequence[HeadId], model: ModelInfo) -> list[Column]:
     """Build the columns that name heads: layer, head, and part if there are several."""
-    columns = [Column("layer", [str(head.layer) for head in heads]), Column("head", [str(head.head) for head in heads])]
+    layers = [model.layer_number(head.layer) for head in heads]
+    columns = [Column("layer", layers), Column("head", [str(head.head) for head in heads])]
     if len({head.part for head in heads}) > 1:
         columns.append(Column("part", [head.part for head in heads], words=True))
     return columns
@@ -196,7 +198,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     # the rows of the foot: all heads, each text, their sd, the null of the median
     foot = ["all"] * (len(shapes.layers) > 1) + texts + ["between texts"] * bool(summary.between_texts)
     foot += ["null", "± sd"] * bool(summary.median_nulls)
-    names = [Column("layer", [*map(str, shapes.layers)], foot=foot)]
+    names = [Column("layer", shapes.layer_numbers, foot=foot)]
     names += [Column("part", shapes.parts, words=True)] if len(set(shapes.parts)) > 1 else []
     # pad the feet to equal length, which renderers expect
     names, columns = (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
+from attnlens.records import Effect, Healing, HealingTraining, KeyRank, ModelInfo, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import Section, Table, View, build_table, section
 from attnlens.report.sections.swaps import DIVERGED, LARGE, UNITS, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
@@ -165,7 +165,9 @@ def plan_rows(plan: Plan) -> Table | None:
         mean = sum(key.rank / key.keys * len(key.heads) for key in keys) / sum(len(key.heads) for key in keys)
         ranks = numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys)
         size = str(keys[0].head_dim // keys[0].keys)
-        rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
+        rows.append(
+            {"layer": plan.model.layer_name(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks}
+        )
     return build_table(rows, {"layer"}, {title})
 
 
@@ -277,6 +279,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
         return
+    model = shapes.report.model
     tested, several = swaps[0].judged_by == "loss", len(swaps) > 1  # a distance is never negative, so nothing is tested
     heads, parts = any(effect.head is not None for effect in effects), len({effect.part for effect in effects}) > 1
     sizes = [abs(effect.delta) for effect in effects if effect.delta]
@@ -289,7 +292,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
         cells: list[dict[str, str | None]] = [
             {
                 "kernel": clean(swap.kernel) if several else None,
-                "layer": str(effect.layer),
+                "layer": model.layer_number(effect.layer),
                 "head": ("all" if effect.head is None else str(effect.head)) if heads else None,
                 "part": effect.part if parts else None,
                 "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
@@ -308,12 +311,12 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     note = f"Δ of the {effect_name(swaps[0])}{test}"
     note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
     kernels = [f"{clean(swap.kernel)}: " * several for swap in swaps]
-    lines = [name + _significant(swap.sweep, noun, windows) for name, swap in zip(kernels, swaps, strict=True)]
+    lines = [name + _significant(swap.sweep, noun, windows, model) for name, swap in zip(kernels, swaps, strict=True)]
     table = build_table(rows, {"kernel", "layer", "head", "part"}, {"kernel", "part", "FDR 5 %"})
     yield Section(f"Each {noun} alone", lines=lines * tested, table=table, notes=[note])
 
 
-def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
+def _significant(effects: Sequence[Effect], noun: str, windows: int, model: ModelInfo) -> str:
     """State how many units have a significant effect, in which direction, and which units diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
@@ -325,7 +328,8 @@ def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
         verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} (false discovery rate 5 %)"
         verdict += f": {harm} raise the loss, {len(significant) - harm} lower it"
     diverged = [effect for effect in effects if effect.delta is None]
-    names = join_items((each.layer if each.head is None else f"{each.layer}.{each.head}" for each in diverged), 8)
+    pairs = ((model.layer_name(each.layer), "" if each.head is None else f".{each.head}") for each in diverged)
+    names = join_items((f"{layer}{head}" for layer, head in pairs), 8)
     return f"{verdict}.{f' Diverged: {noun} {names}.' if diverged else ''}"
 
 

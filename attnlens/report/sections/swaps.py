@@ -394,7 +394,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""
         sites = [
             {
-                "layer": str(site.layer),
+                "layer": shapes.report.model.layer_number(site.layer),
                 "part": site.part,
                 "heads": _format_ranges(site.heads),
                 "output error": figures(site.output_error),
