@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
 from attnlens.checks.rule import Rule, Tolerance
@@ -87,12 +88,20 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
                 subject=name,
                 wanted=wanted,
                 passed=not significant,
+                median=_median(change.value for change in column),
+                base=_median(change.base for change in column),
                 heads=len(column),
                 breaches=significant,
                 file=file,
             )
         )
     return checks
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Compute the median of the known values; None if there are none."""
+    present = [value for value in values if value is not None]
+    return median(present) if present else None
 
 
 def _size(change: Breach) -> float:
@@ -239,6 +248,7 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
                 wanted=rule.wanted,
                 passed=passed,
                 value=number,
+                median=_median(value for _, value in heads) if number is None else None,
                 heads=len(heads) if heads else None,
                 without=len(covered) - len(heads),
                 breaches=[] if passed else [breach(head, value) for head, value in broken],

@@ -41,13 +41,23 @@ def _format_breach(breach: Breach) -> str:
     return f"{now}{before}{chance}"
 
 
+def _format_found(check: Check) -> str:
+    """Format the value that was compared, or the median over the heads if they are compared individually."""
+    if check.value is not None:
+        return number(check.value)
+    return NO_VALUE if check.median is None else f"median {number(check.median)}"
+
+
 def number(value: float) -> str:
     """Format a number with four significant digits, or a whole number below 10⁶ with all digits."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
-def document(report: Report) -> Document:
-    """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
+def document(report: Report, *, updated: bool = False) -> Document:
+    """Build the document of a check: the model, how many rules hold, each rule, and the worst heads.
+
+    `updated` is True if the report's values were written as a baseline.
+    """
     model, heads = report.model, format_count(report.coverage.heads, "head")
     failed, rules = sum(not check.passed for check in report.checks), format_count(len(report.checks), "rule")
     standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
@@ -57,7 +67,7 @@ def document(report: Report) -> Document:
         facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
         asides=(),
         notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
-        standing=standing if report.checks else "No rule was checked",
+        standing=standing if report.checks else f"Baseline updated: {heads}" if updated else "No rule was checked",
         sound=not failed,
     )
     return Document(head, tuple(rule_sections(Shapes(report), "terminal")))
@@ -74,9 +84,12 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     for check in checks:
         heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
         without = f", {check.without} without a value" if check.without else ""
+        against_baseline = check.id.startswith("baseline: ")
         row = {
-            "rule": clean(check.rule),
-            "found": NO_VALUE if check.value is None else number(check.value),
+            "rule": clean(check.subject if against_baseline else check.rule),
+            "found": _format_found(check),
+            "baseline": None if check.base is None else f"median {number(check.base)}",
+            "tolerance": check.wanted.partition("(")[2].rstrip(")") if against_baseline else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "holds" if check.passed else "FAILS",
         }
@@ -101,7 +114,7 @@ def rows(report: Report) -> list[Row]:
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
-        rule["file"] = check.file
+        rule |= {"median": check.median, "baseline.median": check.base, "file": check.file}
         names = ("site", "layer", "head", "part", "value", "base", "p")
         rows += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
     return rows

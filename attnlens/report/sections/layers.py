@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, HeadId, ModelInfo, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
+from attnlens.report.findings.heads import CHANCE, LEVEL, THRESHOLD, HeadTests
 from attnlens.report.sections.facts import no_errors, null_cell, population
 from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, section, sort_by_group
@@ -32,7 +33,7 @@ from attnlens.wording import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
@@ -137,6 +138,14 @@ def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
+MARKS = {1: "↑", 0: "", -1: "↓"}  # Mark of a value significantly above or below its reference
+MARKED = (
+    f"{MARKS[1]} {MARKS[-1]}: significantly above or below chance ({join_items(CHANCE[:3])}, selection.*) or ½ "
+    f"({join_items(THRESHOLD)}), at a false-discovery rate of {100 * LEVEL:g} % over heads and measures; other "
+    "measures are not tested."
+)
+
+
 @section(35, ("inspection", "experiments"), ("page",))
 @section(10, views=("table",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
@@ -151,10 +160,12 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     first, *others = place_columns(shapes.report.heads, shapes.report.model)
     first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
     names = [first, *(replace(column, foot=["", ""] * nulls) for column in others)]
-    columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
+    signs = HeadTests(shapes).signs
+    columns = sort_by_group([_head_column(shapes, reading, nulls, signs) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
     notes = [f"{note}."] if note else []
+    notes += [MARKED] if any(name in shapes.readings for name in signs) else []
     yield Section("Every head", table=Table(names, columns), notes=notes, instead=view == "page")
 
 
@@ -172,14 +183,18 @@ def missing_reason(head: Head, name: str) -> str:
     return head.measures[name].reason or "" if name in head.measures else "not measured"
 
 
-def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
+def _head_column(
+    shapes: Shapes, reading: MeasureMap, nulls: bool, signs: Mapping[str, Int[np.ndarray, " heads"]]
+) -> Column:
     heads = shapes.report.heads
     cells = []
+    marks = [MARKS[int(sign)] for sign in signs.get(reading.name, np.zeros(len(heads)))]
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     for at in (shapes.cell(head.layer, head.head) for head in heads):
         value, error = float(reading.values[at]), float(reading.errors[at])
         named = reading.labels and not np.isnan(value)
         cells.append(clean(reading.labels[round(value)]) if named else _with_error(value, error, decimals))
+    cells = [f"{cell}{mark}" for cell, mark in zip(cells, marks, strict=True)]
     reasons = [missing_reason(head, reading.name) for head in heads]
     mean, _, sd = null_cell(*reading.null).partition(" ± ") if reading.null else ("", "", "")
     foot = (mean, f"±{sd}" if sd else "") if nulls else ()
