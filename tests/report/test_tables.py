@@ -146,7 +146,7 @@ def test_all_heads_shows_every_head_and_measure_within_the_page():
     report = synthetic_report(3, 5, missing=[(1, 1)])
     text = views.all_heads(report, 120)
     assert max(map(len, text.splitlines())) <= 120
-    words = text.replace("\n", " ").split()
+    words = re.sub("[↑↓\n]", " ", text).split()
     for head in report.heads:
         labels = [measure.label.split()[0] for measure in head.measures.values() if measure.label is not None]
         symmetry, entropy = head.measures["weights.symmetry"].value, head.measures["tokens.entropy"]

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from shlex import quote
+from typing import Literal
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Report, Rise, Swap
+from attnlens.records import Change, Comparison, Coverage, Finding, MeasureChange, Pair, Plan, Report, Rise, Swap
 from attnlens.records.comparison import DISTANCE
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
@@ -37,7 +38,8 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         yield _cheapest(swaps)
         return
     (swap,) = swaps
-    cache = None if shapes.report.plan is not None else _cache(swap, shapes.report.settings.length)
+    report = shapes.report
+    cache = None if report.plan is not None else _cache(swap, report.settings.length, report.coverage)
     answers = (
         _cost(swap, shapes.report.settings.interval_method),
         cache,
@@ -111,13 +113,16 @@ def _cheapest(swaps: list[Swap]) -> Finding:
     return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
 
 
-def _cache(swap: Swap, length: int | None) -> Finding | None:
+def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
     """State how many numbers a head caches for a window, if these are fewer than all keys and values."""
     full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
     if full is None or swap.state is None or swap.state >= full:
         return None
     answer = f"{full:,.0f} → {swap.state:,.0f} numbers per head and window ({share(swap.state / full - 1, 0)})."
-    return Finding(question="Cache?", answer=answer, evidence=f"Windows of {length} tokens.", measures=["swap.state"])
+    swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
+    scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
+    evidence = f"In {scope}; windows of {length} tokens."
+    return Finding(question="Cache?", answer=answer, evidence=evidence, measures=["swap.state"])
 
 
 def _healed(swap: Swap) -> Finding | None:
@@ -209,17 +214,14 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         "" if promised is None else ", ".join((f"Expected rise {share(promised.share)}", *_bounds(promised))) + "."
     )
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
-    cache = plan.cache_bytes_per_token
-    if cache.before and cache.after is not None:
-        change = share(cache.after / cache.before - 1, 0)
-        answer = f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({change})."
-        yield Finding(
-            question="Cache?",
-            answer=answer,
-            evidence="Keys and values of the swapped heads; values keep their size.",
-            severity="notable" if cache.after < cache.before else "problem",
-            measures=["swap.plan"],
-        )
+    if cache := _format_cache(plan.model_cache_bytes_per_token):
+        alone = plan.cache_bytes_per_token
+        evidence = "Keys and values of the whole model; values keep their size."
+        if alone.before != plan.model_cache_bytes_per_token.before:
+            evidence += f" The swapped heads alone: {_format_cache(alone)}."
+        yield _plan_cache(plan, f"{cache}.", evidence)
+    elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
+        yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
     if (measured := plan.measured) is not None:
         within = measured.share <= plan.budget
         answer = f"{'Yes' if within else 'No'}: {share(measured.share)} on {clean(plan.text)}."
@@ -230,6 +232,20 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
             severity="none" if within else "problem",
             measures=["swap.plan"],
         )
+
+
+def _format_cache(cache: Pair) -> str:
+    """Format a change of bytes per token: `4,096 → 2,560 bytes per token (-38 %)`; empty if it is unknown."""
+    if not cache.before or cache.after is None:
+        return ""
+    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({share(cache.after / cache.before - 1, 0)})"
+
+
+def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
+    cache = plan.cache_bytes_per_token
+    smaller = cache.before is not None and cache.after is not None and cache.after < cache.before
+    severity: Literal["notable", "problem"] = "notable" if smaller else "problem"
+    return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
 
 
 def _bounds(rise: Rise) -> Iterator[str]:
