@@ -44,7 +44,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     shown = repr(written) if isinstance(name, str) else f"of type {type(name).__name__}"
     near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"There is no {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
+    raise UsageError(f"Unknown {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:

@@ -310,7 +310,7 @@ FilePlace = Annotated[str, checks(_place)] | None
 FolderPlace = Annotated[str, checks(folder)] | None
 Word = Annotated[str, checks(word)]
 Device = Annotated[
-    str, spelled("auto|cpu|mps|cuda(:[0-9]{1,4})?", "There is no device {}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
+    str, spelled("auto|cpu|mps|cuda(:[0-9]{1,4})?", "Unknown device {}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
 ]
 SelectionRule = Annotated[str, _valid(arguments.selection_share)]
 BudgetText = Annotated[str, _valid(arguments.budget)]

@@ -247,11 +247,11 @@ def check_chosen(layers: Sequence[int | str] | None, heads: Sequence[int] | None
     """Raise UsageError if the model lacks any of the chosen layers or heads."""
     for layer in layers or ():
         if not any(each.site.is_among([layer]) for each in reached):
-            raise UsageError(f"There is no layer {layer}.", f"Choose from layers {_list_layers(reached)}.")
+            raise UsageError(f"The model lacks layer {layer}.", f"Choose from layers {_list_layers(reached)}.")
     most = max(each.call.query.shape[1] for each in reached)
     for head in heads or ():
         if not 0 <= head < most:
-            raise UsageError(f"There is no head {head}.", f"Choose from heads 0 to {most - 1}.")
+            raise UsageError(f"The model lacks head {head}.", f"Choose from heads 0 to {most - 1}.")
 
 
 def layer_names(sites: Iterable[Site]) -> list[str]:

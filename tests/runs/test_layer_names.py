@@ -72,7 +72,7 @@ def test_options_select_a_layer_of_one_part_or_of_each(whisper):
     )
     each = attnlens.inspect(family("whisper"), source="weights", layers=[1])
     assert {each.model.layer_name(h.layer) for h in each.heads} == {"encoder.1", "decoder.1", "cross.1"}
-    with pytest.raises(UsageError, match=r"There is no layer decoder\.9") as refused:
+    with pytest.raises(UsageError, match=r"The model lacks layer decoder\.9") as refused:
         attnlens.inspect(family("whisper"), source="weights", layers="decoder.9")
     assert "encoder.0 to encoder.1" in refused.value.remedy
     assert "cross.0 to cross.1" in refused.value.remedy
