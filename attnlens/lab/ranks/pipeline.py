@@ -351,7 +351,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
                 problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
-    problems += [f"key head {kv_head} of {site} lacks a rank" for site, kv_head in remaining]
+    problems += [f"no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
     if problems:
         raise UsageError(
             f"The plan does not fit this model: {problems[0]}.",
