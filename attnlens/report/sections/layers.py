@@ -160,7 +160,7 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     first, *others = place_columns(shapes.report.heads, shapes.report.model)
     first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
     names = [first, *(replace(column, foot=["", ""] * nulls) for column in others)]
-    signs = HeadTests(shapes).signs
+    signs = HeadTests(shapes).signs if view == "table" else {}  # the page shows nulls and z of each head
     columns = sort_by_group([_head_column(shapes, reading, nulls, signs) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
