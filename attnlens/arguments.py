@@ -15,7 +15,7 @@ from itertools import islice
 from threading import RLock
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from attnlens.choices import Unit
+from attnlens.choices import PARTS, Unit
 from attnlens.errors import UsageError
 from attnlens.files import OPEN_FILES
 
@@ -44,7 +44,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     shown = repr(written) if isinstance(name, str) else f"of type {type(name).__name__}"
     near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"There is no {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
+    raise UsageError(f"Unknown {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -143,6 +143,22 @@ def listed_numbers(name: str, words: str) -> set[int]:
             raise UsageError(f"{name}: {words!r} contains a reversed range: {word.strip()}.", f"Write {last}-{first}.")
         numbers.update(range(first, last + 1))
     return numbers
+
+
+def listed_layers(name: str, words: str) -> list[int | str]:
+    """Parse a list of layers such as `0-3,7` or `decoder.0-3,cross.1`; layers of one part become `decoder.0`, ….
+
+    Raise a UsageError that mentions `name` for anything else.
+    """
+    if "." not in words:
+        return sorted(listed_numbers(name, words))
+    layers: list[int | str] = []
+    for word in words.split(","):
+        part, dot, numbers = word.strip().rpartition(".")
+        if dot:
+            checked_name("part", part, PARTS)
+        layers += [f"{part}.{number}" if dot else number for number in sorted(listed_numbers(name, numbers))]
+    return list(dict.fromkeys(layers))
 
 
 class Budget(NamedTuple):

@@ -9,6 +9,7 @@ Placement = Literal["spread", "first", "random"]  # Windows: evenly spaced, at t
 Intervals = Literal["windows", "texts"]  # Population that intervals describe: windows of these texts, or similar texts
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
+PARTS: tuple[Part, ...] = get_args(Part)  # Order of parts, which keeps the layers of one part together
 Sweep = Literal["heads", "layers"]  # Units that are swapped individually
 Unit = Literal["loss", "ppl"]  # Quantity that a budget limits: the loss in nats, or its exponential, the perplexity
 Route = Literal["auto", "eager", "fused"]  # Implementation of attention: the fastest exact one, row tiles, or fused

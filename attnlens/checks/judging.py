@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
 from attnlens.checks.rule import Rule, Tolerance
@@ -87,12 +88,20 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
                 subject=name,
                 wanted=wanted,
                 passed=not significant,
+                median=_median(change.value for change in column),
+                base=_median(change.base for change in column),
                 heads=len(column),
                 breaches=significant,
                 file=file,
             )
         )
     return checks
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Compute the median of the known values; None if there are none."""
+    present = [value for value in values if value is not None]
+    return median(present) if present else None
 
 
 def _size(change: Breach) -> float:
@@ -162,7 +171,7 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         name, column = rule.stem, "value"
     elif column not in ("value", *COLUMNS) or not any(name in head.measures for head in report.heads):
         return []
-    heads = list(filter(rule.covers, report.heads))
+    heads = [head for head in report.heads if rule.covers(head, report.model)]
     numbers: list[float | None] = []
     for measure in (head.measures.get(name) for head in heads):
         source, field = (measure.null, "mean") if measure is not None and column == "null" else (measure, column)
@@ -183,7 +192,8 @@ def _match_blocks(report: Report, rule: Rule) -> list[tuple[Breach, float | None
     blocks = [] if report.comparison is None else report.comparison.blocks
     covered: list[tuple[Breach, float | None]] = []
     for block in blocks:
-        heads = [head for head in report.heads if head.site.startswith(f"{block.path}.") and rule.covers(head)]
+        inside = (head for head in report.heads if head.site.startswith(f"{block.path}."))
+        heads = [head for head in inside if rule.covers(head, report.model)]
         if heads or not rule.selection:
             layer, part = block.layers[0] if block.layers else 0, (heads or report.heads)[0].part
             covered.append((Breach(site=block.path, layer=layer, head=None, part=part, value=None), block.change))
@@ -262,6 +272,7 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
                 wanted=rule.wanted,
                 passed=passed,
                 value=number,
+                median=_median(value for _, value in heads) if number is None else None,
                 heads=len(heads) if heads else None,
                 without=len(covered) - len(heads),
                 breaches=[] if passed else [breach(head, value) for head, value in broken],

@@ -46,7 +46,7 @@ def assert_attention(
 
     report = _report(model_or_report, options, rules if baseline is None else None)
     judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
-    failed = [describe_check(check) for check in judged.checks if not check.passed]
+    failed = [describe_check(check, judged.model.layer_name) for check in judged.checks if not check.passed]
     if failed:
         raise AssertionError("\n".join([f"{len(failed)} of {len(judged.checks)} rules failed:", *failed]))
 

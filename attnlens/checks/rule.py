@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from attnlens.analyzers.registry import MeasureInfo
-from attnlens.arguments import listed_numbers
+from attnlens.arguments import listed_layers, listed_numbers
 from attnlens.choices import FDR, RELATIVE, Part
 from attnlens.errors import UsageError
 from attnlens.files import format_value, read_toml
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
-    from attnlens.records import Head
+    from attnlens.records import Head, ModelInfo
 
 DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
 LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
@@ -29,7 +29,7 @@ COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
 WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value`: each head, or the single field, is compared
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
-FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head, by the word after @
+FILTERS = ("layers", "heads", "part")  # words after @
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne, "in": operator.ge},
@@ -63,7 +63,7 @@ class Rule:
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound
     share: Criterion | None = None  # for the aggregate `share`: the comparison that a counted head satisfies
-    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by key of FILTERS
+    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by word of FILTERS
     subject: str = ""  # `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
     wanted: str = ""  # condition as written
     file: str | None = None  # file that contains the rule
@@ -107,11 +107,14 @@ class Rule:
     def filters(self) -> str:
         """Selection of heads in its normal form: ` @layers 0,1,2 @part decoder`; empty for all heads."""
         chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
-        return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
+        ordered = {name: sorted(values, key=lambda value: (isinstance(value, str), value)) for name, values in chosen}
+        return "".join(f" @{name} {','.join(map(str, values))}" for name, values in ordered.items())
 
-    def covers(self, head: Head) -> bool:
-        """Return True if the selection contains the head."""
-        return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
+    def covers(self, head: Head, model: ModelInfo) -> bool:
+        """Return True if the selection contains this head of the model."""
+        layers = model.layer_choices(head.layer, head.part)
+        choices: dict[str, set[int | str]] = {"layers": layers, "heads": {head.head}, "part": {head.part}}
+        return all(choices[name] & values for name, values in self.selection.items())
 
 
 def condition(text: object) -> Rule:
@@ -151,8 +154,9 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
         if name in filters:
             raise _parse_error(text, f"it contains @{name} twice.")
         if name in ("layers", "heads"):
+            parse = listed_layers if name == "layers" else listed_numbers
             try:
-                filters[name] = frozenset(listed_numbers(f"@{name}", what))
+                filters[name] = frozenset(parse(f"@{name}", what))
             except UsageError as error:
                 raise _parse_error(text, error.problem) from None
         elif name == "part" and what.strip() in get_args(Part):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
 ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is estimated; duration that is announced
+FORECAST = "budget"  # Stage whose duration is always announced, after SAMPLED seconds: the search of `ranks`
+SAMPLED = 2.0
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -166,18 +168,32 @@ def _announce_long(tell: ReportProgress) -> ReportProgress:
     starts: dict[str, tuple[float, int]] = {}
     announced: set[str] = set()
 
+    def sampled(stage: str) -> float:
+        return SAMPLED if stage == FORECAST else ESTIMATED
+
     def extended(stage: str, done: int, total: int) -> None:
         begin, first = starts.setdefault(stage, (time.monotonic(), done))
         elapsed = time.monotonic() - begin
-        if stage not in announced and elapsed >= ESTIMATED and first < done < total:
+        if stage not in announced and elapsed >= sampled(stage) and first < done < total:
             announced.add(stage)
             remaining = elapsed * (total - done) / (done - first)
-            if remaining > LONG:
+            if stage == FORECAST:
+                say(_forecast(stage, remaining, f"{done - first} of {total - first}"))
+            elif remaining > LONG:
                 minutes = round(remaining / 60)
                 say(f"{stage}: about {minutes} minutes left. Fewer --windows, --layers or --heads make it shorter.")
         tell(stage, done, total)
 
     return extended
+
+
+def _forecast(stage: str, seconds: float, sample: str) -> str:
+    """Format how long a stage will take, within half of the estimate from its first steps."""
+    size, unit = (60, "minutes") if seconds >= 120 else (1, "seconds")
+    middle, low, high = (f"{share * seconds / size:.0f}" for share in (1, 0.5, 1.5))
+    return (
+        f"{stage}: about {middle} {unit} ({low} to {high}), estimated from {sample} steps. Fewer --windows shorten it."
+    )
 
 
 @contextmanager
@@ -198,17 +214,17 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every ten seconds, with the time left at the current rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left at its mean rate."""
     last = time.monotonic()
-    marks: dict[str, tuple[float, int]] = {}
+    starts: dict[str, tuple[float, int]] = {}
 
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        then, before = marks.setdefault(stage, (now, done))
+        then, before = starts.setdefault(stage, (now, done))
         if now - last < PLAIN_SECONDS:
             return
-        last, marks[stage] = now, (now, done)
+        last = now
         line = f"{stage}: {done} of {total}"
         if before < done < total:
             line += f", {timedelta(seconds=round((now - then) * (total - done) / (done - before)))} left"

@@ -112,7 +112,7 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
         return reached if layers == "all" else reached[-1:]
     wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
     if wrong or not layers:
-        what = f"There is no layer {wrong[0]}." if wrong else "No layers given."
+        what = f"The model lacks layer {wrong[0]}." if wrong else "No layers given."
         raise UsageError(what, f"Choose from layers 0 to {len(reached) - 1}.")
     return [call for call in reached if call.site.layer in layers]
 

@@ -39,6 +39,7 @@ from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, prepare, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
+from attnlens.wording import join_items
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -150,10 +151,11 @@ def converge_head(
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
     descent = DescentRequest.model_validate(options).explicit()
-    layer, number = location = requests.head(head)
+    layer, number = requests.head(head)
     query = InspectRequest(**request.explicit(), source="tokens", analyzers=(SHOWN,), layers=[layer], heads=[number])
     run = prepare(model, query, progress=progress)
     report, selector, nearness = pose_selection(run)
+    location = report.heads[0].layer, number
     start = time.perf_counter()
     hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
     settings = ExperimentSettings(trials=1, seed=run.settings.seed, **descent)
@@ -183,7 +185,11 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     # the settings of a report of experiments name no analyzer
     settings = run.settings.model_copy(update={"analyzers": [], "select": None})
-    report, _ = compute(survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)])))
+    inspection = survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)]))
+    if len(inspection.reached) > 1:
+        names = join_items(each.site.layer_name for each in inspection.reached)
+        raise UsageError(f"The head names several layers: {names}.", "Write PART.LAYER.HEAD, e.g. decoder.3.7.")
+    report, _ = compute(inspection)
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
     if isinstance(nearness, str):

@@ -29,7 +29,7 @@ _NAMES = {  # Names by module
     "report": "Environment Extreme Finding InspectionBody Kind Report Severity SiteCheck Summary SwapBody TextSummary "
     "Verdict Windows json_schema",
     "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
-    "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
+    "swaps": "Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange Prediction PredictionChange Predictor SiteSwap Stage Swap Task "
     "TextChange TextCosine",
     "tensors": "Call QueryKey Rotation Site Source",

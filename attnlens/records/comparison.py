@@ -36,6 +36,8 @@ class Check(Record):
     wanted: str  # Condition: `min > 0.05`
     passed: bool
     value: Number | None = None  # Value compared; None if heads are compared individually
+    median: Number | None = None  # Median over heads that are compared individually
+    base: Number | None = None  # The same median in the baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
     breaches: list[Breach] = []  # Heads that violate the rule, worst first; empty if it passed or aggregates heads

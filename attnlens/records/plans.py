@@ -98,7 +98,7 @@ class Plan(Record):
     head_dim: Number  # numbers for each key head before, mean over query heads
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
-    measured: Rise | None  # Rise on the evaluation text; None if the model diverged there
+    measured: Rise | None  # Rise on the evaluation text; None if the model diverged there, or not yet
     healed: Rise | None = None
     fitted_on: list[Text] = []
     chosen_on: list[Text] = []
@@ -108,6 +108,7 @@ class Plan(Record):
     parameters: Pair  # Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys
     flops_per_token: Pair  # Operations for queries, keys and scores of these heads, mean over a sequence
     cache_bytes_per_token: Pair  # Size of the keys and values of a token in the cache at these sites
+    model_cache_bytes_per_token: Pair = Pair(before=None, after=None)  # The same of the whole model
     rebuilding_flops: Number | None = None
     """Operations that rebuild the keys of one cached token from latents of unrotated keys. They are needed for every
     key that a new token sees, unless the keys are cached too."""
@@ -129,7 +130,8 @@ class Plan(Record):
         if len(set(named)) < len(named):
             raise ValueError("a key head has two ranks")
         layers = self.settings.layers
-        if layers is not None and not {key.layer for key in self.ranks} <= set(layers):
+        chosen = [layers is None or self.model.layer_choices(key.layer, key.part) & set(layers) for key in self.ranks]
+        if not all(chosen):
             raise ValueError("ranks and settings name different layers")
         return self
 

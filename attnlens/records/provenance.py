@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Literal
 
-from attnlens.choices import Intervals, Placement, Sources
+from attnlens.choices import Intervals, Part, Placement, Sources
 from attnlens.records.measures import Count, Number, Record
 from attnlens.wording import format_count, model_name
 
@@ -73,6 +73,21 @@ class ModelInfo(Record):
     quantised: str | None = None  # Format of decoded weights: `fp8`, `gptq` …; None if they are stored as plain numbers
     adapter: AdapterInfo | None = None
     conventions: Conventions | None = None
+    layer_names: list[str] = []
+    """Names of all layers, such as `decoder.2`, in models with several parts; empty for models with a single part."""
+
+    def layer_name(self, layer: int) -> str:
+        """Return the name of a layer for readers: its number, in models with several parts after its part's name."""
+        return self.layer_names[layer] if layer < len(self.layer_names) else str(layer)
+
+    def layer_number(self, layer: int) -> str:
+        """Return the number of a layer within its part."""
+        return self.layer_name(layer).rpartition(".")[2]
+
+    def layer_choices(self, layer: int, part: Part) -> set[int | str]:
+        """Return the values with which options and rules select a layer: 2 and `decoder.2`."""
+        number = self.layer_number(layer)
+        return {int(number), f"{part}.{number}"}
 
     @property
     def title(self) -> str:
@@ -121,8 +136,8 @@ class Settings(Record):
     windows: Count | None = None  # Number of windows, lines, images or sounds read; None if none were
     length: Count | None = None  # Tokens per window, per image, or at most per line (`pack` false)
     pack: bool | None = None  # True if text was cut into windows, False if read by line; None without a text
-    layers: list[Count] | None = None
-    heads: list[Count] | None = None  # Requested layers and heads; None means all
+    layers: list[Count | str] | None = None
+    heads: list[Count] | None = None  # Requested layers (`2` or `decoder.2`) and heads; None means all
     select: str | None = None  # Selected tokens, `argmax` or `top-p:0.9`; None if selection was not analysed
     options: dict[str, bool | int | float | str] = {}  # Other options that were set, except files, outputs and work
     notes: list[str] = []  # Notes on the input that a reader must know, one sentence each

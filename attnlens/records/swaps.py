@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import AliasChoices, Field
 
@@ -232,7 +232,6 @@ class Healing(Record):
     reasons: Reasons = {}
 
 
-PARTS: tuple[Part, ...] = get_args(Part)  # Order of parts, which keeps the layers of one part together
 Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -133,11 +133,22 @@ class Site:
     part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
     repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
     traced: bool = False  # True if the module's own code computes attention, so that it is traced
+    number: int | None = None  # Number of the layer within its part; None if the model has a single part
 
     @property
     def name(self) -> str:
         """Path, with the call's number if the module is called several times."""
         return f"{self.path}#{self.ordinal}" if self.repeated else self.path
+
+    @property
+    def layer_name(self) -> str:
+        """Name of the layer for readers: `decoder.2`; in models with a single part, `2`."""
+        return str(self.layer) if self.number is None else f"{self.part}.{self.number}"
+
+    def is_among(self, layers: Collection[int | str] | None) -> bool:
+        """Return True if `layers` (None: all) contains the layer, as `decoder.2` or as 2, which means any part."""
+        number = self.layer if self.number is None else self.number
+        return layers is None or number in layers or f"{self.part}.{number}" in layers
 
 
 @dataclass(frozen=True, eq=False)

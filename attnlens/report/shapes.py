@@ -13,7 +13,7 @@ import numpy as np
 
 from attnlens.analyzers.registry import MeasureInfo, find_measure
 from attnlens.choices import Part
-from attnlens.records import Report
+from attnlens.records import Extreme, HeadId, Report
 from attnlens.wording import source_of
 
 if TYPE_CHECKING:
@@ -84,11 +84,15 @@ class Shapes:
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
         self.layers: tuple[int, ...] = tuple(sorted(layers, key=lambda n: (order.index(part_of.get(n, order[0])), n)))
-        """Running numbers of the layers, part by part."""
+        """Running numbers of the layers, part by part; they are not shown, see `layer_names`."""
         self.parts: tuple[Part, ...] = tuple(part_of.get(layer, order[0]) for layer in self.layers)
         """Part of each layer: encoder, decoder or cross."""
         self.heads: tuple[int, ...] = _numbers({head.head for head in report.heads}, 0, report.settings.heads is None)
         """Numbers of the heads."""
+        self.layer_names = tuple(map(report.model.layer_name, self.layers))
+        """Names of the layers for readers: numbers; `decoder.2` in models with several parts."""
+        self.layer_numbers = tuple(map(report.model.layer_number, self.layers))
+        """Numbers of the layers within their parts."""
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._column = {head: column for column, head in enumerate(self.heads)}
 
@@ -112,6 +116,10 @@ class Shapes:
     def info(self, name: str) -> MeasureInfo:
         """Return the registry's entry of a measure or curve."""
         return find_measure(name)
+
+    def name_head(self, head: HeadId | Extreme) -> str:
+        """Name a head for readers: `3.7`, or `decoder.3.7`."""
+        return f"{self.report.model.layer_name(head.layer)}.{head.head}"
 
     def cell(self, layer: int, head: int) -> tuple[int, int]:
         """Return the row and column of a head in the maps."""

@@ -4,7 +4,18 @@
 per kind of run; `reading` derives settings and analyzers from options.
 """
 
-from attnlens.requests.fields import Request, Words, alternatives, details, head, numbers, one_head, takes, words
+from attnlens.requests.fields import (
+    Request,
+    Words,
+    alternatives,
+    details,
+    head,
+    layer_list,
+    numbers,
+    one_head,
+    takes,
+    words,
+)
 from attnlens.requests.run_options import (
     CheckpointsRequest,
     CompareRequest,

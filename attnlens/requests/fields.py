@@ -19,7 +19,17 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from attnlens import arguments
-from attnlens.arguments import LARGEST, checked_name, format_argument, listed_numbers, path, several, word
+from attnlens.arguments import (
+    LARGEST,
+    checked_name,
+    format_argument,
+    listed_layers,
+    listed_numbers,
+    path,
+    several,
+    word,
+)
+from attnlens.choices import PARTS
 from attnlens.errors import UsageError
 from attnlens.files import local_path
 
@@ -183,17 +193,36 @@ def numbers(what: str, value: object) -> list[int] | None:
     return list(dict.fromkeys(integers))
 
 
-def head(value: object) -> tuple[int, int]:
-    """Parse (layer, head), or `3.7`, into two integers of at least 0. Raise UsageError for anything else."""
-    match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value) if isinstance(value, str) else None
-    integers = [int(part) for part in match.groups()] if match else _integers("head", value)
+def layer_list(what: str, value: object) -> list[int | str] | None:
+    """Return distinct layers from a list or a string such as `0-3,7` or `decoder.0-3` (None: all).
+
+    Layers of a named part are strings such as `decoder.2`. Raise UsageError for anything else.
+    """
+    if isinstance(value, str):
+        return listed_layers(f"--{what}", value)
+    if isinstance(value, list | tuple) and any(isinstance(item, str) for item in value):
+        lists = [layer_list(what, item if isinstance(item, str) else [item]) for item in several(what, value)]
+        return list(dict.fromkeys(layer for layers in lists for layer in layers or ()))
+    integers = numbers(what, value)
+    return None if integers is None else [*integers]
+
+
+def head(value: object) -> tuple[int | str, int]:
+    """Parse (layer, head), `3.7` or `decoder.3.7`; a layer of a named part is a string. Raise UsageError otherwise."""
+    written = ".".join(map(str, value)) if isinstance(value, tuple) and isinstance(value[0], str) else value
+    match = (
+        re.fullmatch(r"\s*(?:([a-z]+)\.)?([0-9]{1,9})\.([0-9]{1,9})\s*", written) if isinstance(written, str) else None
+    )
+    if match is not None and match[1] is not None:
+        return f"{checked_name('part', match[1], PARTS)}.{int(match[2])}", int(match[3])
+    integers = [int(part) for part in match.groups()[1:]] if match else _integers("head", value)
     if len(integers) != 2:
         problem = f"{format_argument(value)} does not name a head."
-        raise UsageError(problem, "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7).")
+        raise UsageError(problem, "Write LAYER.HEAD, e.g. 3.7 or decoder.3.7; in Python also (3, 7).")
     return integers[0], integers[1]
 
 
-def one_head(value: object, layers: object, heads: object) -> dict[str, list[int]]:
+def one_head(value: object, layers: object, heads: object) -> dict[str, list[int | str] | list[int]]:
     """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if these are already set."""
     if value is None:
         return {}
@@ -272,7 +301,8 @@ def positive(name: str, value: object, below: float = LARGEST) -> float:
 
 Words = Annotated[tuple[str, ...], checks(words)]  # Names or paths; a single name or path is accepted too
 AnalyzerNames = Annotated[tuple[str, ...], checks(_analyzers)]
-Numbers = Annotated[list[int], checks(numbers)]  # Numbers of layers or heads
+Numbers = Annotated[list[int], checks(numbers)]  # Numbers of heads
+Layers = Annotated[list[int | str], checks(layer_list)]  # Layers as numbers, or with their part: `decoder.2`
 Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]
 """Whole number, of Python or numpy."""
 Place = Annotated[str, checks(path)] | None  # Path, or another name of a location
@@ -280,7 +310,7 @@ FilePlace = Annotated[str, checks(_place)] | None
 FolderPlace = Annotated[str, checks(folder)] | None
 Word = Annotated[str, checks(word)]
 Device = Annotated[
-    str, spelled("auto|cpu|mps|cuda(:[0-9]{1,4})?", "There is no device {}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
+    str, spelled("auto|cpu|mps|cuda(:[0-9]{1,4})?", "Unknown device {}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
 ]
 SelectionRule = Annotated[str, _valid(arguments.selection_share)]
 BudgetText = Annotated[str, _valid(arguments.budget)]

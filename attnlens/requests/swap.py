@@ -79,7 +79,10 @@ class KernelRequest(ModelRequest):
         "several towers also `vision`, `audio` or `text`.",
         metavar="PART",
     )
-    layers: fields.Numbers | None = option("Replace the kernel only in these layers, e.g. `0-3,7`.", metavar="NUMBERS")
+    layers: fields.Layers | None = option(
+        "Replace the kernel only in these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.",
+        metavar="NUMBERS",
+    )
     heads: fields.Numbers | None = option("Replace the kernel only in these heads, e.g. `0,5`.", metavar="NUMBERS")
     controls: bool = keyword(
         "Also measure trivial alternatives to each kernel: a sink-window of the same size, `hard`, `uniform`, and the "

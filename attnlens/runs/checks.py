@@ -19,7 +19,8 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import logits_of, of_text, output_options, states_of, tasks_of
 from attnlens.models.trace import remove_hooks
-from attnlens.records import Call, Conventions, Skipped, Task
+from attnlens.records import Call, Conventions, Site, Skipped, Task
+from attnlens.wording import group_pairs
 
 Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function of a forward pass on inputs
 
@@ -223,13 +224,27 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
 
 
-def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
+def check_chosen(layers: Sequence[int | str] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
     """Raise UsageError if the model lacks any of the chosen layers or heads."""
+    for layer in layers or ():
+        if not any(each.site.is_among([layer]) for each in reached):
+            raise UsageError(f"The model lacks layer {layer}.", f"Choose from layers {_list_layers(reached)}.")
     most = max(each.call.query.shape[1] for each in reached)
-    for noun, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
-        wrong = [number for number in numbers or () if not 0 <= number < count]
-        if wrong:
-            raise UsageError(f"There is no {noun} {wrong[0]}.", f"Choose from {noun}s 0 to {count - 1}.")
+    for head in heads or ():
+        if not 0 <= head < most:
+            raise UsageError(f"The model lacks head {head}.", f"Choose from heads 0 to {most - 1}.")
+
+
+def layer_names(sites: Iterable[Site]) -> list[str]:
+    """Return the name of every layer of a model with several parts; [] for a single part."""
+    return [site.layer_name for site in sites if site.number is not None]
+
+
+def _list_layers(reached: Sequence[SiteCall]) -> str:
+    """Format the layers that can be chosen: `0 to 3`, or `encoder.0 to encoder.3 and decoder.0 to decoder.3`."""
+    parts = group_pairs((None if each.site.number is None else each.site.part, each.site) for each in reached)
+    ordered = [sorted(sites, key=lambda site: (site.number or 0, site.layer)) for sites in parts.values()]
+    return " and ".join(f"{sites[0].layer_name} to {sites[-1].layer_name}" for sites in ordered)
 
 
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:

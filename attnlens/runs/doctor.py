@@ -54,7 +54,10 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     if not kind.passed:
         return [files, kind]
     drawn = random.SystemRandom().sample(report.heads, min(heads, len(report.heads)))
-    where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
+    where = {
+        "layers": [*{report.model.layer_name(head.layer) for head in drawn}],
+        "heads": sorted({head.head for head in drawn}),
+    }
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
@@ -198,7 +201,7 @@ def check_sites(
     inputs: dict[str, Tensor],
     progress: Progress = silent,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
     """Check the `reached` sites in these layers and heads; `first` has the same sites' calls on one token."""
@@ -206,7 +209,7 @@ def check_sites(
     pairs = [
         (single, each, chosen)
         for single, each in zip(first, reached, strict=True)
-        if (layers is None or each.site.layer in layers)
+        if each.site.is_among(layers)
         and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])

@@ -513,7 +513,7 @@ def test_the_analyzer_runs_only_by_name_its_source_is_tokens_and_senseless_optio
         *(({"analyzers": "selection", "select": rule}, f"select: cannot parse {rule!r}.") for rule in rules),
         ({"analyzers": "selection", "source": "weights"}, "selection cannot be computed from source=weights"),
         ({"select": "top-p:0.5"}, "requires the analyzer `selection`"),
-        ({"show": "everything"}, "There is no show"),
+        ({"show": "everything"}, "Unknown show"),
     ):
         with pytest.raises(UsageError, match=re.escape(problem)):
             attnlens.inspect("demo", **options)

@@ -14,7 +14,7 @@ from reports import planted, synthetic_report
 from views import Tags
 
 import attnlens
-from attnlens.checks.judging import verdict
+from attnlens.checks.judging import baseline_of, verdict
 from attnlens.checks.rule import parse_table
 from attnlens.report.render.html import html
 from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
@@ -118,3 +118,21 @@ def test_the_table_shows_every_rule_the_csv_every_head_and_checks_survive_the_fi
     ]
     passed = attnlens.check(synthetic_report(2, 2), {"tokens.entropy": "min > 0"})
     assert "PASSED: 1 of 1 rule" in views.printed(checked.document(passed))
+
+
+def test_a_baseline_shows_the_value_found_beside_baseline_and_tolerance():
+    first, second = (planted(np.array(values)) for values in (((0.1, 0.2), (0.3, 0.4)), ((0.1, 0.2), (0.5, 0.6))))
+    judged = verdict(second, parse_table({"weights.planted": ["value > 0"]}), baseline_of(first))
+    value, against = judged.checks
+    assert (value.median, value.base) == (0.35, None)
+    assert (against.median, against.base) == (0.35, 0.25)
+    text = markdown(checked.document(judged))
+    assert "| rule | found | baseline | tolerance | heads | verdict |" in text
+    assert re.search(r"\| weights.planted \| median 0.35 \| median 0.25 \| ±5 %[^|]* \| 2 of 4 fail \| FAILS \|", text)
+    assert checked.rows(judged)[-1] | {"baseline.median": 0.25, "median": 0.35} == checked.rows(judged)[-1]
+
+
+def test_an_updated_baseline_is_not_an_empty_check():
+    report = planted(np.array(((0.1, 0.2),)))
+    assert checked.document(report, updated=True).head.standing == "Baseline updated: 2 heads"
+    assert checked.document(report).head.standing == "No rule was checked"

@@ -292,3 +292,16 @@ def test_saved_reports_are_shown_drawn_into_a_folder_and_written_as_a_page(tmp_p
     result = invoke("report", "r.json", "-q", "--html", "doctor.html", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "h.0.attn" in (tmp_path / "doctor.html").read_text()
+
+
+def test_the_search_of_ranks_says_at_once_how_long_it_takes(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
+    with show.progress(shown=True) as tell:
+        tell("budget", 0, 100)
+        clock[0] = 3.0
+        tell("budget", 10, 100)
+        clock[0] = 4.0
+        tell("budget", 12, 100)
+    err = capsys.readouterr().err
+    assert err.count("budget: about 27 seconds (14 to 40), estimated from 10 of 100 steps.") == 1

@@ -65,8 +65,8 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("inspect --source weights --windows-csv w.csv", ("no windows are read",)),
     ("inspect --analyzer symetry", ("symetry", "Did you mean 'symmetry'")),
     ("inspect --source weight", ("Did you mean 'weights'",)),
-    ("inspect --placement frist", ("There is no placement 'frist'.", "Did you mean 'first'")),
-    ("inspect --placement middle", ("There is no placement 'middle'.", "Choose from: spread, first, random.")),
+    ("inspect --placement frist", ("Unknown placement 'frist'.", "Did you mean 'first'")),
+    ("inspect --placement middle", ("Unknown placement 'middle'.", "Choose from: spread, first, random.")),
     ("list measure", ("Did you mean 'measures'",)),
     ("inspect --dtype float31", ("no dtype 'float31'",)),
     ("doctor --device abacus", ("no device 'abacus'",)),
@@ -90,8 +90,8 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("converge --checkpoints --trials 3", ("--trials applies to the synthetic experiments",)),
     ("converge --length 16", ("--length applies to a single head and checkpoints",)),
     ("converge demo", ("needs --head, --checkpoints or --revisions",)),
-    ("explain share_skw", ("There is no measure or kernel 'share_skw'", "Did you mean")),
-    (["explain", "\x1b[31mred"], ("There is no measure or kernel",)),
+    ("explain share_skw", ("Unknown measure or kernel 'share_skw'", "Did you mean")),
+    (["explain", "\x1b[31mred"], ("Unknown measure or kernel",)),
     ("explain effective_rank", ("the name of several measures", "weights.effective_rank, tokens.effective_rank")),
     # removed names, and keywords of Python
     ("inspect --models a", ("Run the command once per model",)),
@@ -299,7 +299,7 @@ HEAVY = [
         ("--text one.txt", "token"), ("--text empty.txt", "empty"), ("--text binary.txt", "binary"),
         ("--text short.txt --source tokens --length 32", "one window needs 32"),
     )),
-    (f"converge --checkpoints {checkpoint(0)} {checkpoint(30)} --layers 9", ("There is no layer 9",)),
+    (f"converge --checkpoints {checkpoint(0)} {checkpoint(30)} --layers 9", ("The model lacks layer 9",)),
     ("converge --checkpoints --json no/such/folder/r.json", ("can't be written",)),
     (f"converge --checkpoints {checkpoint(30)} step-77", ("n_head is 8 in step-00030, but 4 in step-77",)),
     ("report headless.json -q --html page.html", ("no measures to draw",)),
@@ -328,7 +328,7 @@ def test_refusals_of_a_missing_device_with_a_traceback_and_of_defaults_without_a
     refused(invoke("inspect", "demo", "--device", "cuda"), "cuda")
     result = invoke("inspect", "demo", "--layers", "99", "--debug")
     assert result.returncode == 2
-    assert result.stderr.index("Traceback") < result.stderr.index("Error: There is no layer 99")
+    assert result.stderr.index("Traceback") < result.stderr.index("Error: The model lacks layer 99")
     with Path(tmp_path, "attnlens.toml").open("wb") as file:
         file.truncate(3 * 2**30)
     refused(invoke("inspect", cwd=tmp_path), "larger than 1 MiB")

@@ -156,10 +156,10 @@ def test_refusals() -> None:
         "no head 99": {"head": (0, 99), "windows": 1, "length": 8},
         "parameterisation": {"head": (0, 0), "parameterisation": "both"},
         "lr": {"head": (0, 0), "lr": -1.0},
-        "There is no option 'layers'": {"head": "1.3", "layers": [99]},
-        "There is no option 'source'": {"head": "1.3", "source": "weights"},
-        "There is no option 'show'": {"head": "1.3", "show": "selection"},
-        "There is no option 'select'": {"head": "1.3", "select": "top-p:0.5"},
+        "Unknown option 'layers'": {"head": "1.3", "layers": [99]},
+        "Unknown option 'source'": {"head": "1.3", "source": "weights"},
+        "Unknown option 'show'": {"head": "1.3", "show": "selection"},
+        "Unknown option 'select'": {"head": "1.3", "select": "top-p:0.5"},
     }.items():
         with pytest.raises(UsageError, match=says):
             converge_head("demo", **options)

@@ -13,11 +13,13 @@ import attnlens
 from attnlens.cli.entry import exit_code
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
+from attnlens.lab.ranks.pipeline import rank_work
 from attnlens.maths.statistics import Design
 from attnlens.models import texts
 from attnlens.models.texts.targets import feed
 from attnlens.records import Plan
 from attnlens.report.sections.plans import plan_lines
+from attnlens.requests import RanksRequest
 
 READ = {"windows": 8, "length": 32, "batch_size": 4} | BARE
 
@@ -253,3 +255,28 @@ def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys)
         assert "Traceback" not in err
         assert err.count("\n") <= 3
     assert (tmp_path / "plan.json").read_bytes() == content
+
+
+def test_the_plan_is_given_as_soon_as_the_ranks_are_chosen(demo, report):
+    given, stages = [], []
+    options = {"latents": "group=1", "budget": "loss:2%", "layers": [0, 2], "heads": [1, 4, 5]}
+    note = lambda stage, *_: stages.append((stage, len(given)))  # noqa: E731
+    final = rank_work(demo, RanksRequest(**options, **READ), note, given.append).finish()
+    (early,) = given
+    assert early.ranks == final.plan.ranks == report.plan.ranks
+    assert early.measured is None
+    assert "not yet measured" in early.reasons["measured"]
+    assert final.plan.measured is not None
+    assert "measured" not in final.plan.reasons
+    assert ("compare", 0) in stages, "the later stage is announced before the ranks are chosen"
+    assert apply(demo, early).plan.ranks == early.ranks
+
+
+def test_the_cache_is_that_of_the_whole_model(report):
+    plan = report.plan
+    whole, alone = plan.model_cache_bytes_per_token, plan.cache_bytes_per_token
+    assert whole.before == 4 * 8 * (16 + 16) * 4  # layers · heads · (keys and values) · bytes of demo
+    assert whole.before - whole.after == alone.before - alone.after > 0
+    cache = next(finding for finding in report.findings if finding.question == "Cache?")
+    assert cache.answer.startswith(f"{whole.before:,.0f} → {whole.after:,.0f} bytes per token")
+    assert f"The swapped heads alone: {alone.before:,.0f} →" in cache.evidence

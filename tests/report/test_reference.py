@@ -112,7 +112,7 @@ def test_the_program_explains_a_measure_whose_name_is_unique():
         explanation("rank90")
     assert not absent(refusal.value.remedy, "weights.rank90", "tokens.rank90", "ksvd.rank90")
     for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
-        with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
+        with pytest.raises(UsageError, match="Unknown measure or kernel") as refusal:
             explanation(name)
         assert len(refusal.value.problem) < 120
 

@@ -14,16 +14,19 @@ from reports import CROSS, synthetic_report
 from rich.console import Console
 from views import absent
 
+import attnlens
 from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
 from attnlens.records import Settings
 from attnlens.report import export
+from attnlens.report.findings.heads import HeadTests
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escape_text
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections import section as sections
 from attnlens.report.sections.checked import site_checks
+from attnlens.report.shapes import Shapes
 from attnlens.wording import format_error
 
 HOSTILE = f"{STRANGE}\n# e"
@@ -143,7 +146,7 @@ def test_all_heads_shows_every_head_and_measure_within_the_page():
     report = synthetic_report(3, 5, missing=[(1, 1)])
     text = views.all_heads(report, 120)
     assert max(map(len, text.splitlines())) <= 120
-    words = text.replace("\n", " ").split()
+    words = re.sub("[↑↓\n]", " ", text).split()
     for head in report.heads:
         labels = [measure.label.split()[0] for measure in head.measures.values() if measure.label is not None]
         symmetry, entropy = head.measures["weights.symmetry"].value, head.measures["tokens.entropy"]
@@ -260,3 +263,13 @@ def test_the_list_of_kernels_shows_their_spelling_and_properties(width):
     listing = views.printed(views.alone(*lists.kernel_list([info], (), ())))
     assert not {"\x1b", "\u202e"} & set(listing)
     assert "[red]b[/red]" in " ".join(listing.split())
+
+
+def test_the_table_of_heads_marks_those_beyond_chance():
+    report = attnlens.inspect("demo", source="weights")
+    text = views.all_heads(report, 240)
+    above = HeadTests(Shapes(report)).heads("weights.symmetry", 1)
+    assert above
+    table = text.split("Every head")[1]
+    assert table.count("↑") >= len(above)
+    assert "significantly above or below chance" in " ".join(table.split())

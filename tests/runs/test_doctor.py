@@ -76,7 +76,7 @@ def test_only_the_chosen_sites_and_heads_are_checked(demo, monkeypatch):
     assert (report.coverage.sites, report.coverage.heads) == (2, 4)
     assert report.settings.model_dump(include=set(options)) == options
     for wrong in ({"layers": [4]}, {"heads": [8]}):
-        refused(UsageError, lambda wrong=wrong: attnlens.doctor(demo, **wrong), "There is no")
+        refused(UsageError, lambda wrong=wrong: attnlens.doctor(demo, **wrong), "The model lacks")
     patch_queries(monkeypatch, lambda query: torch.cat([query[:2], 2 * query[2:3], query[3:]]))
     for heads, passed in (([0, 1], True), ([1, 2], False)):
         assert attnlens.doctor(demo, heads=heads, layers=[0], length=16).doctor[0].passed is passed

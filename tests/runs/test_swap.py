@@ -491,8 +491,8 @@ def test_only_sites_with_the_chosen_heads_are_swapped_and_have_shapes():
 @pytest.mark.parametrize(
     ("options", "problem", "remedy"),
     [
-        ({"layers": [7]}, "There is no layer 7.", "layers 0 to 3"),
-        ({"heads": [0, 8]}, "There is no head 8.", "heads 0 to 7"),
+        ({"layers": [7]}, "The model lacks layer 7.", "layers 0 to 3"),
+        ({"heads": [0, 8]}, "The model lacks head 8.", "heads 0 to 7"),
         ({"part": "cross"}, "No attention sites selected", "decoder"),
         ({"text": "-", "calibration": "-", "fit": True}, "can read stdin", "Give files for the others"),
         ({"part": "decodr"}, "no part 'decodr'", "Did you mean 'decoder'"),

@@ -189,5 +189,5 @@ def test_a_note_says_that_fit_has_no_effect_on_kernels_that_are_always_fitted():
         assert any("--fit" in note for note in fit.notes) == noted
         assert not any("--fit" in note for note in plain.notes)
         assert not noted or plain.loss == fit.loss, words
-    with pytest.raises(UsageError, match="There is no ksvd_convention 'papr'"):
+    with pytest.raises(UsageError, match="Unknown ksvd_convention 'papr'"):
         attnlens.heal("no/such/model", "primal:4", train=1, ksvd_convention="papr")

@@ -80,6 +80,8 @@ def _accepted(field: FieldInfo) -> str:
             names.append("tuple[str, str]")
         elif part == list[int]:
             names.append("Sequence[int] | str")
+        elif part == list[int | str]:
+            names.append("Sequence[int | str] | str")
         elif get_origin(part) is Literal:
             names.append(f"Literal[{', '.join(map(repr, get_args(part)))}]")
         elif part is str:

@@ -82,13 +82,14 @@ def check(context: typer.Context) -> None:
         judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
     annotated = request.annotations or os.environ.get("GITHUB_ACTIONS") == "true"
     annotate = partial(_annotate, judged, stderr=outputs.json == STDOUT) if annotated else None
+    document = partial(checked.document, updated=request.update_baseline)
     writers: dict[str, Callable[[Report], str]] = {
         "json": lambda report: report.to_json(),
         "csv": lambda report: spreadsheet(checked.rows(report)),
-        "markdown": lambda report: markdown(checked.document(report)),
+        "markdown": lambda report: markdown(document(report)),
         "junit": junit,
     }
-    deliver(outputs, judged, writers, checked.document, annotate=annotate)
+    deliver(outputs, judged, writers, document, annotate=annotate)
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
         total = format_count(len(judged.checks), "rule")

@@ -12,15 +12,19 @@ from attnlens.choices import KERNEL, SHOWN
 from attnlens.cli import parameters as opt
 from attnlens.cli.exit_codes import PARTLY
 from attnlens.cli.outputs import check_reading, checked_model, named_model, run_command
+from attnlens.cli.show import say
 from attnlens.errors import IdentityError, UsageError
+from attnlens.files import local_path, write_atomically
 from attnlens.requests import CompareRequest, DoctorRequest, HealRequest, RanksRequest, SwapRequest
 from attnlens.requests.swap import heal_kernels, rank_kernels, swap_kernels
 from attnlens.wording import format_count, join_items
 
 if TYPE_CHECKING:
-    from attnlens.records import Report
+    from attnlens.records import Plan, Report
 
-HEAD = opt.option("--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7).", metavar="LAYER.HEAD")
+HEAD = opt.option(
+    "--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
+)
 
 
 @opt.with_options(
@@ -119,7 +123,15 @@ def ranks(context: typer.Context) -> None:
     request = opt.build(RanksRequest, context.params)
     request = request.with_options(ranks=rank_kernels(request)[1])  # a plan from a pipe can only be read once
     name = named_model(context.params)
-    run_command(context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell).run())
+
+    def write(plan: Plan) -> None:
+        if path := context.params["plan"]:
+            write_atomically(local_path(path, "--plan"), plan.to_json().encode())
+            say(f"Wrote the ranks to {path}; their rise on the evaluation text follows.")
+
+    run_command(
+        context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell, write).run()
+    )
 
 
 @opt.with_options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -43,12 +43,14 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
     return rank_work(model, request, progress).finish()
 
 
-def rank_work(model: Model, request: RanksRequest, progress: Progress = silent) -> SwapWork:
-    """Prepare the work of `find_ranks`."""
+def rank_work(
+    model: Model, request: RanksRequest, progress: Progress = silent, chosen: Callable[[Plan], None] | None = None
+) -> SwapWork:
+    """Prepare the work of `find_ranks`; `chosen` receives the plan as soon as its ranks are chosen."""
     check_work(model, request)
     kernels, plan, request = rank_kernels(request)
     budget = Budget(plan.unit, plan.budget) if plan else arguments.budget(request.budget or "loss:1%")
-    step = RankSearch(budget, plan, request.intervals, form_named=request.latents is not None)
+    step = RankSearch(budget, plan, request.intervals, form_named=request.latents is not None, chosen=chosen)
     return prepare("ranks", model, kernels, request, progress, ranks=step)
 
 
@@ -62,6 +64,7 @@ class RankSearch:
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
     samples: tuple[Sample, ...] = ()  # to fit, to choose and to estimate the rise; for a plan, only the first
     choice: Choice | None = None
+    chosen: Callable[[Plan], None] | None = None  # receives the plan before it is measured on the evaluated text
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -98,7 +101,11 @@ class RankSearch:
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
             with telling_at_most(session.progress, "budget", work) as tell:
+                for stage in ("compare", *["generate"] * bool(session.options.generate)):
+                    session.progress(stage, 0, 1)  # announce the later stages
                 self.choice = start(progress=tell).choose(fitting, choosing, promising, self.budget)
+            if self.chosen is not None:
+                self.chosen(self.record(run))
         return self.choice.swaps
 
     def record(self, run: KernelRun) -> Plan:
@@ -113,6 +120,10 @@ class RankSearch:
             for stage, each in run.measured.items()
         }
         saved, reasons = compute_saving(choice, by_site)
+        cache = saved["cache_bytes_per_token"]
+        if isinstance(cache, Pair) and cache.before is not None and cache.after is not None:
+            whole = cache_of_model(session.loaded, session.fed[0].inputs)
+            saved["model_cache_bytes_per_token"] = Pair(before=whole, after=whole + cache.after - cache.before)
         reasons |= {} if choice.reason is None else {"mean_rank": choice.reason}
         if choice.estimated is None:
             reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, not chosen")
@@ -120,9 +131,10 @@ class RankSearch:
             reasons["promised"] = DIVERGED
         form = next(iter(choice.swaps.values())).kernel
         reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
+        reasons |= {} if measured else {"measured": UNMEASURED}
         return Plan(
             tool=tool(),
-            model=session.loaded.info,
+            model=session.model_info,
             settings=settings,
             budget=budget.share,
             unit=budget.unit,
@@ -221,6 +233,7 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
 
 
 NO_CACHE = "the self-attention of the decoder is not swapped; caches of other attention are not counted"
+UNMEASURED = "the ranks were chosen, but not yet measured on the evaluation text"
 NEVER = "operations do not fall, regardless of the number of keys per query"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")  # fields of a Plan that list the parts of the calibration text
 SHARED = "one module computes several sites, whose ranks differ"
@@ -239,6 +252,13 @@ def sizes(loaded: loading.Loaded, sites: Sequence[Site], inputs: Mapping[str, Te
         site: _sizes(site, calls[site], each) if isinstance(each, Factors) else each.problem
         for site, each in zip(sites, factors, strict=True)
     }
+
+
+def cache_of_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """Compute the bytes per token of the keys and values that the decoder's self-attention caches."""
+    calls = [each.call for each in hooks.survey(loaded.model, inputs) if each.site.part == "decoder"]
+    numbers = ((call.key.shape[1] * (call.key.shape[-1] + call.value.shape[-1]), call.key) for call in calls)
+    return float(sum(count * key.element_size() for count, key in numbers))
 
 
 def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
@@ -331,7 +351,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
                 problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
-    problems += [f"there is no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    problems += [f"no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
     if problems:
         raise UsageError(
             f"The plan does not fit this model: {problems[0]}.",

@@ -237,7 +237,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
         raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Give numbers above 0.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
-            raise UsageError(f"There is no {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
+            raise UsageError(f"Unknown {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
             raise UsageError(f"The {name} contain NaN or Inf.", "Give finite numbers.")

@@ -211,7 +211,7 @@ def build_problem(
 ) -> Problem:
     """Build a problem from constraints, by default inequalities; raise UnposedError if there are no constraints."""
     if not len(differences):
-        raise UnposedError("There is no other token to select from.", "Give sequences of at least two tokens.")
+        raise UnposedError("No other token to select from.", "Give sequences of at least two tokens.")
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
     return Problem(differences, queries, query_of, margins, equal)
 

@@ -25,6 +25,7 @@ from attnlens.models.hooks.interface import answer_calls, implementation, is_att
 from attnlens.models.loading.placement import device_of_inputs
 from attnlens.models.trace import Keywords, Refused, call_arguments, remove_hooks, tensors, trace_attention
 from attnlens.records import Call, Site
+from attnlens.wording import group_pairs
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
 """transformers' name of a modality → its tower."""
@@ -154,14 +155,39 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
         raise out_of_reach(model, {paths[module]: reason for module, reason in refused.items()}, ran)
 
     total, ordinals, tower_of = Counter(module for module, _, _ in calls), Counter[nn.Module](), towers(model)
-    sites = list[SiteCall]()
+    sites = list[Site]()
     for layer, (module, call, arguments) in enumerate(calls):
         part, ordinal, repeated = _part(call, arguments), ordinals[module], total[module] > 1
         part = tower_of.get(module, part) if part == "encoder" else part
-        site = Site(paths[module], ordinal, layer, part, repeated=repeated, traced=call.traced)
+        sites.append(Site(paths[module], ordinal, layer, part, repeated=repeated, traced=call.traced))
         ordinals[module] += 1
-        sites.append(SiteCall(site, module, arguments, call))
-    return Survey(model, sites, ran, refused)
+    called = [
+        SiteCall(site, module, arguments, call)
+        for site, (module, call, arguments) in zip(number_within_parts(sites), calls, strict=True)
+    ]
+    return Survey(model, called, ran, refused)
+
+
+def number_within_parts(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites with layer numbers within their parts; unchanged if the model has a single part."""
+    by_part = group_pairs((site.part, site) for site in sites)
+    if len(by_part) == 1:
+        return list(sites)
+    numbers = {
+        site: number for part in by_part.values() for site, number in zip(part, _layer_numbers(part), strict=True)
+    }
+    return [replace(site, number=numbers[site]) for site in sites]
+
+
+def _layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
+    """Return the numbers that the model's module paths give these layers of one part; else their order, from 0."""
+    indices = [tuple(int(name) for name in site.path.split(".") if name.isdecimal()) for site in sites]
+    if len({len(index) for index in indices}) > 1:
+        return range(len(sites))
+    columns = list(zip(*indices, strict=True))
+    varying = [column for column in columns if len(set(column)) > 1] or columns  # a single layer varies in none
+    unique = len(varying) == 1 and len(set(varying[0])) == len(sites)
+    return varying[0] if unique else range(len(sites))
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:

@@ -191,7 +191,7 @@ class TracedSoftmax:
         content = [scores for scores in self.carried if scores.content]
         products = content or list(self.carried)
         if len(products) > 1:
-            reason = "" if content else ", in none of which both factors depend on its inputs"
+            reason = "" if content else "; none has two factors that depend on its inputs"
             raise unreadable(f"its scores are a sum of {len(products)} products of queries and keys{reason}")
         if products[0].scaled_by_inputs:
             raise unreadable("the factor of its scores depends on its inputs")

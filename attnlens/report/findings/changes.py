@@ -8,12 +8,13 @@ false-discovery rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from shlex import quote
+from typing import Literal
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Report, Rise, Swap
+from attnlens.records import Change, Comparison, Coverage, Finding, MeasureChange, Pair, Plan, Report, Rise, Swap
 from attnlens.records.comparison import DISTANCE
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
@@ -23,6 +24,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Place = tuple[int, int]
 """Layer and head."""
+Names = Callable[[int], str]  # Function that names a layer
 NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
 MOST_HEADS = 4  # Number of changed heads that are named
 
@@ -36,12 +38,13 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         yield _cheapest(swaps)
         return
     (swap,) = swaps
-    cache = None if shapes.report.plan is not None else _cache(swap, shapes.report.settings.length)
+    report = shapes.report
+    cache = None if report.plan is not None else _cache(swap, report.settings.length, report.coverage)
     answers = (
         _cost(swap, shapes.report.settings.interval_method),
         cache,
         _healed(swap),
-        _where(swap),
+        _where(swap, shapes.report.model.layer_name),
         _alternative(swap),
         _continuations(swap),
     )
@@ -110,13 +113,16 @@ def _cheapest(swaps: list[Swap]) -> Finding:
     return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
 
 
-def _cache(swap: Swap, length: int | None) -> Finding | None:
+def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
     """State how many numbers a head caches for a window, if these are fewer than all keys and values."""
     full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
     if full is None or swap.state is None or swap.state >= full:
         return None
     answer = f"{full:,.0f} → {swap.state:,.0f} numbers per head and window ({share(swap.state / full - 1, 0)})."
-    return Finding(question="Cache?", answer=answer, evidence=f"Windows of {length} tokens.", measures=["swap.state"])
+    swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
+    scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
+    evidence = f"In {scope}; windows of {length} tokens."
+    return Finding(question="Cache?", answer=answer, evidence=evidence, measures=["swap.state"])
 
 
 def _healed(swap: Swap) -> Finding | None:
@@ -136,7 +142,7 @@ def _healed(swap: Swap) -> Finding | None:
     return Finding(question="Healed?", answer=answer, evidence=evidence, severity=severity, measures=["swap.stages"])
 
 
-def _where(swap: Swap) -> Finding | None:
+def _where(swap: Swap, name: Names) -> Finding | None:
     """Name the heads or layers that cost most when they are swapped alone."""
     if not swap.sweep:
         return None
@@ -144,16 +150,16 @@ def _where(swap: Swap) -> Finding | None:
     unit = "layer" if all(effect.head is None for effect in swap.sweep) else "head"
     total = format_count(len(swap.sweep), unit)
     names = [
-        f"{'' if effect.head is None else 'head '}{effect.layer}{'' if effect.head is None else f'.{effect.head}'} "
-        f"({short(effect.delta or 0.0)})"
+        name(effect.layer) if effect.head is None else f"head {name(effect.layer)}.{effect.head}"
         for effect in costly[:MOST_HEADS]
     ]
+    costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
     if not costly:
         answer = f"Nowhere alone: none of {total} costs significantly when swapped alone."
         return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
     prefix = "layer " if unit == "layer" else ""
     answer = f"{len(costly)} of {total} {'costs' if len(costly) == 1 else 'cost'} significantly when swapped alone."
-    evidence = f"Most: {prefix}{', '.join(names)}; false-discovery rate 5 %."
+    evidence = f"Most: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
@@ -208,17 +214,14 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         "" if promised is None else ", ".join((f"Expected rise {share(promised.share)}", *_bounds(promised))) + "."
     )
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
-    cache = plan.cache_bytes_per_token
-    if cache.before and cache.after is not None:
-        change = share(cache.after / cache.before - 1, 0)
-        answer = f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({change})."
-        yield Finding(
-            question="Cache?",
-            answer=answer,
-            evidence="Keys and values of the swapped heads; values keep their size.",
-            severity="notable" if cache.after < cache.before else "problem",
-            measures=["swap.plan"],
-        )
+    if cache := _format_cache(plan.model_cache_bytes_per_token):
+        alone = plan.cache_bytes_per_token
+        evidence = "Keys and values of the whole model; values keep their size."
+        if alone.before != plan.model_cache_bytes_per_token.before:
+            evidence += f" The swapped heads alone: {_format_cache(alone)}."
+        yield _plan_cache(plan, f"{cache}.", evidence)
+    elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
+        yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
     if (measured := plan.measured) is not None:
         within = measured.share <= plan.budget
         answer = f"{'Yes' if within else 'No'}: {share(measured.share)} on {clean(plan.text)}."
@@ -229,6 +232,20 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
             severity="none" if within else "problem",
             measures=["swap.plan"],
         )
+
+
+def _format_cache(cache: Pair) -> str:
+    """Format a change of bytes per token: `4,096 → 2,560 bytes per token (-38 %)`; empty if it is unknown."""
+    if not cache.before or cache.after is None:
+        return ""
+    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({share(cache.after / cache.before - 1, 0)})"
+
+
+def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
+    cache = plan.cache_bytes_per_token
+    smaller = cache.before is not None and cache.after is not None and cache.after < cache.before
+    severity: Literal["notable", "problem"] = "notable" if smaller else "problem"
+    return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
 
 
 def _bounds(rise: Rise) -> Iterator[str]:
@@ -292,12 +309,13 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
     )
-    if causes := [*_causes(comparison, changes)]:
+    name = shapes.report.model.layer_name
+    if causes := [*_causes(comparison, changes, name)]:
         yield Finding(
             question="Cause?", answer=causes[0], evidence=" ".join(causes[1:]), severity=severity, measures=[FORMS]
         )
     if shown := changes.forms | changes.local | others:
-        yield _changed_heads(comparison, shown)
+        yield _changed_heads(comparison, shown, name)
     yield from _predictions(comparison)
 
 
@@ -327,40 +345,43 @@ def _places(rows: Iterable[MeasureChange]) -> set[Place]:
     return {(row.layer, row.head) for row in rows}
 
 
-def _causes(comparison: Comparison, changes: Changes) -> Iterator[str]:
+def _causes(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
     """Yield sentences on the changed weights, on heads that changed without them, and on the models as a whole."""
     if changes.forms:
-        yield f"The query/key form M of {format_count(len(changes.forms), 'head')} changed: {_list(changes.forms)}."
+        heads = format_count(len(changes.forms), "head")
+        yield f"The query/key form M of {heads} changed: {_list(changes.forms, name)}."
     if changes.local:
         heads = format_count(len(changes.local), "head")
         verb = "attends" if len(changes.local) == 1 else "attend"
-        yield f"{heads} {verb} differently to the same inputs although M is unchanged: {_list(changes.local)}."
+        yield f"{heads} {verb} differently to the same inputs although M is unchanged: {_list(changes.local, name)}."
     yield from map(clean, comparison.notes)
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
     if lone:
-        which = join_items(f"{row.measure} of {row.layer}.{row.head}" for row in lone)
+        which = join_items(f"{row.measure} of {name(row.layer)}.{row.head}" for row in lone)
         yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
 
 
-def _list(heads: set[Place]) -> str:
-    return join_items(f"{layer}.{head}" for layer, head in sorted(heads))
+def _list(heads: set[Place], name: Names) -> str:
+    return join_items(f"{name(layer)}.{head}" for layer, head in sorted(heads))
 
 
-def _changed_heads(comparison: Comparison, heads: set[Place]) -> Finding:
+def _changed_heads(comparison: Comparison, heads: set[Place], name: Names) -> Finding:
     """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
-    for name, unit in ((OWN_ROWS, "own KL {} nats"), (FORMS, "‖ΔM‖/‖M‖ {}"), (ROWS, "KL as run {} nats")):
-        rows = [row for row in comparison.rows if row.measure == name and (row.layer, row.head) in heads and row.delta]
+    for measure, unit in ((OWN_ROWS, "own KL {} nats"), (FORMS, "‖ΔM‖/‖M‖ {}"), (ROWS, "KL as run {} nats")):
+        rows = [
+            row for row in comparison.rows if row.measure == measure and (row.layer, row.head) in heads and row.delta
+        ]
         rows.sort(key=lambda row: -(row.delta or 0.0))
         if rows:
             shown = [
-                f"layer {row.layer} head {row.head} ({unit.format(short(row.delta or 0.0))})"
+                f"layer {name(row.layer)} head {row.head} ({unit.format(short(row.delta or 0.0))})"
                 for row in rows[:MOST_HEADS]
             ]
             more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
             answer = f"{', '.join(shown)}{more}."
-            return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[name])
-    return Finding(question="Which heads?", answer=f"{_list(heads)}.", evidence="Layer.head.")
+            return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
+    return Finding(question="Which heads?", answer=f"{_list(heads, name)}.", evidence="Layer.head.")
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
@@ -397,6 +418,7 @@ def after_comparison(shapes: Shapes) -> Iterator[str]:
     assert comparison is not None  # noqa: S101  # a report of this kind has one
     changes, model = Changes.of(comparison), model_argument(report)
     for layer, head in sorted(changes.forms | changes.local)[:1]:
-        yield f"attnlens inspect {model} --head {layer}.{head} --show attention --html head.html"
+        name = f"{report.model.layer_name(layer)}.{head}"
+        yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
     yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
     yield f"attnlens doctor {model}"

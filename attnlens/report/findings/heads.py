@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.analyzers.registry import NULL_DRAWS
-from attnlens.choices import Part
 from attnlens.records import Finding, Head, Report, Severity
 from attnlens.report.shapes import MeasureMap, Shapes, middle
 from attnlens.wording import decimals_for, format_count, format_number, join_items, short, title_of
@@ -282,18 +281,16 @@ def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
     if not counts or len(shapes.report.heads) == 1:
         return ""
     chosen = {(head.layer, head.head) for head in heads}
-    others = [f"{head.layer}.{head.head}" for head in shapes.report.heads if (head.layer, head.head) not in chosen]
+    others = [shapes.name_head(head) for head in shapes.report.heads if (head.layer, head.head) not in chosen]
     if len(heads) <= MOST_HEADS:
-        return f" ({', '.join(f'{head.layer}.{head.head}' for head in heads)})"
+        return f" ({', '.join(map(shapes.name_head, heads))})"
     if 0 < len(others) <= MOST_HEADS:
         return f" (all but {', '.join(others)})"
     if len(totals) < 2:
         return ""
-    parts: dict[int, Part] = {head.layer: head.part for head in heads}
-    several = len(set(shapes.parts)) > 1
     ranked = sorted(counts, key=lambda layer: (-counts[layer] / totals[layer], layer))
     named = [
-        f"{parts[layer] + ' ' if several else ''}layer {layer}: {counts[layer]} of {totals[layer]}"
+        f"layer {shapes.report.model.layer_name(layer)}: {counts[layer]} of {totals[layer]}"
         for layer in ranked[: MOST_LAYERS if len(ranked) <= MOST_LAYERS else 1]
     ]
     return f" ({'most in ' if len(ranked) > MOST_LAYERS else ''}{', '.join(named)})"
@@ -312,10 +309,10 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
         yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
     if any(name.startswith("selection.") for name in tests.shapes.readings):
         head = report.heads[0]
-        yield f"attnlens converge {model} --head {head.layer}.{head.head}"
+        yield f"attnlens converge {model} --head {shapes.name_head(head)}"
     if report.summary.extremes:
         extreme = report.summary.extremes[0]
-        yield f"attnlens inspect {model} --head {extreme.layer}.{extreme.head} --show attention --html head.html"
+        yield f"attnlens inspect {model} --head {shapes.name_head(extreme)} --show attention --html head.html"
     yield f"attnlens swap-kernel {model} --kernel rbf"
     if not any(name.startswith("selection.") for name in tests.shapes.readings):
         yield f"attnlens inspect {model} --analyzer selection"

@@ -24,8 +24,7 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter
 
 from attnlens.analyzers.registry import find_measure, list_analyzers
-from attnlens.choices import Part
-from attnlens.records import PARTS
+from attnlens.choices import PARTS, Part
 from attnlens.report.pictures.style import (
     BARE_POINTS,
     CATEGORIES,
@@ -61,6 +60,7 @@ CROWD = 400  # above this number of lines, a vector picture contains them raster
 Colours = tuple[Colormap, Normalize, str]
 """Colour map, norm, and the ends (`min`, `max`, `both` or `neither`) at which the colour bar is open."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
+Names = Callable[[int], str]  # Function that names a layer
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid
     return HeadGrid(np.array(rows, dtype=float), layers, heads, [part_of[layer] for layer in layers])
 
 
-def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "") -> Colorbar:
+def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "", number: Names = str) -> Colorbar:
     """Draw a map with layer 0 at the top and missing values hatched, and return its labelled colour bar."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(grid.values)
@@ -91,7 +91,7 @@ def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "") -> C
     hatch(axes, np.ma.getmaskarray(masked), "/////")
     label_indices(axes.xaxis, grid.heads)
     axes.set_xlabel("head")
-    label_layers(axes, grid.layers, grid.parts)
+    label_layers(axes, [number(layer) for layer in grid.layers], grid.parts)
     axes.spines[:].set_visible(True)
     return _colour_bar(axes, image, label, extend)
 
@@ -139,13 +139,13 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
         axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
 
 
-def label_indices(axis: Axis, names: Sequence[int]) -> None:
-    """Label rows or columns 0 … n − 1 with these numbers; label only as many as there is room for."""
+def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
+    """Label rows or columns 0 … n − 1 with these names; label only as many as there is room for."""
     axis.set_major_locator(IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
 
-def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str]) -> None:
+def label_layers(axes: Axes, layers: Sequence[str], parts: Sequence[str]) -> None:
     """Label the layers on the side, from layer 0 at the top; if there are several parts, add their names."""
     label_indices(axes.yaxis, layers)
     axes.set_ylim(len(layers) - 0.5, -0.5)
@@ -264,7 +264,9 @@ class Panel:
     draw: Callable[[Axes], None]
     rows: int = 12  # height, in lines of text
     width: float = 4.6  # width of the axes in inches if the panel has its own file
-    layers: Sequence[int] = ()  # layers shown as colours; the last panel of a row with such layers gets a colour bar
+    layers: Sequence[
+        str
+    ] = ()  # names of layers shown as colours; the last panel of a row with such layers gets a colour bar
     parts: Sequence[Panel] = ()  # panels that are drawn instead of this panel, three per row
 
 

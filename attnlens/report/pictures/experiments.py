@@ -16,6 +16,7 @@ from attnlens.records import Comparison, Curve, Experiment, Report, StudyCell, S
 from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
     Dot,
+    Names,
     Panel,
     Row,
     arrange,
@@ -68,7 +69,7 @@ def comparison_panels(report: Report) -> list[Panel]:
         caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. Logarithmic colours; KL in nats. "
         caption += f"Dots: heads with a significant change, {significant}. Hatched: no change at all."
         layers = len({row.layer for row in comparison.rows})
-        draw = partial(draw_differences, comparison=comparison, name=name)
+        draw = partial(draw_differences, comparison=comparison, name=name, number=report.model.layer_number)
         panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
     caption = (
         "One dot per head and measure; changes are in units of the measure's interquartile range over the heads of the "
@@ -81,7 +82,7 @@ def comparison_panels(report: Report) -> list[Panel]:
     return [*panels, Panel("volcano", "size and significance of changes", "", caption, draw)]
 
 
-def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
+def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Names = str) -> None:
     """Draw a map of a distance between the heads of two models, on a logarithmic scale."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
@@ -89,7 +90,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
     grid = grid_of(places, (None if row is None else row.delta for row in changes))
     most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
     least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
-    bar = heat_map(axes, grid, (style.SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"))
+    bar = heat_map(axes, grid, (style.SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"), number=number)
     bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
     bar.formatter = style.Powers()
     bar.minorticks_off()
@@ -222,7 +223,7 @@ def experiment_panels(report: Report) -> list[Panel]:
     for experiment in report.experiments:
         if experiment.trajectories:
             names = changed_measures(experiment) or measures_of(experiment)  # those the series is about come first
-            panels += [_trajectory_panel(experiment, name) for name in names]
+            panels += [_trajectory_panel(experiment, name, report.model.layer_name) for name in names]
         else:
             panels += _curve_panels(experiment)
     return [*panels, *_compared_panels(report)]
@@ -249,10 +250,10 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     axes.set_xlabel(clean(style.shorten_label(name, 30)))
 
 
-def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
+def _trajectory_panel(experiment: Experiment, name: str, layer_name: Names) -> Panel:
     info, curve, lines = find_measure(name), experiment.curves[name], _trajectories(experiment, name)
     layers = {line.layer for line in experiment.trajectories}
-    rows_of_layers = range(max(layers) + 1) if len(layers) > 1 and lines else ()
+    rows_of_layers = list(map(layer_name, range(max(layers) + 1))) if len(layers) > 1 and lines else []
     null = "; grey: null ± sd" * (experiment.null(name) is not None)
     note = clean(style.shorten_label(curve.quantity or source_of(name), 30)) + null
     caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. " if info.meaning else ""

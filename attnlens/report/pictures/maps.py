@@ -158,9 +158,10 @@ def head_panels(shapes: Shapes) -> list[Panel]:
     panels = [map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in varying]
     panels += [fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves]
     for selection in shapes.report.inspection.selections:
-        title = f"layer {selection.layer} head {selection.head}: margins of its selection"
+        name = shapes.report.model.layer_name(selection.layer)
+        title = f"layer {name} head {selection.head}: margins of its selection"
         caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(shapes)}"
-        draw, stem = partial(draw_margins, selection=selection), f"selection-{selection.layer}.{selection.head}"
+        draw, stem = partial(draw_margins, selection=selection), f"selection-{name}.{selection.head}"
         panels.append(Panel(stem, title, "", caption, draw, rows=14, width=5.4))
     return panels
 
@@ -277,7 +278,7 @@ def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
         return parts
     thirds: dict[str, list[int]] = {}
     for rows in np.array_split(parts[0].rows, min(THIRDS, len(parts[0].rows))):
-        first, last = shapes.layers[rows[0]], shapes.layers[rows[-1]]
+        first, last = shapes.layer_names[rows[0]], shapes.layer_names[rows[-1]]
         thirds[f"layer {first}" if first == last else f"layers {first}–{last}"] = rows.tolist()
     return _groups(shapes, name, thirds)
 
@@ -296,7 +297,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
     """Build the panel of a curve, with one line per head; if `split`, each model part has its own pair of axes."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
     title, caption, whole = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
-    panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layers)
+    panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layer_names)
     if not split or len(groups) < 2:
         return panel
     parts = [replace(panel, title=f"{title}: {g.title}", draw=partial(draw, groups=[g]), width=2.9) for g in groups]
@@ -403,7 +404,9 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
         name, depths = deep[0], groups_by_depth(shapes, deep[0])
         draw = partial(draw_depth, shapes=shapes, name=name, groups=depths)
         caption = f"{curve_caption(shapes, name)}\nDotted: medians of the other groups."
-        fans = [Panel(name, g.title, g.note, caption, partial(draw, group=g), layers=shapes.layers) for g in depths]
+        fans = [
+            Panel(name, g.title, g.note, caption, partial(draw, group=g), layers=shapes.layer_names) for g in depths
+        ]
         rows = [fans, [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
         rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
@@ -458,7 +461,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     axes.set_xlabel("share, one line per head")
-    label_layers(axes, shapes.layers, shapes.parts)
+    label_layers(axes, shapes.layer_numbers, shapes.parts)
     style.legend_above(axes, 56, handlelength=0.8)
 
 

@@ -13,11 +13,13 @@ import numpy as np
 from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from attnlens.choices import PARTS
 from attnlens.kernels import TIES
-from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
+from attnlens.records import Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
 from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
     Dot,
+    Names,
     Panel,
     Row,
     as_array,
@@ -103,24 +105,27 @@ def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
-    panels += [_sweep_panel(swap, f"sweep{suffix}") for swap, suffix in pairs]
-    return panels + [_predictors_panel(swap, f"predictors{suffix}") for swap, suffix in pairs if swap.predictors]
+    panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]
+    predicted = [(swap, suffix) for swap, suffix in pairs if swap.predictors]
+    name = report.model.layer_name
+    return panels + [_predictors_panel(swap, f"predictors{suffix}", name) for swap, suffix in predicted]
 
 
 def _overview_panels(report: Report) -> list[Panel]:
     """Build the panels of the overview, in order."""
     if len(report.swaps) > 1:
         return list(_kernel_panels(report))
-    swap, plan = report.swaps[0], report.plan
-    note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap)
+    swap, plan, number = report.swaps[0], report.plan, report.model.layer_number
+    note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap, number=number)
     sites = Panel("sites", "output error by layer", note, SITES, draw, len(swap.sites))
     panels = [_stages_panel(swap), sites]
-    panels += [_ranks_panel(plan)] if plan is not None else []
-    panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
+    panels += [_ranks_panel(plan, number)] if plan is not None else []
+    panels += [_sweep_panel(swap, "sweep", number)] if swap.sweep else []
     if swap.predictors:  # the measure with the largest |ρ| among predictors that hold, else among all
         holding = [predictor for predictor in swap.predictors if predictor.holds]
         strongest = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-        panels.append(replace(_scatter_panel(swap, strongest), stem="predictor", title="what predicts harm"))
+        panel = _scatter_panel(swap, strongest, report.model.layer_name)
+        panels.append(replace(panel, stem="predictor", title="what predicts harm"))
     panels += [_healing_panel(swap, swap.healing)] if swap.healing is not None else []
     return panels
 
@@ -260,7 +265,7 @@ def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> l
     ]
 
 
-def draw_sites(axes: Axes, swap: Swap) -> None:
+def draw_sites(axes: Axes, swap: Swap, number: Names = str) -> None:
     """Draw the relative error of each site's output, with layer 0 at the top and hatching for sites without a value."""
     sites = sorted(swap.sites, key=_order)
     errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
@@ -272,7 +277,7 @@ def draw_sites(axes: Axes, swap: Swap) -> None:
         hatch_box(axes, (0, row - 0.4), reach, 0.8)
     axes.set_xlim(0, 1.06 * reach)
     axes.set_xlabel("‖new − original‖ / ‖original‖ of the output")
-    label_layers(axes, [site.layer for site in sites], [site.part for site in sites])
+    label_layers(axes, [number(site.layer) for site in sites], [site.part for site in sites])
 
 
 def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
@@ -305,7 +310,7 @@ def _is_quiet(unit: Effect) -> bool:
     return unit.delta is not None and unit.p_value is not None and not unit.significant
 
 
-def _sweep_panel(swap: Swap, stem: str) -> Panel:
+def _sweep_panel(swap: Swap, stem: str, number: Names) -> Panel:
     heads, tested = _of_heads(swap), swap.judged_by == "loss"
     noun, quiet = ("head", "Grey dot") if heads else ("layer", "Hollow")
     note = f"Δ of the {EFFECTS[swap.judged_by]}" + f"; {quiet.lower()}: not significant at FDR 5 %" * tested
@@ -314,10 +319,11 @@ def _sweep_panel(swap: Swap, stem: str) -> Panel:
     caption += " Crossed: diverged. Numbers: effects beyond the colour scale." * heads
     layers, columns = len({unit.layer for unit in swap.sweep}), len({unit.head for unit in swap.sweep})
     wide = float(np.clip(0.4 * columns, 3.4, 8)) if heads else 4.6
-    return Panel(stem, f"each {noun} alone", note, caption, partial(draw_sweep, swap=swap), layers * (1 + heads), wide)
+    draw = partial(draw_sweep, swap=swap, number=number)
+    return Panel(stem, f"each {noun} alone", note, caption, draw, layers * (1 + heads), wide)
 
 
-def draw_sweep(axes: Axes, swap: Swap) -> None:
+def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
     """Draw the effects of single heads as a map, or of layers as dots, with layer 0 at the top."""
     if not _of_heads(swap):
         layers = sorted(swap.sweep, key=_order)
@@ -330,7 +336,7 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
         dot_plot(axes, dots)
         scale_around_median(axes, "x", as_array(unit.delta for unit in layers))
         axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
-        label_layers(axes, [unit.layer for unit in layers], [unit.part for unit in layers])
+        label_layers(axes, [number(unit.layer) for unit in layers], [unit.part for unit in layers])
         return
     units = [unit for unit in swap.sweep if unit.head is not None]
     places = [(unit.layer, unit.head or 0, unit.part) for unit in units]
@@ -338,13 +344,13 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
     half, extend = limit(grid.values)
     signed = any(unit.p_value is not None for unit in units)  # a distance has no sign, and no test
     colours, norm = (style.DIVERGING, CenteredNorm(0, half)) if signed else (style.SEQUENTIAL, Normalize(0, half))
-    heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}")
+    heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}", number)
     hatch(axes, grid_of(places, (unit.delta is None for unit in units)).values > 0, "xxxxx")
     mark_cells(axes, grid_of(places, map(_is_quiet, units)).values > 0, style.MUTED)
     above: style.Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
     for row, column in np.argwhere(np.abs(grid.values) > half):
-        number = grid.values[row, column]
-        text = style.typeset(number, decimals_for([number], 2))
+        delta = grid.values[row, column]
+        text = style.typeset(delta, decimals_for([delta], 2))
         axes.annotate(text, (column, row), (0, 3), color="white" if signed else "black", **above)
 
 
@@ -359,7 +365,7 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     return usual, "both" if over and under else "max" if over else "min"
 
 
-def _predictors_panel(swap: Swap, stem: str) -> Panel:
+def _predictors_panel(swap: Swap, stem: str, name: Names) -> Panel:
     """Build a picture of several measures: first the measures in ALWAYS, then those with the strongest correlations."""
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
@@ -372,15 +378,15 @@ def _predictors_panel(swap: Swap, stem: str) -> Panel:
     by_name = {predictor.measure: predictor for predictor in swap.predictors}
     first = [by_name.pop(name) for name in ALWAYS if name in by_name]
     others = sorted(by_name.values(), key=lambda predictor: -abs(predictor.rho))
-    parts = [_scatter_panel(swap, predictor) for predictor in [*first, *others][:PICTURES]]
+    parts = [_scatter_panel(swap, predictor, name) for predictor in [*first, *others][:PICTURES]]
     return replace(parts[0], stem=stem, caption=caption, parts=parts)
 
 
-def _scatter_panel(swap: Swap, predictor: Predictor) -> Panel:
+def _scatter_panel(swap: Swap, predictor: Predictor, name: Names) -> Panel:
     low, high = (style.typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
     ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
     note = f"ρ {style.typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
-    layers = range(1 + max(unit.layer for unit in swap.sweep))
+    layers = [name(layer) for layer in range(1 + max(unit.layer for unit in swap.sweep))]
     draw = partial(draw_predictor, swap=swap, predictor=predictor)
     return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)
 
@@ -407,7 +413,7 @@ def scale_around_median(axes: Axes, which: Literal["x", "y"], effects: Float[np.
         style.label_powers(axes.xaxis if which == "x" else axes.yaxis, 2 * usual)
 
 
-def _ranks_panel(plan: Plan) -> Panel:
+def _ranks_panel(plan: Plan, number: Names) -> Panel:
     caption = (
         f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
@@ -417,7 +423,9 @@ def _ranks_panel(plan: Plan) -> Panel:
     wide = float(np.clip(0.4 * heads, 3.4, 8))
     caption += f" {budget_note(plan)}."
     title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
-    return Panel("ranks", title, budget_note(plan), caption, partial(draw_ranks, plan=plan), 2 * layers, wide)
+    return Panel(
+        "ranks", title, budget_note(plan), caption, partial(draw_ranks, plan=plan, number=number), 2 * layers, wide
+    )
 
 
 def budget_note(plan: Plan) -> str:
@@ -427,12 +435,12 @@ def budget_note(plan: Plan) -> str:
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
 
 
-def draw_ranks(axes: Axes, plan: Plan) -> None:
+def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
     """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
     cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
     grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
     colours = (style.SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")
-    heat_map(axes, grid, colours, "rank r of head_dim")
+    heat_map(axes, grid, colours, "rank r of head_dim", number)
     if max(grid.values.shape) <= MOST_WRITTEN:
         texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
         write_cells(axes, texts, grid, colours)

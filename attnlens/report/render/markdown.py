@@ -56,15 +56,18 @@ def junit(report: Report) -> str:
     suites = ElementTree.Element("testsuites", {"name": "attnlens"} | counts)
     name = clean(f"attnlens check {report.model.id}")
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
+    layer = report.model.layer_name
     for check in report.checks:
         place = {} if check.file is None else {"file": clean(check.file)}
         attributes = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
         case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
         if not check.passed:
-            failure = ElementTree.SubElement(case, "failure", message=describe_check(check), type="rule")
-            lines = [describe_breach(check, breach) for breach in check.breaches[:MOST_HEADS]]
+            failure = ElementTree.SubElement(case, "failure", message=describe_check(check, layer), type="rule")
+            lines = [describe_breach(check, breach, layer) for breach in check.breaches[:MOST_HEADS]]
             more = len(check.breaches) - MOST_HEADS
-            failure.text = "\n".join([describe_check(check), *lines, *([f"and {more} more"] if more > 0 else [])])
+            failure.text = "\n".join(
+                [describe_check(check, layer), *lines, *([f"and {more} more"] if more > 0 else [])]
+            )
     ElementTree.indent(suites, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
@@ -76,8 +79,11 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 def workflow_commands(report: Report) -> list[str]:
     """Return at most ten GitHub workflow commands: failed rules that no single head breaks, then the worst heads."""
-    rule_errors = [(check, describe_check(check)) for check in report.checks if not check.passed and not check.breaches]
-    head_errors = [(check, describe_breach(check, breach)) for check, breach in worst(report.checks)]
+    layer = report.model.layer_name
+    rule_errors = [
+        (check, describe_check(check, layer)) for check in report.checks if not check.passed and not check.breaches
+    ]
+    head_errors = [(check, describe_breach(check, breach, layer)) for check, breach in worst(report.checks)]
     lines = []
     for check, message in [*rule_errors, *head_errors][:MOST_ANNOTATIONS]:
         place = {} if check.file is None else {"file": uri(check.file)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -12,27 +12,31 @@ from attnlens.report.sections.section import TEXTS, Cell, Document, Row, Section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, format_count, format_number, format_p
 
+Names = Callable[[int], str]
 SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
 
-def describe_check(check: Check) -> str:
-    """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
+def describe_check(check: Check, name: Names = str) -> str:
+    """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head.
+
+    `name` returns the name of a layer.
+    """
     text = f"{check.subject}: {'' if check.value is None else f'found {number(check.value)}, '}wanted {check.wanted}"
     if check.breaches:
         first = check.breaches[0]
         count = format_count(check.heads or 0, "block" if first.head is None else "head")
-        text += f"; {len(check.breaches)} of {count}, worst {_format_place(first)}: {_format_breach(first)}"
+        text += f"; {len(check.breaches)} of {count}, worst {_format_place(first, name)}: {_format_breach(first)}"
     return clean(text)
 
 
-def describe_breach(check: Check, breach: Breach) -> str:
+def describe_breach(check: Check, breach: Breach, name: Names = str) -> str:
     """Describe one head or block that breaks a rule."""
-    place = _format_place(breach) + ("" if breach.head is None else f" ({breach.part})")
+    place = _format_place(breach, name) + ("" if breach.head is None else f" ({breach.part})")
     return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
 
 
-def _format_place(breach: Breach) -> str:
-    return f"block {breach.site}" if breach.head is None else f"layer {breach.layer} head {breach.head}"
+def _format_place(breach: Breach, name: Names) -> str:
+    return f"block {breach.site}" if breach.head is None else f"layer {name(breach.layer)} head {breach.head}"
 
 
 def _format_breach(breach: Breach) -> str:
@@ -43,16 +47,28 @@ def _format_breach(breach: Breach) -> str:
     return f"{now}{before}{chance}"
 
 
+def _format_found(check: Check) -> str:
+    """Format the value that was compared, or the median over the heads if they are compared individually."""
+    if check.value is not None:
+        return number(check.value)
+    return NO_VALUE if check.median is None else f"median {number(check.median)}"
+
+
 def number(value: float) -> str:
     """Format a number with four significant digits, or a whole number below 10⁶ with all digits."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
-def document(report: Report) -> Document:
-    """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
+def document(report: Report, *, updated: bool = False) -> Document:
+    """Build the document of a check: the model, how many rules hold, each rule, and the worst heads.
+
+    `updated` is True if the report's values were written as a baseline.
+    """
     failed, rules = sum(not check.passed for check in report.checks), format_count(len(report.checks), "rule")
     standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
-    standing = standing if report.checks else "No rule was checked"
+    if not report.checks:
+        heads = format_count(report.coverage.heads, "head")
+        standing = f"Baseline updated: {heads}" if updated else "No rule was checked"
     notes = [] if report.coverage.complete else [clean(report.coverage.sentence)]
     head = replace(build_heading(report, whole=True), command="check", notes=notes, standing=standing, sound=not failed)
     return Document(head, tuple(rule_sections(Shapes(report), "terminal")))
@@ -69,9 +85,12 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     for check in checks:
         heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
         without = f", {check.without} without a value" if check.without else ""
+        against_baseline = check.id.startswith("baseline: ")
         row = {
-            "rule": clean(check.rule),
-            "found": NO_VALUE if check.value is None else number(check.value),
+            "rule": clean(check.subject if against_baseline else check.rule),
+            "found": _format_found(check),
+            "baseline": None if check.base is None else f"median {number(check.base)}",
+            "tolerance": check.wanted.partition("(")[2].rstrip(")") if against_baseline else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "holds" if check.passed else "FAILS",
         }
@@ -80,7 +99,7 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
-        items = tuple(describe_breach(check, breach) for check, breach in cases[:SHOWN])
+        items = tuple(describe_breach(check, breach, shapes.report.model.layer_name) for check, breach in cases[:SHOWN])
         what = "Heads and blocks" if any(breach.head is None for _, breach in cases) else "Heads"
         yield Section(f"{what} that break rules{more}", items=items)
 
@@ -97,7 +116,7 @@ def rows(report: Report) -> list[Row]:
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
-        rule["file"] = check.file
+        rule |= {"median": check.median, "baseline.median": check.base, "file": check.file}
         names = ("site", "layer", "head", "part", "value", "base", "p")
         rows += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
     return rows

@@ -236,7 +236,7 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Distributions over heads", table=build_table(rows, {"measure"}, {"measure"}), notes=[note])
         return
     yield from _prediction_section(comparison)
-    yield from _head_sections(comparison, 16 if view == "terminal" else None)  # as many as fit on a terminal page
+    yield from _head_sections(shapes.report, comparison, 16 if view == "terminal" else None)
     least = tuple(_least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
@@ -260,7 +260,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
     yield Section("Predictions", table=build_table(rows, {"predictions"}, {"predictions"}), notes=[note])
 
 
-def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
+def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
     """Yield a table of at most `most` heads with a significant change, sorted by `rank_distances`, largest first."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
@@ -278,7 +278,8 @@ def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section
     for head, changes in heads:
         named = [row for row in changes.values() if row.named]
         partner = "" if head.partner == head.head else f" → {head.partner}"
-        row = {"layer": str(head.layer), "head": f"{head.head}{partner}", "form M": head.relation or NO_VALUE}
+        place = {"layer": report.model.layer_name(head.layer), "head": f"{head.head}{partner}"}
+        row = {**place, "form M": head.relation or NO_VALUE}
         distances = [(title, _distance(changes.get(name))) for name, title in titles.items()]
         row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
         rows.append(row)
@@ -378,7 +379,7 @@ def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) 
             differences = [None if old is None or new is None else new - old for old, new in pairs]
             for heading, values in (("base", base), ("adapted", adapted), ("difference", differences)):
                 columns.append(build_column(heading, values, title_of(name)))
-    return Table(place_columns(heads), columns)
+    return Table(place_columns(heads, shapes.report.model), columns)
 
 
 def _value(head: Head, name: str) -> float | None:

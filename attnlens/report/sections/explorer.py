@@ -39,7 +39,7 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
             caption = f"{place}: weight {short(pick.weight)}, margin {short(pick.margin)}"
             passages.append((caption, [*_pieces(pick, sentences.get(pick.sequence))]))
         yield Section(
-            f"What layer {selection.layer} head {selection.head} selects",
+            f"What layer {shapes.report.model.layer_name(selection.layer)} head {selection.head} selects",
             notes=(
                 f"{queries} posed {WHERE_POSED[selection.space]}; margins are relative to the best least margin, "
                 "1/‖W_mm‖:",
@@ -99,7 +99,8 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
     names = sorted(shapes.readings, key=lambda name: (name != OWN_ROWS, name.split(".")[0] not in COMPARED))
     sections = zip(report.inspection.selections, selections(shapes, "page"), strict=True)
     return {
-        "layers": list(shapes.layers),  # layer numbers: the rows of the map
+        "layers": [int(number) for number in shapes.layer_numbers],  # numbers within the parts: the rows of the map
+        "names": shapes.layer_names,  # names of the layers, unique among all parts
         "parts": list(shapes.parts),  # part of each row: encoder, decoder or cross
         "columns": list(shapes.heads),  # head numbers: the columns of the map
         "places": places,  # row and column of each head
@@ -115,8 +116,8 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
             }
             for whole, names in shapes.shares.items()
         ],
-        "selections": {f"{entry.layer}.{entry.head}": section for entry, section in sections},
-        "attention": {f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
+        "selections": {shapes.name_head(entry): section for entry, section in sections},
+        "attention": {shapes.name_head(entry): _rows(entry) for entry in report.inspection.attention},
     }
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnlens.analyzers.registry import NOT_IDENTIFIED
-from attnlens.records import Head
+from attnlens.records import Head, HeadId, ModelInfo
+from attnlens.report.findings.heads import CHANCE, LEVEL, THRESHOLD, HeadTests
 from attnlens.report.sections.facts import no_errors, null_cell, population
 from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, section, sort_by_group
@@ -28,7 +29,7 @@ from attnlens.wording import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
@@ -40,9 +41,18 @@ MOST_TEXTS = 6  # Number of texts that have a row at the foot of the table; furt
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
-    items = [(f"layer {e.layer} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
+    name = shapes.report.model.layer_name
+    items = [(f"layer {name(e.layer)} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
+
+
+MARKS = {1: "↑", 0: "", -1: "↓"}  # Mark of a value significantly above or below its reference
+MARKED = (
+    f"{MARKS[1]} {MARKS[-1]}: significantly above or below chance ({join_items(CHANCE[:3])}, selection.*) or ½ "
+    f"({join_items(THRESHOLD)}), at a false-discovery rate of {100 * LEVEL:g} % over heads and measures; other "
+    "measures are not tested."
+)
 
 
 @section(35, ("inspection", "experiments"), ("page",))
@@ -56,19 +66,22 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
     if not shapes.readings:
         return
     nulls = any(reading.null for reading in shapes.readings.values())
-    first, *others = place_columns(shapes.report.heads)
+    first, *others = place_columns(shapes.report.heads, shapes.report.model)
     first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
     names = [first, *(replace(column, foot=["", ""] * nulls) for column in others)]
-    columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
+    signs = {} if view == "page" else HeadTests(shapes).signs  # the page shows nulls and z of each head
+    columns = sort_by_group([_head_column(shapes, reading, nulls, signs) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
     notes = [f"{note}."] if note else []
+    notes += [MARKED] if any(name in shapes.readings for name in signs) else []
     yield Section("Every head", table=Table(names, columns), notes=notes, instead=view == "page")
 
 
-def place_columns(heads: Sequence[Head]) -> list[Column]:
+def place_columns(heads: Sequence[HeadId], model: ModelInfo) -> list[Column]:
     """Build the columns that name heads: layer, head, and part if there are several."""
-    columns = [Column("layer", [str(head.layer) for head in heads]), Column("head", [str(head.head) for head in heads])]
+    layers = [model.layer_number(head.layer) for head in heads]
+    columns = [Column("layer", layers), Column("head", [str(head.head) for head in heads])]
     if len({head.part for head in heads}) > 1:
         columns.append(Column("part", [head.part for head in heads], words=True))
     return columns
@@ -79,14 +92,18 @@ def missing_reason(head: Head, name: str) -> str:
     return head.measures[name].reason or "" if name in head.measures else "not measured"
 
 
-def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
+def _head_column(
+    shapes: Shapes, reading: MeasureMap, nulls: bool, signs: Mapping[str, Int[np.ndarray, " heads"]]
+) -> Column:
     heads = shapes.report.heads
     cells = []
+    marks = [MARKS[int(sign)] for sign in signs.get(reading.name, np.zeros(len(heads)))]
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     for at in (shapes.cell(head.layer, head.head) for head in heads):
         value, error = float(reading.values[at]), float(reading.errors[at])
         named = reading.labels and not np.isnan(value)
         cells.append(clean(reading.labels[round(value)]) if named else _with_error(value, error, decimals))
+    cells = [f"{cell}{mark}" for cell, mark in zip(cells, marks, strict=True)]
     reasons = [missing_reason(head, reading.name) for head in heads]
     mean, _, sd = null_cell(*reading.null).partition(" ± ") if reading.null else ("", "", "")
     foot = (mean, f"±{sd}" if sd else "") if nulls else ()
@@ -105,7 +122,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     # the rows of the foot: all heads, each text, their sd, the null of the median
     foot = ["all"] * (len(shapes.layers) > 1) + texts + ["between texts"] * bool(summary.between_texts)
     foot += ["null", "± sd"] * bool(summary.median_nulls)
-    names = [Column("layer", [*map(str, shapes.layers)], foot=foot)]
+    names = [Column("layer", shapes.layer_numbers, foot=foot)]
     names += [Column("part", shapes.parts, words=True)] if len(set(shapes.parts)) > 1 else []
     # pad the feet to equal length, which renderers expect
     names, columns = (

@@ -145,7 +145,9 @@ def plan_rows(plan: Plan) -> Table | None:
         latents = ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
         ranks = latents if shared else " ".join(str(key.rank) for key in keys)
         size = str(keys[0].head_dim // keys[0].keys)
-        rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
+        rows.append(
+            {"layer": plan.model.layer_name(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks}
+        )
     return build_table(rows, {"layer"}, {title})
 
 
@@ -224,6 +226,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
         return
+    model = shapes.report.model
     tested, several = swaps[0].judged_by == "loss", len(swaps) > 1  # a distance is never negative, so nothing is tested
     heads, parts = any(effect.head is not None for effect in effects), len({effect.part for effect in effects}) > 1
     sizes = [abs(effect.delta) for effect in effects if effect.delta]
@@ -236,7 +239,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
         cells: list[dict[str, str | None]] = [
             {
                 "kernel": clean(swap.kernel) if several else None,
-                "layer": str(effect.layer),
+                "layer": model.layer_number(effect.layer),
                 "head": ("all" if effect.head is None else str(effect.head)) if heads else None,
                 "part": effect.part if parts else None,
                 "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),

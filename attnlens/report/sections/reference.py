@@ -209,7 +209,7 @@ def explanation(name: str) -> Section:
     near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."
-    raise UsageError(f"There is no measure or kernel {format_argument(name)}.", remedy)
+    raise UsageError(f"Unknown measure or kernel {format_argument(name)}.", remedy)
 
 
 @cache

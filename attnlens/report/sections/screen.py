@@ -53,8 +53,8 @@ def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[list[flo
     (layers, heads), labels, values = reading.values.shape, [], []
     height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
     for start in range(0, layers, height):
-        numbers = shapes.layers[start : start + height]
-        labels.append("–".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))))
+        numbers = shapes.layer_names[start : start + height]
+        labels.append("–".join(dict.fromkeys((numbers[0], numbers[-1]))))
         block = reading.values[start : start + height]
         medians = (middle(block[:, column : column + width]) for column in range(0, heads, width))
         values.append([None if value != value else value for value in medians])

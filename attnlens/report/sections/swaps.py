@@ -380,7 +380,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""
         sites = [
             {
-                "layer": str(site.layer),
+                "layer": shapes.report.model.layer_number(site.layer),
                 "part": site.part,
                 "heads": join_items(site.heads, 8),
                 "output error": figures(site.output_error),

@@ -101,7 +101,8 @@ class WorkUnit:
         """Readable name, unique within the run."""
         if self.stage == "tokens":
             return f"tokens of batch {self.batch}"
-        layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
+        first, last = self.sites[0].layer_name, self.sites[-1].layer_name
+        layers = first if len(self.sites) == 1 else f"{first}–{last}"
         return f"{self.stage} of layer{'s' * (len(self.sites) > 1)} {layers}"
 
 

@@ -188,7 +188,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
             skipped += [] if lacking is None else [Skipped(site=lacking[0], measure=feeding.LOSS, reason=lacking[1])]
         checks.check_chosen(settings.layers, settings.heads, result.sites)
         run = replace(run, settings=feeding.record_length(settings, loaded, result.sites))
-        reached = [each for each in result.sites if settings.layers is None or each.site.layer in settings.layers]
+        reached = [each for each in result.sites if each.site.is_among(settings.layers)]
         if run.show == ATTENTION:
             refuse_many_rows(reached, settings.heads)
         if no_text:

@@ -157,7 +157,9 @@ class Results:
         return report_of(
             "inspect",
             "inspection",
-            model=inspection.loaded.info.model_copy(update={"conventions": how}),
+            model=inspection.loaded.info.model_copy(
+                update={"conventions": how, "layer_names": checks.layer_names(each.site for each in inspection.calls)}
+            ),
             settings=settings,
             coverage=self._count_coverage(),
             heads=self.heads,

@@ -26,7 +26,20 @@ from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import Fed, meanings
-from attnlens.records import Agreement, Control, Healing, Outcome, Pair, Plan, Settings, Site, Stage, Swap, Task
+from attnlens.records import (
+    Agreement,
+    Control,
+    Healing,
+    ModelInfo,
+    Outcome,
+    Pair,
+    Plan,
+    Settings,
+    Site,
+    Stage,
+    Swap,
+    Task,
+)
 from attnlens.requests import SwapRequest
 from attnlens.runs import checks
 from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
@@ -98,6 +111,11 @@ class SwapSession:
                 yield
 
         return replace_attention
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The model, with the names of its layers."""
+        return self.loaded.info.model_copy(update={"layer_names": checks.layer_names(self.sites)})
 
     @property
     def seed(self) -> int:

@@ -312,7 +312,7 @@ def build_report(
     return report_of(
         session.command,
         "swap",
-        model=session.loaded.info,
+        model=session.model_info,
         settings=settings.model_copy(update={"notes": [*settings.notes, *notes]}),
         coverage=Coverage(
             sites=len(session.chosen),

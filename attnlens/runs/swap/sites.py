@@ -16,7 +16,7 @@ from transformers.utils.generic import ModelOutput
 
 from attnlens import requests
 from attnlens.arguments import checked_name, public, switch, word
-from attnlens.choices import Part
+from attnlens.choices import PARTS, Part
 from attnlens.errors import IdentityError, ModelError, TextError, UsageError
 from attnlens.kernels import TIES, Kernel, parsed
 from attnlens.kernels.attention import Route, attend, route, weights
@@ -25,7 +25,7 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import PARTS, Call, Site, SiteSwap, Task
+from attnlens.records import Call, Site, SiteSwap, Task
 from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
@@ -193,7 +193,7 @@ def replaced(
     model: PreTrainedModel | Loaded,
     kernel: str,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int | str] | str | None = None,
     heads: Sequence[int] | None = None,
     part: Part | None = None,
     batch: Mapping[str, Tensor] | None = None,
@@ -216,7 +216,7 @@ def replaced(
     if new.needs_fit:
         problem = f"{new.info.name} must be fitted to calibration text, but none is available here."
         raise UsageError(problem, "Use attnlens.swap_kernel(…, save=folder), then attnlens.load_swapped(folder).")
-    layers, heads = requests.numbers("layers", layers), requests.numbers("heads", heads)
+    layers, heads = requests.layer_list("layers", layers), requests.numbers("heads", heads)
     if part is not None:
         checked_name("part", part, PARTS)
     loaded = held_model(model)
@@ -242,7 +242,7 @@ def replaced(
 def choose_sites(
     survey: hooks.Survey,
     kernels: Sequence[Kernel],
-    layers: Sequence[int] | None,
+    layers: Sequence[int | str] | None,
     heads: Sequence[int] | None,
     part: Part | None,
 ) -> dict[Site, tuple[int, ...] | None]:
@@ -251,7 +251,7 @@ def choose_sites(
     checks.check_chosen(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
     for site, count in heads_of.items():
-        if (layers is None or site.layer in layers) and part in (None, site.part):
+        if site.is_among(layers) and part in (None, site.part):
             present = None if heads is None else tuple(head for head in heads if head < count)
             if present != ():  # a site with fewer heads than others can lack all of the requested ones
                 chosen[site] = present
@@ -260,7 +260,8 @@ def choose_sites(
         raise UsageError("No attention sites selected.", f"Choose --part from: {parts}; or select other --layers.")
     for path, why in survey.missed.items():
         if why is not None and layers is None:
-            remedy = f"Swap only the supported sites: --layers 0-{len(survey.sites) - 1}."
+            last = max(int(each.site.layer_name.rpartition(".")[2]) for each in survey.sites)
+            remedy = f"Swap only the supported sites: --layers 0-{last}."
             raise ModelError(f"{path} can't be swapped: {why}.", remedy)
     crossing = [site.name for site in chosen if site.part == "cross"]
     for kernel in kernels if crossing else ():

@@ -86,7 +86,7 @@ function nameOf(head, part = true) {
   return `${which}layer ${data.layers[row]} head ${data.columns[column]}`;
 }
 
-const keyOf = (head) => `${data.layers[data.places[head][0]]}.${data.columns[data.places[head][1]]}`;
+const keyOf = (head) => `${data.names[data.places[head][0]]}.${data.columns[data.places[head][1]]}`;
 const headOf = new Map(data ? data.places.map((_, head) => [keyOf(head), head]) : []);
 
 // Describe a head's value in one line (value or reason, null, z), for hover, focus and screen readers.

@@ -3,7 +3,7 @@
 
 function linkHeads() {
   for (const name of document.querySelectorAll("li > b")) {
-    const found = /^layer (\d+) head (\d+)$/.exec(name.textContent);
+    const found = /^layer ([a-z.]*\d+) head (\d+)$/.exec(name.textContent);
     const key = found ? `${found[1]}.${found[2]}` : "";
     if (!headOf.has(key)) continue;
     const link = make("button", { type: "button", class: "link" }, name.textContent);

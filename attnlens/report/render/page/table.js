@@ -112,8 +112,13 @@ function comparison([, ofZ, words, sign, number]) {
 }
 
 function containing(term) {
-  const place = /^(\d+)\s*[.·]\s*(\d+)$/.exec(term);
-  if (place) return (head) => keyOf(head) === `${place[1]}.${place[2]}`;
+  const place = /^([a-z]+\.)?(\d+)\s*[.·]\s*(\d+)$/.exec(term);
+  if (place?.[1]) return (head) => keyOf(head) === `${place[1]}${place[2]}.${place[3]}`;
+  if (place) {
+    const [layer, column] = [Number(place[2]), Number(place[3])];
+    const here = (head) => [data.layers[data.places[head][0]], data.columns[data.places[head][1]]];
+    return (head) => here(head)[0] === layer && here(head)[1] === column;
+  }
   const numbered = /^(layer|head) (\d+)$/.exec(term);
   if (numbered) return comparison([null, "", numbered[1], "=", numbered[2]]);
   const labelled = data.measures.filter((measure) => Object.keys(measure.labels).length);
