@@ -24,6 +24,7 @@ from attnlens.records import Check, Coverage, Head, QueryKey, Settings, Site, Si
 from attnlens.report.report import Report
 from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
+from attnlens.runs.backends import check_backends
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.progress import Progress, silent, telling
 from attnlens.runs.provenance import report_of
@@ -131,8 +132,12 @@ def doctor(
         batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
     settings = feeding.describe_input(settings, batches, loaded)
     settings = settings.model_copy(update={"windows": batches.batches[0].size})
-    report = _diagnose(loaded, settings, batches.batches[0].inputs, progress)
-    return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
+    inputs = batches.batches[0].inputs
+    report = _diagnose(loaded, settings, inputs, progress)
+    read = time.perf_counter()
+    backends = check_backends(loaded, inputs, checks.survey_model(loaded, inputs).sites, request)
+    times = {"doctor": read - start, "backends": time.perf_counter() - read}
+    return report.model_copy(update={"backends": backends, "timings": times})
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from attnlens.records import Breach, Check, Report
+from attnlens.records import Breach, Check, MaskCheck, Report, Sight
 from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count, format_p
@@ -133,3 +134,86 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
         rows.append(row)
     table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded")
     yield Section(table=table, notes=(*notes, *report.settings.notes))
+
+
+@section(20, "doctor", ("screen", *TEXTS, "page"))
+def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the table of backends: error of the outputs, agreement of the most likely token, and each tested mask."""
+    backends = shapes.report.backends or []
+    if not backends:
+        return
+    rows = []
+    for each in backends:
+        row = {
+            "backend": each.backend,
+            "type": each.dtype or NO_VALUE,
+            "error": NO_VALUE if each.output_error is None else f"{each.output_error:.0e}",
+            "same token": NO_VALUE
+            if each.greedy_agreement is None
+            else f"{math.floor(1000 * each.greedy_agreement) / 10:g} %",
+        }
+        if each.verdict == "not run":
+            row["backend"] += f"\nnot run: {clean(each.reason or '')}"
+        rows.append(row | {mask.mask: format_mask(mask) for mask in each.masks})
+    note = (
+        "error and numbers below a mask: relative error of the outputs against float64, where a mask is tested against "
+        "each sequence alone; same token: share of positions with the same most likely token."
+    )
+    table = build_table(rows, {"backend"}, {"backend", "type"}, fit="folded")
+    yield Section("Backends and masks", table=table, notes=(note,))
+    untested = {
+        f"{mask.mask}: {clean(mask.reason)}"
+        for each in backends
+        for mask in each.masks
+        if mask.verdict == "not checked" and mask.reason
+    }
+    faults = [
+        f"{each.backend}, {mask.mask}: {describe_fault(fault)}"
+        for each in backends
+        for mask in each.masks
+        for fault in mask.faults[: None if view != "screen" else 1]
+    ]
+    if faults:
+        yield Section("Outputs that depend on the wrong tokens", items=tuple(faults))
+    if untested:
+        yield Section("Not tested", items=tuple(sorted(untested)))
+
+
+def format_mask(mask: MaskCheck) -> str:
+    """Format the outcome of one test: its error, `DIFFERS`, or a dash."""
+    if mask.verdict == "not checked":
+        return NO_VALUE
+    error = "" if mask.error is None or not mask.error_judged else f"{mask.error:.0e}"
+    return f"DIFFERS {error}".strip() if mask.verdict == "differs" else error or "agrees"
+
+
+def describe_fault(fault: Sight) -> str:
+    """Describe an output that depends on the wrong tokens: which output, which token, which layer."""
+    where = "the model's output" if fault.layer is None else f"layer {fault.layer} ({clean(fault.site or '')})"
+    if fault.kind == "differs":
+        return f"token {fault.output} differs by {fault.change:.0e} in {where}"
+    verb = "sees hidden" if fault.kind == "sees" else "does not see"
+    return f"token {fault.output} {verb} token {fault.token} in {where}"
+
+
+def doctor_checks(report: Report) -> list[Check]:
+    """Return one check per site, backend and tested mask, for JUnit."""
+    checks = []
+    for site in report.doctor:
+        errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
+        checks.append(_outcome(f"reads {site.site}", "the model's attention", site.passed, max(errors, default=None)))
+    for each in report.backends or []:
+        if each.verdict != "not run":
+            wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
+            agrees = each.output_error is not None and each.output_error <= (each.tolerance or 0)
+            passed = agrees or each.verdict == "rounds"
+            checks.append(_outcome(f"{each.backend}: outputs", wanted, passed, each.output_error))
+        for mask in each.masks:
+            if mask.verdict != "not checked":
+                wanted = "; ".join(map(describe_fault, mask.faults)) or mask.reason or "outputs as declared"
+                checks.append(_outcome(f"{each.backend}: {mask.mask}", wanted, mask.verdict == "agrees", mask.error))
+    return checks
+
+
+def _outcome(subject: str, wanted: str, passed: bool, value: float | None) -> Check:
+    return Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)

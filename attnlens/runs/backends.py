@@ -1,0 +1,486 @@
+"""Compare attention backends with the model in float64, and find the outputs that depend on the wrong tokens."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens.choices import BACKENDS
+from attnlens.errors import FAILURES, AttnlensError, is_memory
+from attnlens.models import hooks, loading
+from attnlens.models.hooks import SiteCall
+from attnlens.models.hooks.interface import list_configs
+from attnlens.models.hooks.survey import recompute
+from attnlens.models.trace import call_arguments, remove_hooks, tensors
+from attnlens.records import BackendCheck, MaskCheck, Sight, Site, SiteError
+from attnlens.requests import DoctorRequest
+from attnlens.runs.masks import STEPS, TEXT_INPUTS, Case, Cases, main_stream, stream_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
+
+TOLERANCE = 1e-5  # Largest relative error of outputs in float64
+ROUNDINGS = 16  # Largest error in lower precision, in units of its rounding
+SIZE = 1e-2  # Size of a perturbation relative to the token's vector
+COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes without float64: an output must change under both
+NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise of a repeated pass
+ATTENDED = 1e-6  # Attention weight from which a perturbed token must change the output
+DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
+Outputs = dict[Site, Tensor]
+
+
+@contextmanager
+def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
+    """Yield the model with the attention implementation `name`. Raise ValueError if its code does not support it."""
+    # private: transformers has no public test
+    if model._can_set_attn_implementation():
+        with hooks.implementation(model, name):
+            if not any(getattr(config, "_attn_implementation", None) == name for config in list_configs(model)):
+                raise ValueError(f"{type(model).__name__} does not support it")
+            yield model
+        return
+    if name != "eager" and not (name == "sdpa" and model._supports_sdpa):
+        raise ValueError(f"{type(model).__name__} has its own attention code, which does not support it")
+    if name == getattr(model.config, "_attn_implementation", "eager"):
+        yield model
+        return
+    # hand-written attention chooses its code when the model is built
+    twin = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name)
+    twin.load_state_dict(model.state_dict())
+    twin = twin.to(device=model.device, dtype=model.dtype).eval()
+    if twin.dtype == torch.float64:
+        hooks.allow_float64(twin)
+    yield twin
+
+
+@contextmanager
+def record_sites(
+    model: PreTrainedModel, targets: Sequence[SiteCall], calls: dict[Site, dict[str, Any]], outputs: Outputs
+) -> Iterator[None]:
+    """Record the arguments and the output of each site's module in the forward pass inside the `with`."""
+    by_call = {(target.site.path, target.site.ordinal): target.site for target in targets}
+    paths = {model.get_submodule(target.site.path): target.site.path for target in targets}
+    counter = Counter[nn.Module]()
+
+    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        site = by_call.get((paths[module], counter[module]))
+        counter[module] += 1
+        if site is not None:
+            calls[site] = call_arguments(module, args, kwargs)
+            outputs[site] = output_of(output)
+
+    with remove_hooks([module.register_forward_hook(record, with_kwargs=True) for module in paths]):
+        yield
+
+
+def output_of(output: object) -> Tensor:
+    """Return the first real tensor of a module's output."""
+    return next(part for part in tensors(output) if part.is_floating_point())
+
+
+def predictions_of(result: Any) -> Tensor:
+    """Return the logits of a forward pass, or its first output."""
+    logits = getattr(result, "logits", None)
+    return logits if isinstance(logits, Tensor) else output_of(result.to_tuple())
+
+
+def relative_error(expected: Tensor, found: Tensor) -> float:
+    """Compute ‖expected − found‖ / ‖expected‖ in float64."""
+    expected, found = expected.double(), found.double()
+    size = float(expected.norm())
+    return float((expected - found).norm()) / size if size else float((expected - found).norm())
+
+
+def largest_error(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return the largest relative error of the pairs; NaN if one is not finite."""
+    return float(torch.tensor([relative_error(*pair) for pair in zip(expected, found, strict=True)]).max())
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A test with what the model in float64 computes on it."""
+
+    case: Case
+    targets: list[SiteCall]  # Sites whose keys are those of the perturbed input
+    allowed: dict[Site, Bool[Tensor, "rows queries tokens"]]
+    required: dict[Site, Bool[Tensor, "rows queries tokens"]]  # Tokens with enough attention to change the output
+    expected: list[Tensor]  # Outputs of each piece alone
+
+
+class Comparison:
+    """The outputs of a model in float64 with recomputed attention, with which backends are compared."""
+
+    def __init__(
+        self, loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
+    ) -> None:
+        self.model = loaded.model
+        self.reference = self.model
+        if self.model.dtype != torch.float64:
+            self.reference = copy.deepcopy(self.model).double()
+            hooks.allow_float64(self.reference)
+        self.inputs = dict(inputs)
+        self.reached = [each for each in reached if request.layers is None or each.site.layer in request.layers]
+        self.named_backends = None if request.backends is None else request.backends.split(",")
+        self.named_masks = None if request.masks is None else request.masks.split(",")
+        self.outputs: Outputs = {}
+        exact = hooks.as_dtype(self.inputs, self.reference.dtype)
+        with self._recomputing(), record_sites(self.reference, self.reached, {}, self.outputs):
+            result = hooks.forward(self.reference, exact)
+        self.results = hooks.real_outputs(result, exact)
+        self.tokens = predictions_of(result).argmax(-1) if hasattr(result, "logits") else None
+        self.largest: dict[Site, float] = {}
+        self.some_layers = request.layers is not None
+        self.cases: Cases | None = None
+        self.prepared, self.refused = list[Prepared](), dict[str, str]()
+        self._prepare()
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        with torch.no_grad(), hooks.answer_calls(self.reference, recompute):
+            yield
+
+    def _prepare(self) -> None:
+        """Build the tests of the masks, with their reference outputs, or the reasons why there are none."""
+        named = self.named_masks
+        if not (self.inputs.keys() <= TEXT_INPUTS and "input_ids" in self.inputs):
+            reason = "masks are tested only for models that read nothing but text"
+            self.refused = dict.fromkeys(named or (), reason)
+            return
+        cases = self.cases = Cases(self.reference, self.inputs, self.reached, named)
+        for case in cases.build():
+            if isinstance(case, tuple):
+                self.refused[case[0]] = case[1]
+                continue
+            try:
+                prepared = self._prepare_case(case, cases)
+            except (*FAILURES, AttnlensError) as error:
+                if is_memory(error):
+                    raise
+                self.refused[case.name] = f"the model can't run on it ({loading.first_line(error)})"
+                continue
+            if prepared is not None:
+                self.prepared.append(prepared)
+
+    def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
+        chosen = {target.site for target in self.reached}
+        surveyed = [
+            each for each in hooks.survey(self.reference, case.inputs) if each.site.path in {s.path for s in chosen}
+        ]
+        by_call = {(site.path, site.ordinal): site for site in chosen}
+        targets, allowed, required, separated = list[SiteCall](), {}, {}, False
+        for each in surveyed:
+            site = by_call.get((each.site.path, each.site.ordinal))
+            if site is None or stream_of(replace(each, site=site), self.inputs) != case.stream:
+                continue
+            target, call = replace(each, site=site), each.call
+            if call.key.shape[2] != case.documents.shape[1]:
+                continue
+            declared = case.declared(cases.rules[site], call.query.shape[2])
+            weights = replace(call, allowed=declared[:, None], causal=False).query_key(site).attention.amax(1)
+            needed = declared & (weights >= ATTENDED)
+            visible = call.visible()
+            if visible is not None:
+                separated = separated or bool((~visible.any(1) & cases_causal(case)).any())
+                if site.traced:
+                    needed &= visible.any(1)
+            targets.append(target)
+            allowed[site], required[site] = declared, needed
+        if case.name == "packed" and not separated and self.named_masks is None:
+            return None  # the model does not separate documents by their positions
+        expected = []
+        with self._recomputing():
+            for _, start, end, alone in case.pieces:
+                found = predictions_of(hooks.forward(self.reference, alone))
+                expected.append(found[0, : end - start])
+        return Prepared(case, targets, allowed, required, expected)
+
+    def names(self) -> Iterator[str]:
+        """Yield the requested backends, or those that run here without compilation."""
+        if self.named_backends is not None:
+            yield from self.named_backends
+            return
+        yield from DEFAULT
+        if self.model.device.type == "cuda":
+            yield from (name for name in BACKENDS if name not in DEFAULT)
+
+    def check(self, name: str) -> BackendCheck | None:
+        """Compare one backend in the model's type, or in a lower precision if it fails; None if it can't run here."""
+        reasons = list[str]()
+        for dtype in dict.fromkeys((self.model.dtype, torch.float32, torch.bfloat16)):
+            model = self.model
+            try:
+                if dtype != model.dtype:
+                    model = copy.deepcopy(model).to(dtype)
+                with torch.no_grad(), switch(model, name) as running:
+                    return self._check_running(name, running)
+            except (*FAILURES, ImportError, AttnlensError) as error:
+                if is_memory(error):
+                    raise
+                reasons.append(loading.first_line(error))
+                if isinstance(error, ImportError | ValueError):
+                    break
+        if self.named_backends is None:
+            return None
+        return BackendCheck(backend=name, verdict="not run", reason=reasons[0])
+
+    def _check_running(self, name: str, model: PreTrainedModel) -> BackendCheck:
+        inputs, found = hooks.as_dtype(self.inputs, model.dtype), dict[Site, Tensor]()
+        with record_sites(model, self.reached, {}, found):
+            result = hooks.forward(model, inputs)
+        pairs = zip(self.results, hooks.real_outputs(result, inputs), strict=True)
+        error = max(relative_error(*pair) for pair in pairs)
+        sites = list[SiteError]()
+        for target in self.reached:
+            if target.site in found:
+                each = [hooks.at_real_tokens(part[target.site], inputs) for part in (self.outputs, found)]
+                site_error = relative_error(*each)
+                finite = site_error if math.isfinite(site_error) else None
+                sites.append(SiteError(site=target.site.name, layer=target.site.layer, error=finite))
+        rounding = torch.finfo(model.dtype).eps
+        tolerance = TOLERANCE if model.dtype == torch.float64 else max(TOLERANCE, ROUNDINGS * rounding)
+        same = None
+        if self.tokens is not None:
+            same = float((predictions_of(result).argmax(-1) == self.tokens).double().mean())
+        masks = [self._check_mask(prepared, model, tolerance) for prepared in self.prepared]
+        masks += self._check_cache(model, tolerance)
+        masks += [MaskCheck(mask=mask, verdict="not checked", reason=why) for mask, why in self.refused.items()]
+        differs = not error <= tolerance or any(mask.verdict == "differs" for mask in masks)
+        return BackendCheck(
+            backend=name,
+            verdict="differs" if differs else "agrees",
+            dtype=str(model.dtype).removeprefix("torch."),
+            output_error=error if math.isfinite(error) else None,
+            tolerance=tolerance,
+            greedy_agreement=same,
+            sites=sites,
+            masks=masks,
+        )
+
+    def _check_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float) -> MaskCheck:
+        """Test one property; in float32 if float64 is not finite (softmax in float32 of a mask in float64)."""
+        try:
+            check = self._try_mask(prepared, model, tolerance)
+            if check.error is None and model.dtype == torch.float64:
+                check = self._try_mask(prepared, copy.deepcopy(model).float(), tolerance)
+        except (*FAILURES, ImportError) as error:
+            if is_memory(error):
+                raise
+            return MaskCheck(mask=prepared.case.name, verdict="not checked", reason=loading.first_line(error))
+        return check
+
+    def _try_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float) -> MaskCheck:
+        """Test one property in the model's type; the error is None if real tokens have outputs that are not finite."""
+        case = prepared.case
+        calls, outputs = dict[Site, dict[str, Any]](), dict[Site, Tensor]()
+        inputs = hooks.as_dtype(case.inputs, model.dtype)
+        with record_sites(model, prepared.targets, calls, outputs):
+            result = predictions_of(hooks.forward(model, inputs))
+        found = [result[row, start:end] for row, start, end, _ in case.pieces]
+        if not all(bool(part.isfinite().all()) for part in found):
+            reason = "the outputs are not finite"
+            return MaskCheck(mask=case.name, verdict="differs", error_judged=case.same_positions, reason=reason)
+        faults, count = list[Sight](), 0
+        for target in prepared.targets:
+            wrong = self._probe(prepared, target, model.get_submodule(target.site.path), calls, outputs)
+            faults += wrong[:1]
+            count += len(wrong)
+        if not faults and (beyond := self._probe_outputs(prepared, model, inputs, result)):
+            faults, count = beyond[:1], len(beyond)
+        error = largest_error(prepared.expected, found)
+        wrong_outputs = False
+        if case.same_positions and not error <= tolerance:
+            # a backend that differs in all passes is not wrong about the mask
+            own = [
+                predictions_of(hooks.forward(model, hooks.as_dtype(alone, model.dtype)))[0] for *_, alone in case.pieces
+            ]
+            wrong_outputs = (
+                not largest_error([part[: len(other)] for part, other in zip(own, found, strict=True)], found)
+                <= tolerance
+            )
+        return MaskCheck(
+            mask=case.name,
+            verdict="differs" if faults or wrong_outputs else "agrees",
+            error=error,
+            error_judged=case.same_positions,
+            faults=faults,
+            count=count,
+        )
+
+    def _probe_outputs(
+        self, prepared: Prepared, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
+    ) -> list[Sight]:
+        """Return the model's outputs that depend on a token that no chain of sites lets them see.
+
+        Nothing is returned if only some layers were requested, or if the outputs are not those of the perturbed input.
+        """
+        case = prepared.case
+        shape = case.documents.shape
+        if self.some_layers or case.stream != main_stream(case.inputs) or result.shape[:2] != shape:
+            return []
+        seen = torch.eye(shape[1], dtype=torch.bool).expand(shape[0], -1, -1)
+        for target in prepared.targets:
+            if target.other is None:
+                seen = seen | (prepared.allowed[target.site].double() @ seen.double() > 0)
+        rows, probes = torch.arange(shape[0]), torch.tensor(case.probes)
+        hidden = ~seen[rows, :, probes] & (case.documents >= 0)
+        if not bool(hidden.any()):
+            return []
+        with perturb_embeddings(model, inputs[case.stream], case.probes):
+            moved = predictions_of(hooks.forward(model, inputs))
+        rounding = torch.finfo(model.dtype).eps * float(result.abs().max())
+        change = (moved - result).abs().flatten(2).amax(-1)
+        return [
+            Sight(
+                kind="sees",
+                output=query,
+                token=case.probes[row],
+                layer=None,
+                site=None,
+                change=float(change[row, query]),
+            )
+            for row, query in (hidden & (change > NOISE * rounding)).nonzero().tolist()
+        ]
+
+    def _probe(
+        self,
+        prepared: Prepared,
+        target: SiteCall,
+        module: nn.Module,
+        calls: Mapping[Site, dict[str, Any]],
+        outputs: Mapping[Site, Tensor],
+    ) -> list[Sight]:
+        """Return the outputs of a site that depend on a wrong token, the largest change first."""
+        case, site = prepared.case, target.site
+        arguments, name = calls[site], target.other or target.input_name
+        hidden = arguments[name]
+        rows = torch.arange(len(case.probes))
+        probes = torch.tensor(case.probes)
+        base = output_of(module(**arguments))
+        noise = float((base - outputs[site]).abs().max())
+        generator = torch.Generator().manual_seed(site.layer)
+        direction = torch.randn(len(rows), hidden.shape[-1], generator=generator, dtype=torch.float64)
+        token = hidden[rows, probes]
+        direction = (direction / direction.norm(dim=-1, keepdim=True)).to(token)
+        sees, change = torch.ones((), dtype=torch.bool), base.new_zeros(())
+        for size in (SIZE,) if hidden.dtype == torch.float64 else COARSE_SIZES:
+            moved = hidden.clone()
+            moved[rows, probes] = token + size * token.norm(dim=-1, keepdim=True) * direction
+            change = (output_of(module(**arguments | {name: moved})) - base).abs().amax(-1)
+            sees = sees & (change > NOISE * noise)
+        real = case.documents >= 0 if sees.shape[1] == case.documents.shape[1] else torch.ones_like(sees)
+        allowed = prepared.allowed[site][rows, :, probes]
+        required = prepared.required[site][rows, :, probes]
+        wrong = list[Sight]()
+        for kind, pairs in (("sees", sees & ~allowed & real), ("misses", ~sees & required & real)):
+            for row, query in pairs.nonzero().tolist():
+                token_number, size = case.probes[row], float(change[row, query])
+                wrong.append(
+                    Sight(kind=kind, output=query, token=token_number, layer=site.layer, site=site.name, change=size)
+                )
+        return sorted(wrong, key=lambda each: -each.change)
+
+    def _check_cache(self, model: PreTrainedModel, tolerance: float) -> list[MaskCheck]:
+        """Compare a prefill and single steps with the cache with one pass; nothing if the model declares no cache."""
+        named = self.named_masks is not None and "cache" in self.named_masks
+        if (self.named_masks is not None and not named) or self.cases is None:
+            return []
+        cases, stream = self.cases, main_stream(self.inputs)
+        if not cases.causal or not {"past_key_values", "use_cache"} <= cases.parameters.keys():
+            reason = "the model has no cache"
+            return [MaskCheck(mask="cache", verdict="not checked", reason=reason)] if named else []
+        try:
+            return [self._decode(model, cases.cached(), stream, tolerance)]
+        except (*FAILURES, ImportError) as error:
+            if is_memory(error):
+                raise
+            return [MaskCheck(mask="cache", verdict="not checked", reason=loading.first_line(error))]
+
+    def _decode(self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float) -> MaskCheck:
+        """Run a prefill and single steps with the cache, and compare each with one pass in float64."""
+        targets = [each for each in self.reached if each.site.part != "cross" and stream_of(each, inputs) == stream]
+        whole: Outputs = {}
+        with self._recomputing(), record_sites(self.reference, targets, {}, whole):
+            expected = predictions_of(hooks.forward(self.reference, inputs))
+        tokens, cache = inputs[stream].shape[1], None
+        errors, faults, count, reason = list[float](), dict[Site, Sight](), 0, None
+        ends = [0, *range(tokens - STEPS, tokens + 1)]
+        for start, end in pairwise(ends):
+            outputs: Outputs = {}
+            step = {**inputs, stream: inputs[stream][:, start:end]}
+            with record_sites(model, targets, {}, outputs):
+                result = model(**step, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+            cache = result.past_key_values
+            if cache is None:
+                return MaskCheck(mask="cache", verdict="not checked", reason="the model returns no cache")
+            errors.append(relative_error(expected[:, start:end], predictions_of(result)))
+            for site, output in outputs.items():
+                error = relative_error(whole[site][:, start:end], output)
+                if not error <= tolerance:
+                    count += 1
+                    fault = Sight(
+                        kind="differs",
+                        output=start,
+                        token=None,
+                        layer=site.layer,
+                        site=site.name,
+                        change=min(error, 1e300),
+                    )
+                    faults.setdefault(site, fault)
+        held = cache.get_seq_length() if hasattr(cache, "get_seq_length") else tokens
+        if held != tokens:
+            reason = f"the cache holds {held} of {tokens} tokens"
+        error = max(errors)
+        ordered = sorted(faults.values(), key=lambda each: (each.output, each.layer or 0))
+        return MaskCheck(
+            mask="cache",
+            verdict="agrees" if error <= tolerance and not faults else "differs",
+            error=error if math.isfinite(error) else None,
+            faults=ordered,
+            count=count,
+            reason=reason,
+        )
+
+
+@contextmanager
+def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int]) -> Iterator[None]:
+    """Inside the `with`, perturb the embedding of token `probes[r]` in row r wherever these ids are embedded."""
+    rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
+
+    def move(_module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
+        given = args[0] if args else None
+        if not isinstance(given, Tensor) or given.shape != ids.shape or not torch.equal(given, ids):
+            return None
+        moved, token = output.clone(), output[rows, places]
+        generator = torch.Generator().manual_seed(0)
+        direction = torch.randn(token.shape, generator=generator, dtype=torch.float64).to(token)
+        size = SIZE * token.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True)
+        moved[rows, places] = token + size * direction
+        return moved
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    with remove_hooks([module.register_forward_hook(move) for module in embeddings]):
+        yield
+
+
+def cases_causal(case: Case) -> Tensor:
+    """Return the pairs at or below the diagonal."""
+    tokens = case.documents.shape[1]
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+def check_backends(
+    loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
+) -> list[BackendCheck]:
+    """Compare the requested backends, or those that run here, with the model in float64."""
+    comparison = Comparison(loaded, inputs, reached, request)
+    return [check for name in comparison.names() if (check := comparison.check(name)) is not None]
