@@ -122,7 +122,10 @@ class SiteCheck(Record):
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
     weights_error: Number | None  # The same error, with queries and keys computed from weights and inputs
     reason: str | None = None
-    passed: bool  # True if no error exceeds the tolerance
+    rounding: Number | None = None
+    """Error of the model's own attention weights because it rounds large scores; None if no error needs this
+    explanation."""
+    passed: bool  # True if no error exceeds the tolerance, or the model's own rounding explains it
     verdict: Verdict | None = None
     """`differs` if an error exceeds the tolerance, `partly checked` if one error is missing, `not checked` if both are
     missing; None in version 1."""
@@ -138,7 +141,7 @@ class Sight(Record):
     token: Count | None  # Position of the token whose input was perturbed; None for `differs`
     layer: Count | None  # Sequential number of the site; None for the output of the whole model
     site: str | None
-    change: Number  # Largest change of the output; for `differs`, its relative error
+    change: Number | None  # Largest change of the output; for `differs`, its relative error; None if not finite
 
 
 class MaskCheck(Record):

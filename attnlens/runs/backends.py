@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.choices import BACKENDS
-from attnlens.errors import FAILURES, AttnlensError, is_memory
+from attnlens.errors import FAILURES, AttnlensError, ModelError, is_memory
 from attnlens.models import hooks, loading
 from attnlens.models.hooks import SiteCall
 from attnlens.models.hooks.interface import list_configs
@@ -24,6 +24,7 @@ from attnlens.models.hooks.survey import recompute
 from attnlens.models.trace import call_arguments, remove_hooks, tensors
 from attnlens.records import BackendCheck, MaskCheck, Sight, Site, SiteError
 from attnlens.requests import DoctorRequest
+from attnlens.runs import checks
 from attnlens.runs.masks import STEPS, TEXT_INPUTS, Case, Cases, main_stream, stream_of
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ class Comparison:
         if self.model.dtype != torch.float64:
             self.reference = copy.deepcopy(self.model).double()
             hooks.allow_float64(self.reference)
+            try:
+                with torch.no_grad():
+                    hooks.forward(self.reference, hooks.as_dtype(inputs, torch.float64))
+            except FAILURES:
+                self.reference = self.model  # it can't run in float64
         self.inputs = dict(inputs)
         self.reached = [each for each in reached if request.layers is None or each.site.layer in request.layers]
         self.named_backends = None if request.backends is None else request.backends.split(",")
@@ -251,13 +257,23 @@ class Comparison:
         same = None
         if self.tokens is not None:
             same = float((predictions_of(result).argmax(-1) == self.tokens).double().mean())
-        masks = [self._check_mask(prepared, model, tolerance) for prepared in self.prepared]
-        masks += self._check_cache(model, tolerance)
+        explained = self._explain_rounding(sites, tolerance, model.dtype)
+        most, reason = (tolerance, None) if explained is None else explained
+        if not math.isfinite(error):
+            reason = checks.describe_overflow(model.dtype, self.reached)
+        close = error <= tolerance
+        masks = list[MaskCheck]()
+        if math.isfinite(error):
+            masks += [self._check_mask(prepared, model, most) for prepared in self.prepared]
+            masks += self._check_cache(model, most, alone=not close)
         masks += [MaskCheck(mask=mask, verdict="not checked", reason=why) for mask, why in self.refused.items()]
-        differs = not error <= tolerance or any(mask.verdict == "differs" for mask in masks)
+        verdict: Literal["agrees", "rounds", "differs"] = "agrees" if close else "rounds" if explained else "differs"
+        if any(mask.verdict == "differs" for mask in masks):
+            verdict = "differs"
         return BackendCheck(
             backend=name,
-            verdict="differs" if differs else "agrees",
+            verdict=verdict,
+            reason=reason,
             dtype=str(model.dtype).removeprefix("torch."),
             output_error=error if math.isfinite(error) else None,
             tolerance=tolerance,
@@ -265,6 +281,25 @@ class Comparison:
             sites=sites,
             masks=masks,
         )
+
+    def _explain_rounding(
+        self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
+    ) -> tuple[float, str] | None:
+        """Explain the error of the first site above the tolerance by twice the rounding of its largest score.
+
+        Return the largest error that this explains, and a sentence; None if the error is larger.
+        """
+        first = next((each for each in sites if each.error is None or each.error > tolerance), None)
+        if first is None or first.error is None:
+            return None
+        target = next(each for each in self.reached if each.site.name == first.site)
+        largest = target.call.query_key(target.site).largest_logit
+        coarse = torch.float32 if dtype == torch.float64 else dtype  # eager attention computes softmax in float32
+        most = 2 * torch.finfo(coarse).eps * largest
+        if not first.error <= most:
+            return None
+        name = str(coarse).removeprefix("torch.")
+        return most, f"it rounds scores of up to {largest:.1e} to {name} before softmax (first at {first.site})"
 
     def _check_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float) -> MaskCheck:
         """Test one property; in float32 if float64 is not finite (softmax in float32 of a mask in float64)."""
@@ -387,10 +422,13 @@ class Comparison:
                 wrong.append(
                     Sight(kind=kind, output=query, token=token_number, layer=site.layer, site=site.name, change=size)
                 )
-        return sorted(wrong, key=lambda each: -each.change)
+        return sorted(wrong, key=lambda each: -(each.change or 0.0))
 
-    def _check_cache(self, model: PreTrainedModel, tolerance: float) -> list[MaskCheck]:
-        """Compare a prefill and single steps with the cache with one pass; nothing if the model declares no cache."""
+    def _check_cache(self, model: PreTrainedModel, tolerance: float, *, alone: bool) -> list[MaskCheck]:
+        """Compare a prefill and single steps with the cache with one pass; nothing if the model declares no cache.
+
+        The pass is one in float64; `alone`: one of the backend itself, because the backend differs from float64.
+        """
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
             return []
@@ -399,26 +437,35 @@ class Comparison:
             reason = "the model has no cache"
             return [MaskCheck(mask="cache", verdict="not checked", reason=reason)] if named else []
         try:
-            return [self._decode(model, cases.cached(), stream, tolerance)]
+            return [self._decode(model, cases.cached(), stream, tolerance, alone=alone)]
         except (*FAILURES, ImportError) as error:
             if is_memory(error):
                 raise
             return [MaskCheck(mask="cache", verdict="not checked", reason=loading.first_line(error))]
 
-    def _decode(self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float) -> MaskCheck:
-        """Run a prefill and single steps with the cache, and compare each with one pass in float64."""
+    def _decode(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float, *, alone: bool
+    ) -> MaskCheck:
+        """Run a prefill and single steps with the cache, and compare each with one pass."""
         targets = [each for each in self.reached if each.site.part != "cross" and stream_of(each, inputs) == stream]
         whole: Outputs = {}
-        with self._recomputing(), record_sites(self.reference, targets, {}, whole):
-            expected = predictions_of(hooks.forward(self.reference, inputs))
+        comparable, computing = (model, torch.no_grad()) if alone else (self.reference, self._recomputing())
+        with computing, record_sites(comparable, targets, {}, whole):
+            expected = predictions_of(hooks.forward(comparable, inputs))
         tokens, cache = inputs[stream].shape[1], None
         errors, faults, count, reason = list[float](), dict[Site, Sight](), 0, None
         ends = [0, *range(tokens - STEPS, tokens + 1)]
         for start, end in pairwise(ends):
             outputs: Outputs = {}
             step = {**inputs, stream: inputs[stream][:, start:end]}
-            with record_sites(model, targets, {}, outputs):
-                result = model(**step, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+            try:
+                with record_sites(model, targets, {}, outputs):
+                    result = model(**step, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+            except FAILURES as failure:
+                if cache is None or is_memory(failure):
+                    raise
+                reason = f"token {start} can't be decoded with the cache ({loading.first_line(failure)})"
+                return MaskCheck(mask="cache", verdict="differs", reason=reason)
             cache = result.past_key_values
             if cache is None:
                 return MaskCheck(mask="cache", verdict="not checked", reason="the model returns no cache")
@@ -433,7 +480,7 @@ class Comparison:
                         token=None,
                         layer=site.layer,
                         site=site.name,
-                        change=min(error, 1e300),
+                        change=error if math.isfinite(error) else None,
                     )
                     faults.setdefault(site, fault)
         held = cache.get_seq_length() if hasattr(cache, "get_seq_length") else tokens
@@ -479,8 +526,17 @@ def cases_causal(case: Case) -> Tensor:
 
 
 def check_backends(
-    loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
-) -> list[BackendCheck]:
-    """Compare the requested backends, or those that run here, with the model in float64."""
-    comparison = Comparison(loaded, inputs, reached, request)
-    return [check for name in comparison.names() if (check := comparison.check(name)) is not None]
+    loaded: loading.Loaded, inputs: Mapping[str, Tensor], request: DoctorRequest
+) -> tuple[list[BackendCheck], list[str]]:
+    """Compare the requested backends, or those that run here, with the model in float64.
+
+    Return them, and notes. Raise ModelError if backends or masks were requested and the model can't be compared.
+    """
+    try:
+        comparison = Comparison(loaded, inputs, hooks.survey(loaded.model, inputs), request)
+        return [check for name in comparison.names() if (check := comparison.check(name)) is not None], []
+    except (*FAILURES, AttnlensError) as error:
+        problem = f"Attention backends could not be compared: {loading.first_line(error)}"
+        if request.backends is not None or request.masks is not None:
+            raise ModelError(problem, "Leave out --backends and --masks.") from error
+        return [], [problem]

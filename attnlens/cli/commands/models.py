@@ -96,6 +96,9 @@ def failure(report: Report) -> IdentityError:
         worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without a reported error"
         sites = format_count(len(report.doctor), "site")
         problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
+    elif overflow := report.summary.reasons.get("identity_error"):
+        problem = f"Nothing could be verified: {overflow}."
+        return IdentityError(problem, "Run the model in bfloat16 or float32: --dtype bfloat16.")
     elif (error := report.summary.identity_error) is None:
         problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
     else:

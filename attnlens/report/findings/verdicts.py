@@ -36,6 +36,11 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
         answer, severity = f"Not proved: {len(unchecked)} of {total} could not be checked completely.", "problem"
     else:
         answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
+        rounded = [check for check in sites if check.rounding is not None]
+        if rounded:
+            worst = max(rounded, key=lambda check: check.rounding or 0.0)
+            answer = f"Yes, up to the model's own rounding at {len(rounded)} of {total}."
+            largest, severity = f"{clean(worst.site)}: {clean(worst.reason or '')}.", "notable"
     yield Finding(question="Read correctly?", answer=answer, evidence=largest, severity=severity)
     yield from _backend_findings(shapes.report.backends or [])
 
@@ -51,6 +56,9 @@ def _backend_findings(backends: Sequence[BackendCheck]) -> Iterator[Finding]:
         answer, severity = f"No: {join_items(parts, 3, '; ')}.", "problem"
     else:
         answer, severity = f"Yes: {join_items([each.backend for each in ran])} compute the same outputs.", "none"
+        rounded = [f"{each.backend} {describe_error(each)}" for each in ran if each.verdict == "rounds"]
+        if rounded:
+            answer, severity = f"Up to rounding: {join_items(rounded, 3, '; ')}.", "notable"
     errors = [each.output_error for each in ran if each.output_error is not None]
     evidence = f"Largest relative error against float64: {max(errors):.1e}." if errors and not wrong else ""
     yield Finding(question="Backends agree?", answer=answer, evidence=evidence, severity=severity)
@@ -79,8 +87,13 @@ def describe_error(check: BackendCheck) -> str:
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {first.layer} ({clean(first.site)})"
     if check.output_error is None:
-        return f"has outputs that are not finite{where}"
-    return f"differs from float64 by {check.output_error:.0e}{where}"
+        return (
+            f"has outputs that are not finite{where}: {check.reason}"
+            if check.reason
+            else "has outputs that are not finite"
+        )
+    cause = f", because {clean(check.reason)}" if check.reason else where
+    return f"differs from float64 by {check.output_error:.0e}{cause}"
 
 
 def describe_mask(mask: MaskCheck) -> str:

@@ -191,7 +191,8 @@ def describe_fault(fault: Sight) -> str:
     """Describe an output that depends on the wrong tokens: which output, which token, which layer."""
     where = "the model's output" if fault.layer is None else f"layer {fault.layer} ({clean(fault.site or '')})"
     if fault.kind == "differs":
-        return f"token {fault.output} differs by {fault.change:.0e} in {where}"
+        size = "is not finite" if fault.change is None else f"differs by {fault.change:.0e}"
+        return f"token {fault.output} {size} in {where}"
     verb = "sees hidden" if fault.kind == "sees" else "does not see"
     return f"token {fault.output} {verb} token {fault.token} in {where}"
 
