@@ -55,12 +55,13 @@ def _backend_findings(backends: Sequence[BackendCheck]) -> Iterator[Finding]:
         parts = [f"{each.backend} {describe_error(each)}" for each in wrong]
         answer, severity = f"No: {join_items(parts, 3, '; ')}.", "problem"
     else:
-        answer, severity = f"Yes: {join_items([each.backend for each in ran])} compute the same outputs.", "none"
+        names = join_items([each.backend for each in ran])
+        answer, severity = f"Yes: {names} {'agrees' if len(ran) == 1 else 'agree'} with float64.", "none"
         rounded = [f"{each.backend} {describe_error(each)}" for each in ran if each.verdict == "rounds"]
         if rounded:
             answer, severity = f"Up to rounding: {join_items(rounded, 3, '; ')}.", "notable"
     errors = [each.output_error for each in ran if each.output_error is not None]
-    evidence = f"Largest relative error against float64: {max(errors):.1e}." if errors and not wrong else ""
+    evidence = f"Largest relative error: {max(errors):.1e}." if errors and not wrong else ""
     yield Finding(question="Backends agree?", answer=answer, evidence=evidence, severity=severity)
     tested = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
     if not tested:

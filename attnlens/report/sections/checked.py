@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from attnlens.records import Breach, Check, MaskCheck, Report, Sight
+from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
 from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count, format_p
@@ -112,6 +112,8 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
     """
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
+    if view == "screen" and not checks:
+        return  # the heading has the notes
     sites = [clean(check.site) for check in checks]
     shared = ""  # common beginning of all paths, up to a dot, left out unless all fit on a line of 100 columns
     if len(sites) > 1 and max(map(len, sites)) > 24:
@@ -138,53 +140,68 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(20, "doctor", ("screen", *TEXTS, "page"))
 def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the table of backends: error of the outputs, agreement of the most likely token, and each tested mask."""
+    """Yield the table of properties × backends, the outputs that depend on the wrong tokens, and what was not tested.
+
+    The screen shows one fault per backend and mask.
+    """
     backends = shapes.report.backends or []
-    if not backends:
-        return
-    rows = []
-    for each in backends:
-        row = {
-            "backend": each.backend,
-            "type": each.dtype or NO_VALUE,
-            "error": NO_VALUE if each.output_error is None else f"{each.output_error:.0e}",
-            "same token": NO_VALUE
-            if each.greedy_agreement is None
-            else f"{math.floor(1000 * each.greedy_agreement) / 10:g} %",
+    ran = [each for each in backends if each.verdict != "not run"]
+    masks = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
+    titles = [each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})" for each in ran]
+    rows: list[dict[str, str | None]] = [
+        {"": "outputs", **{title: format_error(each.output_error) for title, each in zip(titles, ran, strict=True)}},
+        {"": "same token", **{title: format_share(each) for title, each in zip(titles, ran, strict=True)}},
+    ]
+    for name in masks:
+        found = {
+            title: mask for title, each in zip(titles, ran, strict=True) for mask in each.masks if mask.mask == name
         }
-        if each.verdict == "not run":
-            row["backend"] += f"\nnot run: {clean(each.reason or '')}"
-        rows.append(row | {mask.mask: format_mask(mask) for mask in each.masks})
-    note = (
-        "error and numbers below a mask: relative error of the outputs against float64, where a mask is tested against "
-        "each sequence alone; same token: share of positions with the same most likely token."
-    )
-    table = build_table(rows, {"backend"}, {"backend", "type"}, fit="folded")
-    yield Section("Backends and masks", table=table, notes=(note,))
-    untested = {
-        f"{mask.mask}: {clean(mask.reason)}"
-        for each in backends
-        for mask in each.masks
-        if mask.verdict == "not checked" and mask.reason
-    }
+        rows.append({"": name, **{title: format_mask(mask) for title, mask in found.items()}})
+    if ran:
+        note = "Relative error of the outputs against float64; same token: most likely one."
+        yield Section("Backends and masks", table=build_table(rows, {""}, {""}, fit="folded"), notes=(note,))
     faults = [
         f"{each.backend}, {mask.mask}: {describe_fault(fault)}"
-        for each in backends
+        for each in ran
         for mask in each.masks
-        for fault in mask.faults[: None if view != "screen" else 1]
+        for fault in mask.faults[: 1 if view == "screen" else None]
     ]
     if faults:
         yield Section("Outputs that depend on the wrong tokens", items=tuple(faults))
-    if untested:
-        yield Section("Not tested", items=tuple(sorted(untested)))
+    left_out = [f"{each.backend}: {clean(each.reason or '')}" for each in backends if each.verdict == "not run"]
+    left_out += [
+        f"{each.backend}, {mask.mask}: {clean(mask.reason)}"
+        for each in ran
+        for mask in each.masks
+        if mask.verdict == "not checked" and mask.reason
+    ]
+    if left_out:
+        yield Section("Not tested", items=tuple(left_out))
+
+
+def format_error(error: float | None) -> str:
+    """Format a relative error with one digit; `not finite` if it is missing."""
+    return "not finite" if error is None else f"{error:.0e}" if error else "0"
+
+
+def format_share(check: BackendCheck) -> str:
+    """Format the share of positions with the same most likely token, rounded down so that 100 % means all."""
+    share = check.greedy_agreement
+    return NO_VALUE if share is None else f"{math.floor(1000 * share) / 10:g} %"
 
 
 def format_mask(mask: MaskCheck) -> str:
-    """Format the outcome of one test: its error, `DIFFERS`, or a dash."""
+    """Format the outcome of one test: its error, or the largest fault of the first layer with a fault."""
     if mask.verdict == "not checked":
         return NO_VALUE
-    error = "" if mask.error is None or not mask.error_judged else f"{mask.error:.0e}"
-    return f"DIFFERS {error}".strip() if mask.verdict == "differs" else error or "agrees"
+    if not mask.faults or mask.faults[0].token is None:
+        judged = mask.error_judged and mask.error is not None
+        error = format_error(mask.error) if judged else "agrees"
+        return error if mask.verdict == "agrees" else f"DIFFERS {format_error(mask.error)}"
+    first = mask.faults[0]
+    verb = "sees" if first.kind == "sees" else "misses"
+    where = "" if first.layer is None else f", layer {first.layer}"
+    return f"{first.output} {verb.upper()} {first.token}{where}"
 
 
 def describe_fault(fault: Sight) -> str:
