@@ -1,7 +1,8 @@
 """Run a command: a model and its options in, a `Report` out.
 
 Contents: `inspect/`, `compare/` and `swap/` (one package per command), `series.py` (checkpoints), `doctor.py` (a second
-computation of what a report contains), `capture.py` (the attention of a model in memory), and shared modules:
+computation of what a report contains; `backends.py` compares attention backends, `masks.py` builds inputs that test
+masks), `capture.py` (the attention of a model in memory), and shared modules:
 `checks.py` (check that the model runs and is analysed correctly), `feeding.py` (options → settings and texts),
 `outputs.py` and `differences.py` (compare predictions of a changed model with the original's), `progress.py`,
 `provenance.py`, `work.py` (compute or resume named units, in which process) and `store.py` (keep units in files; the
