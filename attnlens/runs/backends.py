@@ -144,7 +144,6 @@ class Comparison:
             result = hooks.forward(self.reference, exact)
         self.results = hooks.real_outputs(result, exact)
         self.tokens = predictions_of(result).argmax(-1) if hasattr(result, "logits") else None
-        self.largest: dict[Site, float] = {}
         self.some_layers = request.layers is not None
         self.cases: Cases | None = None
         self.prepared, self.refused = list[Prepared](), dict[str, str]()
@@ -163,12 +162,13 @@ class Comparison:
             self.refused = dict.fromkeys(named or (), reason)
             return
         cases = self.cases = Cases(self.reference, self.inputs, self.reached, named)
+        device = loading.device_of_inputs(self.reference)
         for case in cases.build():
             if isinstance(case, tuple):
                 self.refused[case[0]] = case[1]
                 continue
             try:
-                prepared = self._prepare_case(case, cases)
+                prepared = self._prepare_case(case.to(device), cases)
             except (*FAILURES, AttnlensError) as error:
                 if is_memory(error):
                     raise
@@ -178,13 +178,11 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
-        chosen = {target.site for target in self.reached}
-        surveyed = [
-            each for each in hooks.survey(self.reference, case.inputs) if each.site.path in {s.path for s in chosen}
-        ]
-        by_call = {(site.path, site.ordinal): site for site in chosen}
+        """Find what each site must and may see, and the outputs of each piece alone; None if packing is unsupported."""
+        by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
+        below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, required, separated = list[SiteCall](), {}, {}, False
-        for each in surveyed:
+        for each in hooks.survey(self.reference, case.inputs):
             site = by_call.get((each.site.path, each.site.ordinal))
             if site is None or stream_of(replace(each, site=site), self.inputs) != case.stream:
                 continue
@@ -192,13 +190,14 @@ class Comparison:
             if call.key.shape[2] != case.documents.shape[1]:
                 continue
             declared = case.declared(cases.rules[site], call.query.shape[2])
-            weights = replace(call, allowed=declared[:, None], causal=False).query_key(site).attention.amax(1)
-            needed = declared & (weights >= ATTENDED)
-            visible = call.visible()
-            if visible is not None:
-                separated = separated or bool((~visible.any(1) & cases_causal(case)).any())
-                if site.traced:
-                    needed &= visible.any(1)
+            as_declared = replace(call, allowed=declared[:, None].to(call.query.device), causal=False)
+            needed = declared & (as_declared.query_key(site).attention.amax(1).cpu() >= ATTENDED)
+            if (mask := call.visible()) is not None:
+                visible = mask.any(1).cpu()
+                across = case.documents[:, :, None] != case.documents[:, None, :]
+                separated = separated or (visible.shape == across.shape and not bool((visible & across & below).any()))
+                if site.traced:  # its own code may have a window that no configuration names
+                    needed &= visible
             targets.append(target)
             allowed[site], required[site] = declared, needed
         if case.name == "packed" and not separated and self.named_masks is None:
@@ -243,8 +242,7 @@ class Comparison:
         inputs, found = hooks.as_dtype(self.inputs, model.dtype), dict[Site, Tensor]()
         with record_sites(model, self.reached, {}, found):
             result = hooks.forward(model, inputs)
-        pairs = zip(self.results, hooks.real_outputs(result, inputs), strict=True)
-        error = max(relative_error(*pair) for pair in pairs)
+        error = largest_error(self.results, hooks.real_outputs(result, inputs))
         sites = list[SiteError]()
         for target in self.reached:
             if target.site in found:
@@ -257,7 +255,9 @@ class Comparison:
         same = None
         if self.tokens is not None:
             same = float((predictions_of(result).argmax(-1) == self.tokens).double().mean())
-        explained = self._explain_rounding(sites, tolerance, model.dtype)
+        explained = None
+        if name == "eager" or model.dtype != torch.float64:  # other backends compute softmax in the model's type
+            explained = self._explain_rounding(sites, tolerance, model.dtype)
         most, reason = (tolerance, None) if explained is None else explained
         if not math.isfinite(error):
             reason = checks.describe_overflow(model.dtype, self.reached)
@@ -373,7 +373,7 @@ class Comparison:
         with perturb_embeddings(model, inputs[case.stream], case.probes):
             moved = predictions_of(hooks.forward(model, inputs))
         rounding = torch.finfo(model.dtype).eps * float(result.abs().max())
-        change = (moved - result).abs().flatten(2).amax(-1)
+        change = (moved - result).abs().flatten(2).amax(-1).cpu()
         return [
             Sight(
                 kind="sees",
@@ -406,11 +406,11 @@ class Comparison:
         direction = torch.randn(len(rows), hidden.shape[-1], generator=generator, dtype=torch.float64)
         token = hidden[rows, probes]
         direction = (direction / direction.norm(dim=-1, keepdim=True)).to(token)
-        sees, change = torch.ones((), dtype=torch.bool), base.new_zeros(())
+        sees, change = torch.ones((), dtype=torch.bool), torch.zeros(())
         for size in (SIZE,) if hidden.dtype == torch.float64 else COARSE_SIZES:
             moved = hidden.clone()
             moved[rows, probes] = token + size * token.norm(dim=-1, keepdim=True) * direction
-            change = (output_of(module(**arguments | {name: moved})) - base).abs().amax(-1)
+            change = (output_of(module(**arguments | {name: moved})) - base).abs().amax(-1).cpu()
             sees = sees & (change > NOISE * noise)
         real = case.documents >= 0 if sees.shape[1] == case.documents.shape[1] else torch.ones_like(sees)
         allowed = prepared.allowed[site][rows, :, probes]
@@ -519,12 +519,6 @@ def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     with remove_hooks([module.register_forward_hook(move) for module in embeddings]):
         yield
-
-
-def cases_causal(case: Case) -> Tensor:
-    """Return the pairs at or below the diagonal."""
-    tokens = case.documents.shape[1]
-    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
 
 def check_backends(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +77,14 @@ class Case:
     """Row, first and last token, and inputs of a pass over these tokens alone, with the same outputs."""
     prefix: int = 0  # Number of first tokens that all outputs see
     same_positions: bool = True  # False if the tokens have other positions alone, which changes the outputs, too
+
+    def to(self, device: torch.device) -> Case:
+        """Return the test with its inputs on a device."""
+        pieces = [
+            (row, start, end, {name: tensor.to(device) for name, tensor in alone.items()})
+            for row, start, end, alone in self.pieces
+        ]
+        return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()}, pieces=pieces)
 
     def declared(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
         """Return which tokens each output may depend on; a cross-attention sees all tokens but padding."""

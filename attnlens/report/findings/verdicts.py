@@ -110,6 +110,8 @@ def describe_mask(mask: MaskCheck) -> str:
 def after_doctor(shapes: Shapes) -> Iterator[str]:
     """Yield the inspection of the model, whose numbers this check supports."""
     model = model_argument(shapes.report)
+    if any(each.verdict == "differs" for each in shapes.report.backends or []):
+        yield f"attnlens doctor {model} --table"
     yield f"attnlens inspect {model}"
     yield f"attnlens doctor {model} --json doctor.json"
 
