@@ -195,7 +195,9 @@ class Comparison:
             if (mask := call.visible()) is not None:
                 visible = mask.any(1).cpu()
                 across = case.documents[:, :, None] != case.documents[:, None, :]
-                separated = separated or (visible.shape == across.shape and not bool((visible & across & below).any()))
+                separated = separated or (
+                    visible.shape[1:] == below.shape and not bool((visible & across & below).any())
+                )
                 if site.traced:  # its own code may have a window that no configuration names
                     needed &= visible
             targets.append(target)

@@ -71,7 +71,7 @@ def test_a_causal_mask_off_by_one_in_one_backend_is_named(monkeypatch):
         ("sees", layer, f"model.layers.{layer}.self_attn") for layer in (0, 1)
     ]
     assert all(fault.token == fault.output + 1 for fault in faults)
-    assert masks["causal"].count == 2 * 7
+    assert masks["causal"].count == 2 * 5
 
 
 @pytest.mark.parametrize("only", [True, False])
@@ -106,7 +106,7 @@ def test_packed_documents_that_leak_are_named(monkeypatch):
     assert {name for name, mask in masks.items() if mask.verdict == "differs"} == {"packed"}
     fault = masks["packed"].faults[0]
     assert (fault.kind, fault.layer) == ("sees", 0)
-    assert fault.token < 3 <= fault.output or fault.token < 6 <= fault.output
+    assert fault.token < 2 <= fault.output or fault.token < 4 <= fault.output
 
 
 def test_packing_is_tested_only_if_the_model_separates_documents_or_it_is_requested(monkeypatch):
@@ -141,13 +141,13 @@ def test_a_cache_that_drops_a_position_is_named(monkeypatch):
     monkeypatch.setattr(cache_utils.DynamicLayer, "update", forget)
     backends = checked("llama")
     # the mask of eager attention still has a column for the dropped token
-    assert backends["eager"][1]["cache"].reason.startswith("token 5 can't be decoded with the cache")
+    assert backends["eager"][1]["cache"].reason.startswith("token 3 can't be decoded with the cache")
     for check, masks in backends.values():
         assert check.verdict == "differs"
         assert {name for name, mask in masks.items() if mask.verdict == "differs"} == {"cache"}
     first = backends["sdpa"][1]["cache"].faults[0]
-    assert (first.kind, first.output, first.layer) == ("differs", 5, 0)
-    assert backends["sdpa"][1]["cache"].reason == "the cache holds 5 of 8 tokens"
+    assert (first.kind, first.output, first.layer) == ("differs", 3, 0)
+    assert backends["sdpa"][1]["cache"].reason == "the cache holds 3 of 6 tokens"
 
 
 def test_a_softmax_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch):
