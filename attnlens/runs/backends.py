@@ -56,7 +56,9 @@ def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
         yield model
         return
     # hand-written attention chooses its code when the model is built
-    twin = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name)
+    twin: PreTrainedModel = type(model)._from_config(  # type: ignore[no-untyped-call]
+        copy.deepcopy(model.config), attn_implementation=name
+    )
     twin.load_state_dict(model.state_dict())
     twin = twin.to(device=model.device, dtype=model.dtype).eval()
     if twin.dtype == torch.float64:
@@ -227,7 +229,7 @@ class Comparison:
             model = self.model
             try:
                 if dtype != model.dtype:
-                    model = copy.deepcopy(model).to(dtype)
+                    model = nn.Module.to(copy.deepcopy(model), dtype)
                 with torch.no_grad(), switch(model, name) as running:
                     return self._check_running(name, running)
             except (*FAILURES, ImportError, AttnlensError) as error:
@@ -308,7 +310,7 @@ class Comparison:
         try:
             check = self._try_mask(prepared, model, tolerance)
             if check.error is None and model.dtype == torch.float64:
-                check = self._try_mask(prepared, copy.deepcopy(model).float(), tolerance)
+                check = self._try_mask(prepared, nn.Module.float(copy.deepcopy(model)), tolerance)
         except (*FAILURES, ImportError) as error:
             if is_memory(error):
                 raise
@@ -485,7 +487,8 @@ class Comparison:
                         change=error if math.isfinite(error) else None,
                     )
                     faults.setdefault(site, fault)
-        held = cache.get_seq_length() if hasattr(cache, "get_seq_length") else tokens
+        count_tokens = getattr(cache, "get_seq_length", lambda: tokens)
+        held = count_tokens()
         if held != tokens:
             reason = f"the cache holds {held} of {tokens} tokens"
         error = max(errors)

@@ -34,16 +34,17 @@ def plant(monkeypatch, change, backend="sdpa"):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "mistral", "gemma2", "gemma3", "bert", "albert", "t5", "bart", "bloom", "gpt_neo"]
+    "name",
+    ["gpt2", "llama", "mistral", "gemma2", "gemma3", "bert", "albert", "t5", "bart", "bloom", "gpt_neo", "gpt_oss"],
 )
 def test_healthy_models_have_no_fault_under_any_mask(name):
     backends = checked(name)
-    assert list(backends) == (["eager"] if name in ("bloom", "gemma2", "gpt_neo") else ["eager", "sdpa"])
+    assert list(backends) == (["eager"] if name in ("bloom", "gemma2", "gpt_neo", "gpt_oss") else ["eager", "sdpa"])
     causal = name not in ("bert", "albert")
     expected = {"padding-left", "padding-right", "causal" if causal else "bidirectional"}
     expected |= {"cache"} if causal else set()
-    expected |= {"packed"} if name in ("gpt2", "llama", "mistral", "gemma2", "gemma3") else set()
-    expected |= {"window"} if name in ("mistral", "gemma2", "gemma3", "gpt_neo") else set()
+    expected |= {"packed"} if name in ("gpt2", "llama", "mistral", "gemma2", "gemma3", "gpt_neo") else set()
+    expected |= {"window"} if name in ("mistral", "gemma2", "gemma3", "gpt_neo", "gpt_oss") else set()
     expected |= {"bidirectional"} if name in ("t5", "bart") else set()
     for check, masks in backends.values():
         assert check.verdict == "agrees"
