@@ -60,7 +60,8 @@ def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
         copy.deepcopy(model.config), attn_implementation=name
     )
     twin.load_state_dict(model.state_dict())
-    twin = twin.to(device=model.device, dtype=model.dtype).eval()
+    nn.Module.to(twin, device=model.device, dtype=model.dtype)
+    twin.eval()
     if twin.dtype == torch.float64:
         hooks.allow_float64(twin)
     yield twin
