@@ -177,6 +177,8 @@ def doctor(
     seed: int = 0,
     layers: Sequence[int | str] | str | None = None,
     heads: Sequence[int] | str | None = None,
+    backends: str | None = None,
+    masks: str | None = None,
 ) -> Report: ...
 def find_ranks(
     model: str | PathLike[str] | Loaded = "demo",

@@ -29,6 +29,10 @@ kernel; `without filter`: the kernel alone; `far part, healed`: a hybrid's train
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of the length of a training
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
 HealingStage = Literal["transfer", "whole"]  # Compare sites on the original's inputs, or whole models
+BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""transformers' attention implementations that `doctor` compares."""
+MASKS = ("causal", "bidirectional", "padding-left", "padding-right", "packed", "window", "prefix", "cache")
+"""Properties of attention masks that `doctor` tests."""
 CLAIMS = "claims"  # Name that selects the papers' small experiments instead of a table
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")  # Tables that a study trains, in order
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"  # Model type of the models that `reproduce` saves

@@ -16,7 +16,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
         "inspect": "What does each head compute, and what is beyond chance?",
         "compare": "What changed between two models, and in which heads?",
         "check": "Does a model satisfy rules and a baseline? (for CI)",
-        "doctor": "Does attnlens read this model exactly?",
+        "doctor": "Is this model read exactly, and do its attention backends and masks agree?",
     },
     "Change": {
         "swap-kernel": "What does another attention kernel cost?",
@@ -37,7 +37,7 @@ OPTIONS: dict[str, str] = {  # Options that `-h` shows, in this order
     "inspect": "text windows length source analyzer layers heads head table json html figure",
     "compare": "text windows length source layers table json html figure fdr adapter dtype",
     "check": "rule rules baseline update_baseline relative fdr annotations junit json markdown text windows",
-    "doctor": "text windows layers device dtype table json strict",
+    "doctor": "backends masks text windows layers device dtype table json junit strict",
     "swap-kernel": "kernel sweep fit layers heads text windows calibration save json html figure",
     "ranks": "budget latents plan ranks generate calibration text windows save json html figure",
     "heal": "kernel train learn control save layers calibration text windows json html figure",
@@ -63,7 +63,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "attnlens check report.json --baseline accepted.json --update-baseline",
         "attnlens check report.json --baseline accepted.json",
     ),
-    "doctor": ("attnlens doctor", "attnlens doctor demo --layers 0-1", "attnlens doctor demo --json -"),
+    "doctor": (
+        "attnlens doctor",
+        "attnlens doctor demo --backends eager,sdpa --masks causal,cache",
+        "attnlens doctor demo --json -",
+    ),
     "swap-kernel": (
         "attnlens swap-kernel demo --kernel rbf",
         "attnlens swap-kernel demo --kernel linear --kernel window:16 --windows 8",

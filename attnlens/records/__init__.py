@@ -26,8 +26,8 @@ _NAMES = {  # Names by module
     "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",
-    "report": "Environment Extreme Finding InspectionBody Kind Report Severity SiteCheck Summary SwapBody TextSummary "
-    "Verdict Windows json_schema",
+    "report": "BackendCheck Environment Extreme Finding InspectionBody Kind MaskCheck Report Severity Sight SiteCheck "
+    "SiteError Summary SwapBody TextSummary Verdict Windows json_schema",
     "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
     "swaps": "Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange Prediction PredictionChange Predictor SiteSwap Stage Swap Task "

@@ -135,10 +135,62 @@ class SiteCheck(Record):
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
     weights_error: Number | None  # The same error, with queries and keys computed from weights and inputs
     reason: str | None = None
-    passed: bool  # True if no error exceeds the tolerance
+    rounding: Number | None = None
+    """Error of the model's own attention weights because it rounds large scores; None if no error needs this
+    explanation."""
+    passed: bool  # True if no error exceeds the tolerance, or the model's own rounding explains it
     verdict: Verdict | None = None
     """`differs` if an error exceeds the tolerance, `partly checked` if one error is missing, `not checked` if both are
     missing; None in version 1."""
+
+
+class Sight(Record):
+    """An attention output that depends on the wrong tokens (`doctor`)."""
+
+    kind: Literal["sees", "misses", "differs"]
+    """`sees`: the mask hides the token, but the output depends on it; `misses`: the reverse; `differs`: the output
+    differs from a pass without cache."""
+    output: Count  # Position of the output
+    token: Count | None  # Position of the token whose input was perturbed; None for `differs`
+    layer: Count | None  # Sequential number of the site; None for the output of the whole model
+    site: str | None
+    change: Number | None  # Largest change of the output; for `differs`, its relative error; None if not finite
+
+
+class MaskCheck(Record):
+    """Test of one property of the masks under one backend (`doctor`)."""
+
+    mask: str
+    verdict: Literal["agrees", "differs", "not checked"]
+    error: Number | None = None
+    """Relative error of the outputs against a float64 pass over each sequence alone, without padding or cache."""
+    error_judged: bool = True  # False if other positions of the tokens change the outputs, too
+    faults: list[Sight] = []  # The largest at each site, in the order of the layers
+    count: Count = 0  # Number of pairs of output and token that are wrong
+    reason: str | None = None  # Why it was not checked
+
+
+class SiteError(Record):
+    """Relative error of a site's output under one backend."""
+
+    site: str
+    layer: Count
+    error: Number | None  # None if the output is not finite
+
+
+class BackendCheck(Record):
+    """Comparison of one attention backend with the same model in float64 (`doctor`)."""
+
+    backend: str
+    verdict: Literal["agrees", "rounds", "differs", "not run"]
+    """`rounds`: the error exceeds the tolerance, but the rounding of softmax in float32 explains it."""
+    dtype: str | None = None
+    output_error: Number | None = None  # Relative error of the outputs that differ most
+    tolerance: Number | None = None
+    greedy_agreement: Number | None = None  # Share of positions with the same most likely token
+    sites: list[SiteError] = []
+    masks: list[MaskCheck] = []
+    reason: str | None = None  # Why it was not run, or what explains its error
 
 
 class InspectionBody(Record):
@@ -183,6 +235,7 @@ class Report(Record):
     swap: SwapBody | None = None
     comparison: Comparison | None = None
     doctor: list[SiteCheck] = []
+    backends: list[BackendCheck] | None = None  # Attention backends and masks; only in reports of kind `doctor`
     experiments: list[Experiment] = []
     studies: list[StudyTable] = []
     windows_file: File | None = None  # File of --windows-csv, in the folder of the report
@@ -202,7 +255,7 @@ class Report(Record):
 
     @model_serializer(mode="wrap")
     def _leave_out_other_bodies(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        others = {kind for kind in KINDS if kind != self.kind}
+        others = {kind for kind in KINDS if kind != self.kind} | ({"backends"} if self.backends is None else set())
         return {name: field for name, field in handler(self).items() if name not in others}
 
     def __repr__(self) -> str:

@@ -241,6 +241,12 @@ class QueryKey:
             scores = (scores / self.softcap).tanh() * self.softcap
         return scores if self.bias is None else scores + self.bias.double()
 
+    @property
+    def largest_logit(self) -> float:
+        """Largest absolute score of a query and a key that it can see."""
+        seen = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, 0.0)
+        return float(seen.abs().max())
+
     @cached_property
     def attention(self) -> Float[Tensor, "*batch heads n m"]:
         """Attention matrix softmax(logits + mask), in float64; a query that sees no key has a row of zeros."""

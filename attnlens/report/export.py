@@ -12,7 +12,8 @@ from attnlens.analyzers.registry import measure_infos
 from attnlens.errors import UsageError
 from attnlens.records import Kind, Report
 from attnlens.report import sections
-from attnlens.report.render.markdown import markdown, spreadsheet
+from attnlens.report.render.markdown import junit_checks, markdown, spreadsheet
+from attnlens.report.sections.checked import doctor_checks
 from attnlens.report.sections.comparisons import comparison_rows, study_rows
 from attnlens.report.sections.experiments import experiment_rows
 from attnlens.report.sections.explorer import explorer
@@ -20,6 +21,7 @@ from attnlens.report.sections.facts import build_heading
 from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, section
 from attnlens.report.sections.swaps import swap_rows
 from attnlens.report.shapes import Shapes
+from attnlens.wording import clean
 
 for _module in iter_modules(sections.__path__):  # registers the sections of all modules
     import_module(f"attnlens.report.sections.{_module.name}")
@@ -125,6 +127,7 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
     "windows_csv": lambda report: spreadsheet(windows(report)),
     "markdown": lambda report: markdown(summary(report, whole=True)),
     "plan": _plan,
+    "junit": lambda report: junit_checks(clean(f"attnlens doctor {report.model.id}"), doctor_checks(report)),
     "html": build_page,
 }
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
-from attnlens.arguments import LARGEST, format_argument
-from attnlens.choices import FDR, RELATIVE, Engine, Intervals, Placement, Sources
+from attnlens.arguments import LARGEST, checked_name, format_argument
+from attnlens.choices import BACKENDS, FDR, MASKS, RELATIVE, Engine, Intervals, Placement, Sources
 from attnlens.errors import UsageError
 from attnlens.requests import fields
 from attnlens.requests.fields import Request, Whole, Words, checks, details, keyword, option, spelled, switch
@@ -322,8 +322,32 @@ class CompareRequest(SeriesRequest):
     )
 
 
+def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:
+    """Return distinct names as `eager,sdpa`, from such a string or an iterable. Raise UsageError for unknown names."""
+    names = value.replace(" ", "").split(",") if isinstance(value, str) else fields.words(name, value)
+    for each in names:
+        checked_name(noun, each, known)
+    if not names:
+        raise UsageError(f"{name} contains no names.", f"Choose from {', '.join(known)}, or leave out --{name}.")
+    return ",".join(dict.fromkeys(names))
+
+
+Backends = Annotated[str, checks(partial(_listed, BACKENDS, "attention backend"))]
+Masks = Annotated[str, checks(partial(_listed, MASKS, "mask"))]
+
+
 class DoctorRequest(ModelRequest):
     """Options of `doctor`, which needs little text and computes in double precision."""
 
     windows: Whole = windows_option(2)
+    backends: Backends | None = option(
+        f"Compare these attention implementations, e.g. `eager,sdpa`. Known: {', '.join(BACKENDS)}.",
+        metavar="NAMES",
+        shown="those that run here without compilation",
+    )
+    masks: Masks | None = option(
+        f"Test these properties of the masks, e.g. `causal,cache`. Known: {', '.join(MASKS)}.",
+        metavar="NAMES",
+        shown="those that the model declares",
+    )
     dtype: DType = dtype_option("float64")

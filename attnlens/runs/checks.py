@@ -182,6 +182,17 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
         raise IdentityError(problem, "Choose a deterministic model: the attention of this one cannot be verified.")
 
 
+def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | None:
+    """Return the sentence that the products of queries and keys overflow a type; None if they do not."""
+    limit = torch.finfo(dtype).max
+    products = (each.call.query.double() @ each.call.paired_key.double().mT for each in reached)
+    largest = max(float(product.abs().max()) for product in products)
+    if not largest > limit:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"q·k reaches {largest:.1e}, which overflows {name} (largest number {limit:.0f})"
+
+
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     """Return the task of the model's head; `hidden` if the model sees the tokens that it predicts (PaliGemma)."""
     tasks = tasks_of(loaded.model)

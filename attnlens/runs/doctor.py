@@ -24,6 +24,7 @@ from attnlens.records import Check, Coverage, Head, QueryKey, Settings, Site, Si
 from attnlens.report.report import Report
 from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
+from attnlens.runs.backends import check_backends
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.progress import Progress, silent, telling
 from attnlens.runs.provenance import report_of
@@ -134,8 +135,17 @@ def doctor(
         batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
     settings = feeding.describe_input(settings, batches, loaded)
     settings = settings.model_copy(update={"windows": batches.batches[0].size})
-    report = _diagnose(loaded, settings, batches.batches[0].inputs, progress)
-    return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
+    inputs = batches.batches[0].inputs
+    report = _diagnose(loaded, settings, inputs, progress)
+    read = time.perf_counter()
+    if report.settings.dtype == "float32" and loaded.model.dtype == torch.float64:
+        loaded, inputs = replace(loaded, model=nn.Module.float(loaded.model)), hooks.as_dtype(inputs, torch.float32)
+    backends, notes = check_backends(loaded, inputs, request)
+    if notes:
+        settings = report.settings.model_copy(update={"notes": [*report.settings.notes, *notes]})
+        report = report.model_copy(update={"settings": settings})
+    times = {"doctor": read - start, "backends": time.perf_counter() - read}
+    return report.model_copy(update={"backends": backends, "timings": times})
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
@@ -145,7 +155,8 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        if changed is None or changed <= TOLERANCE:  # None: weights are not finite
+        # None: weights are not finite
+        if changed is None or changed <= TOLERANCE or report.summary.verdict != "differs":
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
@@ -168,7 +179,9 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     first = checks.of_one_token(loaded, reached, settings.seed)
     results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(results, checks.out_of_reach(loaded, survey))
-    sound = identity <= TOLERANCE and all(check.passed for check in results)
+    # the rounding that explains a site's error changes the outputs, too
+    sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
+    sound = sound and all(check.passed for check in results)
     verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"
     return report_of(
         "doctor",
@@ -176,9 +189,17 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
         model=loaded.info,
         settings=feeding.record_length(settings, loaded, reached),
         coverage=coverage,
-        summary=Summary(identity_error=None if math.isnan(identity) else identity, verdict=verdict),
+        summary=_summary(loaded, reached, identity, verdict),
         doctor=results,
     )
+
+
+def _summary(loaded: loading.Loaded, reached: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
+    """Return the verdict with the error of recomputed attention, or why this error is not a number."""
+    if not math.isnan(identity):
+        return Summary(identity_error=identity, verdict=verdict)
+    overflow = checks.describe_overflow(loaded.model.dtype, reached)
+    return Summary(verdict=verdict, reasons={"identity_error": overflow} if overflow else {})
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
@@ -215,7 +236,8 @@ def check_sites(
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
     results, tell = list[SiteCheck](), telling(progress, "doctor", len(pairs))
     for (_, each, chosen), factors in zip(pairs, all_factors, strict=True):
-        results.append(_check(each, factors, probabilities[each.site], chosen))
+        rounded = any(result.rounding is not None for result in results)
+        results.append(_check(each, factors, probabilities[each.site], chosen, rounded=rounded))
         tell(1)
     return results
 
@@ -234,7 +256,8 @@ def own_probabilities(
         # 16 ε: the rounding of a few layers in half precision
         if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
             size = f"transformers' eager attention changes this model's outputs by {difference:.1e}"
-            why = f"{size}, so its matrices are not comparable"
+            overflow = checks.describe_overflow(model.dtype, reached) if math.isnan(difference) else None
+            why = overflow or f"{size}, so its matrices are not comparable"
             captured = {}
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
@@ -243,20 +266,38 @@ def own_probabilities(
 
 
 def _check(
-    reached: SiteCall, factors: weights.Factors | UnreadableError, probabilities: Tensor | str, heads: Sequence[int]
+    reached: SiteCall,
+    factors: weights.Factors | UnreadableError,
+    probabilities: Tensor | str,
+    heads: Sequence[int],
+    *,
+    rounded: bool,
 ) -> SiteCheck:
-    """Compute both errors of a site's heads, or state why one is missing; `probabilities` can be such a reason."""
-    errors: dict[str, float] = {}
+    """Compute both errors of a site's heads, or state why one is missing; `probabilities` can be such a reason.
+
+    `rounded`: the model's rounding at an earlier site changed the inputs of this site.
+    """
+    errors, rebuilt = dict[str, float](), dict[str, QueryKey]()
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(probabilities, str):
         reason = probabilities
     elif not bool(probabilities[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        errors["tokens"] = _error(reached.call.query_key(reached.site).select(heads), probabilities[:, heads])
+        rebuilt["tokens"] = reached.call.query_key(reached.site)
         if not isinstance(factors, UnreadableError):
-            errors["weights"] = _error(weights.rebuild(reached, factors).select(heads), probabilities[:, heads])
-    passed = all(error <= TOLERANCE for error in errors.values())
+            rebuilt["weights"] = weights.rebuild(reached, factors)
+        for source, query_key in rebuilt.items():
+            errors[source] = _error(query_key.select(heads), probabilities[:, heads])
+    wrong = {source: error for source, error in errors.items() if not error <= TOLERANCE}
+    causes = [
+        _explain_rounding(rebuilt[source].select(heads), probabilities[:, heads], error, rounded=rounded)
+        for source, error in wrong.items()
+        if not isinstance(probabilities, str)
+    ]
+    passed = all(causes)
+    if causes and passed:
+        reason = reason or causes[0]
     return SiteCheck(
         site=reached.site.name,
         part=reached.site.part,
@@ -265,19 +306,48 @@ def _check(
         tokens_error=errors.get("tokens"),
         weights_error=errors.get("weights"),
         reason=reason,
+        rounding=max(wrong.values()) if wrong and passed else None,
         passed=passed,
         verdict=("not checked", "partly checked", "agrees")[len(errors)] if passed else "differs",
     )
 
 
+def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, *, rounded: bool) -> str:
+    """Return the sentence that the model's own rounding of its scores explains the error; "" if it does not.
+
+    The rounding of float32 softmax in a float64 model is repeated exactly; otherwise, and if an earlier site `rounded`,
+    the error is explained if it is at most twice the rounding of the largest score.
+    """
+    largest = query_key.largest_logit
+    exact = probabilities.dtype == torch.float64 and query_key.sinks is None and not rounded
+    coarse = torch.float32 if probabilities.dtype == torch.float64 else probabilities.dtype
+    explained = error <= 2 * torch.finfo(coarse).eps * largest
+    if exact:
+        logits = query_key.logits
+        if query_key.allowed is not None:
+            logits = logits.masked_fill(~query_key.allowed, -math.inf)
+        explained = _deviation(logits.float().softmax(-1), query_key.allowed, probabilities) <= TOLERANCE
+    if not explained:
+        return ""
+    name = str(coarse).removeprefix("torch.")
+    return (
+        f"the model's own softmax rounds scores of up to {largest:.1e} to {name}: its attention weights are off by "
+        f"{error:.1e}; attnlens computes them in float64"
+    )
+
+
 def _error(query_key: QueryKey, probabilities: Tensor) -> float:
     """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
-    probabilities = probabilities.double()
     # rows that sum to 1 up to rounding leave nothing for a sink: the model applies it after the softmax (GraniteSWA)
-    if query_key.sinks is not None and bool((probabilities.sum(-1) - 1).abs().max() <= TOLERANCE):
+    if query_key.sinks is not None and bool((probabilities.double().sum(-1) - 1).abs().max() <= TOLERANCE):
         query_key = replace(query_key, sinks=None)
-    rebuilt = query_key.attention
-    if query_key.allowed is not None:
-        sees_key = query_key.allowed.any(-1, keepdim=True)
-        rebuilt, probabilities = rebuilt * sees_key, probabilities * sees_key
+    return _deviation(query_key.attention, query_key.allowed, probabilities)
+
+
+def _deviation(rebuilt: Tensor, allowed: Tensor | None, probabilities: Tensor) -> float:
+    """Compute ‖rebuilt − probabilities‖ / ‖probabilities‖ over the queries that see at least one key."""
+    rebuilt, probabilities = rebuilt.double(), probabilities.double()
+    if allowed is not None:
+        sees_key = allowed.any(-1, keepdim=True)
+        rebuilt, probabilities = rebuilt.nan_to_num() * sees_key, probabilities * sees_key
     return float((rebuilt - probabilities).norm() / probabilities.norm())

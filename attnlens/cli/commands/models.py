@@ -68,9 +68,15 @@ def compare(context: typer.Context) -> None:
 UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Options without effect on `doctor`
 
 
-@opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS)
+JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per site, backend and mask.")
+
+
+@opt.with_options(
+    opt.MODEL | JUNIT | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS
+)
 def doctor(context: typer.Context) -> None:
-    """Verify that attnlens computes attention exactly as this model does; exit 2 if the results differ."""
+    """Verify that attnlens reads attention as this model computes it, and that its attention backends and masks agree;
+    exit 2 if anything differs."""
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(
@@ -78,7 +84,11 @@ def doctor(context: typer.Context) -> None:
     )
     if report.summary.verdict == "differs":
         raise failure(report)
-    if params["strict"] and report.summary.verdict != "agrees":
+    backends = report.backends or []
+    if any(each.verdict == "differs" for each in backends):
+        raise backend_failure(report)
+    left_out = any(each.verdict == "not run" for each in backends)
+    if params["strict"] and (report.summary.verdict != "agrees" or left_out):
         raise typer.Exit(PARTLY)
 
 
@@ -87,12 +97,26 @@ def failure(report: Report) -> IdentityError:
     failed = [check.site for check in report.doctor if not check.passed]
     if failed:
         problem = f"{len(failed)} of {format_count(len(report.doctor), 'site')} failed: {join_items(failed)}."
+    elif overflow := report.summary.reasons.get("identity_error"):
+        problem = f"Nothing could be verified: {overflow}."
+        return IdentityError(problem, "Run the model in bfloat16 or float32: --dtype bfloat16.")
     elif (error := report.summary.identity_error) is None:
         problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
     else:
         problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
     save = f"`attnlens doctor {quote(report.model.id)} --json FILE`"
     return IdentityError(problem, f"Do not trust numbers from these sites; {save} saves all errors for a bug report.")
+
+
+def backend_failure(report: Report) -> IdentityError:
+    """Return the error with which `doctor` ends if a backend or a mask differs; it names them."""
+    failed = []
+    for each in report.backends or []:
+        masks = [mask.mask for mask in each.masks if mask.verdict == "differs"]
+        if each.verdict == "differs":
+            failed.append(f"{each.backend} ({', '.join(masks) or 'outputs'})")
+    problem = f"Attention backends or masks of {report.model.id} are wrong: {join_items(failed)}."
+    return IdentityError(problem, "Use a backend that agrees, or correct the mask; --table shows every fault.")
 
 
 def _kernel_option(more: str) -> opt.Parameters:

@@ -6,12 +6,12 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from attnlens.records import Report
+from attnlens.records import Check, Report
 from attnlens.report.sections.checked import describe_breach, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
@@ -51,13 +51,16 @@ MOST_HEADS = 100  # maximum number of heads listed per failure; more would hide 
 
 def junit(report: Report) -> str:
     """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced, others escaped."""
-    failed = str(sum(not check.passed for check in report.checks))
-    counts = {"tests": str(len(report.checks)), "failures": failed, "errors": "0", "skipped": "0"}
+    return junit_checks(clean(f"attnlens check {report.model.id}"), report.checks, report.model.layer_name)
+
+
+def junit_checks(name: str, checks: Sequence[Check], layer: Callable[[int], str] = str) -> str:
+    """Format checks as a JUnit XML test suite of this name; `layer` returns the name of a layer."""
+    failed = str(sum(not check.passed for check in checks))
+    counts = {"tests": str(len(checks)), "failures": failed, "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": "attnlens"} | counts)
-    name = clean(f"attnlens check {report.model.id}")
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
-    layer = report.model.layer_name
-    for check in report.checks:
+    for check in checks:
         place = {} if check.file is None else {"file": clean(check.file)}
         attributes = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
         case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})

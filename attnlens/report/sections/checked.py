@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from attnlens.records import Breach, Check, Report
+from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
 from attnlens.report.sections.facts import build_heading
 from attnlens.report.sections.section import TEXTS, Cell, Document, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
@@ -127,6 +128,8 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield the table of sites, with relative errors of the attention; the screen omits sites that agree."""
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
+    if view == "screen" and not checks:
+        return  # the heading has the notes
     rows = []
     for check in checks:
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
@@ -142,3 +145,102 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
         rows.append(row)
     table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded")
     yield Section(table=table, notes=report.settings.notes)
+
+
+@section(20, "doctor", ("screen", *TEXTS, "page"))
+def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the table of properties × backends, the outputs that depend on the wrong tokens, and what was not tested.
+
+    The screen shows one fault per backend and mask.
+    """
+    backends = shapes.report.backends or []
+    ran = [each for each in backends if each.verdict != "not run"]
+    masks = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
+    titles = [each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})" for each in ran]
+    rows: list[dict[str, str | None]] = [
+        {"": "outputs", **{title: format_error(each.output_error) for title, each in zip(titles, ran, strict=True)}},
+        {"": "same token", **{title: format_share(each) for title, each in zip(titles, ran, strict=True)}},
+    ]
+    for name in masks:
+        found = {
+            title: mask for title, each in zip(titles, ran, strict=True) for mask in each.masks if mask.mask == name
+        }
+        rows.append({"": name, **{title: format_mask(mask) for title, mask in found.items()}})
+    if ran:
+        note = "Relative error of the outputs against float64; same token: most likely one."
+        yield Section("Backends and masks", table=build_table(rows, {""}, {""}, fit="folded"), notes=(note,))
+    faults = [
+        f"{each.backend}, {mask.mask}: {describe_fault(fault)}"
+        for each in ran
+        for mask in each.masks
+        for fault in mask.faults[: 1 if view == "screen" else None]
+    ]
+    if faults:
+        yield Section("Outputs that depend on the wrong tokens", items=tuple(faults))
+    left_out = [f"{each.backend}: {clean(each.reason or '')}" for each in backends if each.verdict == "not run"]
+    left_out += [
+        f"{each.backend}, {mask.mask}: {clean(mask.reason)}"
+        for each in ran
+        for mask in each.masks
+        if mask.verdict == "not checked" and mask.reason
+    ]
+    if left_out:
+        yield Section("Not tested", items=tuple(left_out))
+
+
+def format_error(error: float | None) -> str:
+    """Format a relative error with one digit; `not finite` if it is missing."""
+    return "not finite" if error is None else f"{error:.0e}" if error else "0"
+
+
+def format_share(check: BackendCheck) -> str:
+    """Format the share of positions with the same most likely token, rounded down so that 100 % means all."""
+    share = check.greedy_agreement
+    return NO_VALUE if share is None else f"{math.floor(1000 * share) / 10:g} %"
+
+
+def format_mask(mask: MaskCheck) -> str:
+    """Format the outcome of one test: its error, or the largest fault of the first layer with a fault."""
+    if mask.verdict == "not checked":
+        return NO_VALUE
+    if not mask.faults or mask.faults[0].token is None:
+        judged = mask.error_judged and mask.error is not None
+        error = format_error(mask.error) if judged else "agrees"
+        return error if mask.verdict == "agrees" else f"DIFFERS {format_error(mask.error)}"
+    first = mask.faults[0]
+    verb = "sees" if first.kind == "sees" else "misses"
+    where = "" if first.layer is None else f", layer {first.layer}"
+    return f"{first.output} {verb.upper()} {first.token}{where}"
+
+
+def describe_fault(fault: Sight) -> str:
+    """Describe an output that depends on the wrong tokens: which output, which token, which layer."""
+    where = "the model's output" if fault.layer is None else f"layer {fault.layer} ({clean(fault.site or '')})"
+    if fault.kind == "differs":
+        size = "is not finite" if fault.change is None else f"differs by {fault.change:.0e}"
+        return f"token {fault.output} {size} in {where}"
+    verb = "sees hidden" if fault.kind == "sees" else "does not see"
+    return f"token {fault.output} {verb} token {fault.token} in {where}"
+
+
+def doctor_checks(report: Report) -> list[Check]:
+    """Return one check per site, backend and tested mask, for JUnit."""
+    checks = []
+    for site in report.doctor:
+        errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
+        checks.append(_outcome(f"reads {site.site}", "the model's attention", site.passed, max(errors, default=None)))
+    for each in report.backends or []:
+        if each.verdict != "not run":
+            wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
+            agrees = each.output_error is not None and each.output_error <= (each.tolerance or 0)
+            passed = agrees or each.verdict == "rounds"
+            checks.append(_outcome(f"{each.backend}: outputs", wanted, passed, each.output_error))
+        for mask in each.masks:
+            if mask.verdict != "not checked":
+                wanted = "; ".join(map(describe_fault, mask.faults)) or mask.reason or "outputs as declared"
+                checks.append(_outcome(f"{each.backend}: {mask.mask}", wanted, mask.verdict == "agrees", mask.error))
+    return checks
+
+
+def _outcome(subject: str, wanted: str, passed: bool, value: float | None) -> Check:
+    return Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)

@@ -1,0 +1,544 @@
+"""Compare attention backends with the model in float64, and find the outputs that depend on the wrong tokens."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens.choices import BACKENDS
+from attnlens.errors import FAILURES, AttnlensError, ModelError, is_memory
+from attnlens.models import hooks, loading
+from attnlens.models.hooks import SiteCall
+from attnlens.models.hooks.interface import list_configs
+from attnlens.models.hooks.survey import recompute
+from attnlens.models.trace import call_arguments, remove_hooks, tensors
+from attnlens.records import BackendCheck, MaskCheck, Sight, Site, SiteError
+from attnlens.requests import DoctorRequest
+from attnlens.runs import checks
+from attnlens.runs.masks import STEPS, TEXT_INPUTS, Case, Cases, main_stream, stream_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
+
+TOLERANCE = 1e-5  # Largest relative error of outputs in float64
+ROUNDINGS = 16  # Largest error in lower precision, in units of its rounding
+SIZE = 1e-2  # Size of a perturbation relative to the token's vector
+COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes without float64: an output must change under both
+NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise of a repeated pass
+ATTENDED = 1e-6  # Attention weight from which a perturbed token must change the output
+DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
+Outputs = dict[Site, Tensor]
+
+
+@contextmanager
+def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
+    """Yield the model with the attention implementation `name`. Raise ValueError if its code does not support it."""
+    # private: transformers has no public test
+    if model._can_set_attn_implementation():
+        with hooks.implementation(model, name):
+            if not any(getattr(config, "_attn_implementation", None) == name for config in list_configs(model)):
+                raise ValueError(f"{type(model).__name__} does not support it")
+            yield model
+        return
+    if name != "eager" and not (name == "sdpa" and model._supports_sdpa):
+        raise ValueError(f"{type(model).__name__} has its own attention code, which does not support it")
+    if name == getattr(model.config, "_attn_implementation", "eager"):
+        yield model
+        return
+    # hand-written attention chooses its code when the model is built
+    twin: PreTrainedModel = type(model)._from_config(  # type: ignore[no-untyped-call]
+        copy.deepcopy(model.config), attn_implementation=name
+    )
+    twin.load_state_dict(model.state_dict())
+    nn.Module.to(twin, device=model.device, dtype=model.dtype)
+    nn.Module.eval(twin)
+    if twin.dtype == torch.float64:
+        hooks.allow_float64(twin)
+    yield twin
+
+
+@contextmanager
+def record_sites(
+    model: PreTrainedModel, targets: Sequence[SiteCall], calls: dict[Site, dict[str, Any]], outputs: Outputs
+) -> Iterator[None]:
+    """Record the arguments and the output of each site's module in the forward pass inside the `with`."""
+    by_call = {(target.site.path, target.site.ordinal): target.site for target in targets}
+    paths = {model.get_submodule(target.site.path): target.site.path for target in targets}
+    counter = Counter[nn.Module]()
+
+    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        site = by_call.get((paths[module], counter[module]))
+        counter[module] += 1
+        if site is not None:
+            calls[site] = call_arguments(module, args, kwargs)
+            outputs[site] = output_of(output)
+
+    with remove_hooks([module.register_forward_hook(record, with_kwargs=True) for module in paths]):
+        yield
+
+
+def output_of(output: object) -> Tensor:
+    """Return the first real tensor of a module's output."""
+    return next(part for part in tensors(output) if part.is_floating_point())
+
+
+def predictions_of(result: Any) -> Tensor:
+    """Return the logits of a forward pass, or its first output."""
+    logits = getattr(result, "logits", None)
+    return logits if isinstance(logits, Tensor) else output_of(result.to_tuple())
+
+
+def relative_error(expected: Tensor, found: Tensor) -> float:
+    """Compute ‖expected − found‖ / ‖expected‖ in float64."""
+    expected, found = expected.double(), found.double()
+    size = float(expected.norm())
+    return float((expected - found).norm()) / size if size else float((expected - found).norm())
+
+
+def largest_error(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return the largest relative error of the pairs; NaN if one is not finite."""
+    return float(torch.tensor([relative_error(*pair) for pair in zip(expected, found, strict=True)]).max())
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A test with what the model in float64 computes on it."""
+
+    case: Case
+    targets: list[SiteCall]  # Sites whose keys are those of the perturbed input
+    allowed: dict[Site, Bool[Tensor, "rows queries tokens"]]
+    required: dict[Site, Bool[Tensor, "rows queries tokens"]]  # Tokens with enough attention to change the output
+    expected: list[Tensor]  # Outputs of each piece alone
+
+
+class Comparison:
+    """The outputs of a model in float64 with recomputed attention, with which backends are compared."""
+
+    def __init__(
+        self, loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
+    ) -> None:
+        self.model = loaded.model
+        self.reference = self.model
+        if self.model.dtype != torch.float64:
+            self.reference = copy.deepcopy(self.model).double()
+            hooks.allow_float64(self.reference)
+            try:
+                with torch.no_grad():
+                    hooks.forward(self.reference, hooks.as_dtype(inputs, torch.float64))
+            except FAILURES:
+                self.reference = self.model  # it can't run in float64
+        self.inputs = dict(inputs)
+        self.reached = [each for each in reached if request.layers is None or each.site.layer in request.layers]
+        self.named_backends = None if request.backends is None else request.backends.split(",")
+        self.named_masks = None if request.masks is None else request.masks.split(",")
+        self.outputs: Outputs = {}
+        exact = hooks.as_dtype(self.inputs, self.reference.dtype)
+        with self._recomputing(), record_sites(self.reference, self.reached, {}, self.outputs):
+            result = hooks.forward(self.reference, exact)
+        self.results = hooks.real_outputs(result, exact)
+        self.tokens = predictions_of(result).argmax(-1) if hasattr(result, "logits") else None
+        self.some_layers = request.layers is not None
+        self.cases: Cases | None = None
+        self.prepared, self.refused = list[Prepared](), dict[str, str]()
+        self._prepare()
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        with torch.no_grad(), hooks.answer_calls(self.reference, recompute):
+            yield
+
+    def _prepare(self) -> None:
+        """Build the tests of the masks, with their reference outputs, or the reasons why there are none."""
+        named = self.named_masks
+        if not (self.inputs.keys() <= TEXT_INPUTS and "input_ids" in self.inputs):
+            reason = "masks are tested only for models that read nothing but text"
+            self.refused = dict.fromkeys(named or (), reason)
+            return
+        cases = self.cases = Cases(self.reference, self.inputs, self.reached, named)
+        device = loading.device_of_inputs(self.reference)
+        for case in cases.build():
+            if isinstance(case, tuple):
+                self.refused[case[0]] = case[1]
+                continue
+            try:
+                prepared = self._prepare_case(case.to(device), cases)
+            except (*FAILURES, AttnlensError) as error:
+                if is_memory(error):
+                    raise
+                self.refused[case.name] = f"the model can't run on it ({loading.first_line(error)})"
+                continue
+            if prepared is not None:
+                self.prepared.append(prepared)
+
+    def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
+        """Find what each site must and may see, and the outputs of each piece alone; None if packing is unsupported."""
+        by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
+        below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
+        targets, allowed, required, separated = list[SiteCall](), {}, {}, False
+        for each in hooks.survey(self.reference, case.inputs):
+            site = by_call.get((each.site.path, each.site.ordinal))
+            if site is None or stream_of(replace(each, site=site), self.inputs) != case.stream:
+                continue
+            target, call = replace(each, site=site), each.call
+            if call.key.shape[2] != case.documents.shape[1]:
+                continue
+            declared = case.declared(cases.rules[site], call.query.shape[2])
+            as_declared = replace(call, allowed=declared[:, None].to(call.query.device), causal=False)
+            needed = declared & (as_declared.query_key(site).attention.amax(1).cpu() >= ATTENDED)
+            if (mask := call.visible()) is not None:
+                visible = mask.any(1).cpu()
+                across = case.documents[:, :, None] != case.documents[:, None, :]
+                separated = separated or (
+                    visible.shape[1:] == below.shape and not bool((visible & across & below).any())
+                )
+                if site.traced:  # its own code may have a window that no configuration names
+                    needed &= visible
+            targets.append(target)
+            allowed[site], required[site] = declared, needed
+        if case.name == "packed" and not separated and self.named_masks is None:
+            return None  # the model does not separate documents by their positions
+        expected = []
+        with self._recomputing():
+            for _, start, end, alone in case.pieces:
+                found = predictions_of(hooks.forward(self.reference, alone))
+                expected.append(found[0, : end - start])
+        return Prepared(case, targets, allowed, required, expected)
+
+    def names(self) -> Iterator[str]:
+        """Yield the requested backends, or those that run here without compilation."""
+        if self.named_backends is not None:
+            yield from self.named_backends
+            return
+        yield from DEFAULT
+        if self.model.device.type == "cuda":
+            yield from (name for name in BACKENDS if name not in DEFAULT)
+
+    def check(self, name: str) -> BackendCheck | None:
+        """Compare one backend in the model's type, or in a lower precision if it fails; None if it can't run here."""
+        reasons = list[str]()
+        for dtype in dict.fromkeys((self.model.dtype, torch.float32, torch.bfloat16)):
+            model = self.model
+            try:
+                if dtype != model.dtype:
+                    model = nn.Module.to(copy.deepcopy(model), dtype)
+                with torch.no_grad(), switch(model, name) as running:
+                    return self._check_running(name, running)
+            except (*FAILURES, ImportError, AttnlensError) as error:
+                if is_memory(error):
+                    raise
+                reasons.append(loading.first_line(error))
+                if isinstance(error, ImportError | ValueError):
+                    break
+        if self.named_backends is None:
+            return None
+        return BackendCheck(backend=name, verdict="not run", reason=reasons[0])
+
+    def _check_running(self, name: str, model: PreTrainedModel) -> BackendCheck:
+        inputs, found = hooks.as_dtype(self.inputs, model.dtype), dict[Site, Tensor]()
+        with record_sites(model, self.reached, {}, found):
+            result = hooks.forward(model, inputs)
+        error = largest_error(self.results, hooks.real_outputs(result, inputs))
+        sites = list[SiteError]()
+        for target in self.reached:
+            if target.site in found:
+                each = [hooks.at_real_tokens(part[target.site], inputs) for part in (self.outputs, found)]
+                site_error = relative_error(*each)
+                finite = site_error if math.isfinite(site_error) else None
+                sites.append(SiteError(site=target.site.name, layer=target.site.layer, error=finite))
+        rounding = torch.finfo(model.dtype).eps
+        tolerance = TOLERANCE if model.dtype == torch.float64 else max(TOLERANCE, ROUNDINGS * rounding)
+        same = None
+        if self.tokens is not None:
+            same = float((predictions_of(result).argmax(-1) == self.tokens).double().mean())
+        explained = None
+        if name == "eager" or model.dtype != torch.float64:  # other backends compute softmax in the model's type
+            explained = self._explain_rounding(sites, tolerance, model.dtype)
+        most, reason = (tolerance, None) if explained is None else explained
+        if not math.isfinite(error):
+            reason = checks.describe_overflow(model.dtype, self.reached)
+        close = error <= tolerance
+        masks = list[MaskCheck]()
+        if math.isfinite(error):
+            masks += [self._check_mask(prepared, model, most) for prepared in self.prepared]
+            masks += self._check_cache(model, most, alone=not close)
+        masks += [MaskCheck(mask=mask, verdict="not checked", reason=why) for mask, why in self.refused.items()]
+        verdict: Literal["agrees", "rounds", "differs"] = "agrees" if close else "rounds" if explained else "differs"
+        if any(mask.verdict == "differs" for mask in masks):
+            verdict = "differs"
+        return BackendCheck(
+            backend=name,
+            verdict=verdict,
+            reason=reason,
+            dtype=str(model.dtype).removeprefix("torch."),
+            output_error=error if math.isfinite(error) else None,
+            tolerance=tolerance,
+            greedy_agreement=same,
+            sites=sites,
+            masks=masks,
+        )
+
+    def _explain_rounding(
+        self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
+    ) -> tuple[float, str] | None:
+        """Explain the error of the first site above the tolerance by twice the rounding of its largest score.
+
+        Return the largest error that this explains, and a sentence; None if the error is larger.
+        """
+        first = next((each for each in sites if each.error is None or each.error > tolerance), None)
+        if first is None or first.error is None:
+            return None
+        target = next(each for each in self.reached if each.site.name == first.site)
+        largest = target.call.query_key(target.site).largest_logit
+        coarse = torch.float32 if dtype == torch.float64 else dtype  # eager attention computes softmax in float32
+        most = 2 * torch.finfo(coarse).eps * largest
+        if not first.error <= most:
+            return None
+        name = str(coarse).removeprefix("torch.")
+        return most, f"it rounds scores of up to {largest:.1e} to {name} before softmax (first at {first.site})"
+
+    def _check_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float) -> MaskCheck:
+        """Test one property; in float32 if float64 is not finite (softmax in float32 of a mask in float64)."""
+        try:
+            check = self._try_mask(prepared, model, tolerance)
+            if check.error is None and model.dtype == torch.float64:
+                check = self._try_mask(prepared, nn.Module.float(copy.deepcopy(model)), tolerance)
+        except (*FAILURES, ImportError) as error:
+            if is_memory(error):
+                raise
+            return MaskCheck(mask=prepared.case.name, verdict="not checked", reason=loading.first_line(error))
+        return check
+
+    def _try_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float) -> MaskCheck:
+        """Test one property in the model's type; the error is None if real tokens have outputs that are not finite."""
+        case = prepared.case
+        calls, outputs = dict[Site, dict[str, Any]](), dict[Site, Tensor]()
+        inputs = hooks.as_dtype(case.inputs, model.dtype)
+        with record_sites(model, prepared.targets, calls, outputs):
+            result = predictions_of(hooks.forward(model, inputs))
+        found = [result[row, start:end] for row, start, end, _ in case.pieces]
+        if not all(bool(part.isfinite().all()) for part in found):
+            reason = "the outputs are not finite"
+            return MaskCheck(mask=case.name, verdict="differs", error_judged=case.same_positions, reason=reason)
+        faults, count = list[Sight](), 0
+        for target in prepared.targets:
+            wrong = self._probe(prepared, target, model.get_submodule(target.site.path), calls, outputs)
+            faults += wrong[:1]
+            count += len(wrong)
+        if not faults and (beyond := self._probe_outputs(prepared, model, inputs, result)):
+            faults, count = beyond[:1], len(beyond)
+        error = largest_error(prepared.expected, found)
+        wrong_outputs = False
+        if case.same_positions and not error <= tolerance:
+            # a backend that differs in all passes is not wrong about the mask
+            own = [
+                predictions_of(hooks.forward(model, hooks.as_dtype(alone, model.dtype)))[0] for *_, alone in case.pieces
+            ]
+            wrong_outputs = (
+                not largest_error([part[: len(other)] for part, other in zip(own, found, strict=True)], found)
+                <= tolerance
+            )
+        return MaskCheck(
+            mask=case.name,
+            verdict="differs" if faults or wrong_outputs else "agrees",
+            error=error,
+            error_judged=case.same_positions,
+            faults=faults,
+            count=count,
+        )
+
+    def _probe_outputs(
+        self, prepared: Prepared, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
+    ) -> list[Sight]:
+        """Return the model's outputs that depend on a token that no chain of sites lets them see.
+
+        Nothing is returned if only some layers were requested, or if the outputs are not those of the perturbed input.
+        """
+        case = prepared.case
+        shape = case.documents.shape
+        if self.some_layers or case.stream != main_stream(case.inputs) or result.shape[:2] != shape:
+            return []
+        seen = torch.eye(shape[1], dtype=torch.bool).expand(shape[0], -1, -1)
+        for target in prepared.targets:
+            if target.other is None:
+                seen = seen | (prepared.allowed[target.site].double() @ seen.double() > 0)
+        rows, probes = torch.arange(shape[0]), torch.tensor(case.probes)
+        hidden = ~seen[rows, :, probes] & (case.documents >= 0)
+        if not bool(hidden.any()):
+            return []
+        with perturb_embeddings(model, inputs[case.stream], case.probes):
+            moved = predictions_of(hooks.forward(model, inputs))
+        rounding = torch.finfo(model.dtype).eps * float(result.abs().max())
+        change = (moved - result).abs().flatten(2).amax(-1).cpu()
+        return [
+            Sight(
+                kind="sees",
+                output=query,
+                token=case.probes[row],
+                layer=None,
+                site=None,
+                change=float(change[row, query]),
+            )
+            for row, query in (hidden & (change > NOISE * rounding)).nonzero().tolist()
+        ]
+
+    def _probe(
+        self,
+        prepared: Prepared,
+        target: SiteCall,
+        module: nn.Module,
+        calls: Mapping[Site, dict[str, Any]],
+        outputs: Mapping[Site, Tensor],
+    ) -> list[Sight]:
+        """Return the outputs of a site that depend on a wrong token, the largest change first."""
+        case, site = prepared.case, target.site
+        arguments, name = calls[site], target.other or target.input_name
+        hidden = arguments[name]
+        rows = torch.arange(len(case.probes))
+        probes = torch.tensor(case.probes)
+        base = output_of(module(**arguments))
+        noise = float((base - outputs[site]).abs().max())
+        generator = torch.Generator().manual_seed(site.layer)
+        direction = torch.randn(len(rows), hidden.shape[-1], generator=generator, dtype=torch.float64)
+        token = hidden[rows, probes]
+        direction = (direction / direction.norm(dim=-1, keepdim=True)).to(token)
+        sees, change = torch.ones((), dtype=torch.bool), torch.zeros(())
+        for size in (SIZE,) if hidden.dtype == torch.float64 else COARSE_SIZES:
+            moved = hidden.clone()
+            moved[rows, probes] = token + size * token.norm(dim=-1, keepdim=True) * direction
+            change = (output_of(module(**arguments | {name: moved})) - base).abs().amax(-1).cpu()
+            sees = sees & (change > NOISE * noise)
+        real = case.documents >= 0 if sees.shape[1] == case.documents.shape[1] else torch.ones_like(sees)
+        allowed = prepared.allowed[site][rows, :, probes]
+        required = prepared.required[site][rows, :, probes]
+        wrong = list[Sight]()
+        for kind, pairs in (("sees", sees & ~allowed & real), ("misses", ~sees & required & real)):
+            for row, query in pairs.nonzero().tolist():
+                token_number, size = case.probes[row], float(change[row, query])
+                wrong.append(
+                    Sight(kind=kind, output=query, token=token_number, layer=site.layer, site=site.name, change=size)
+                )
+        return sorted(wrong, key=lambda each: -(each.change or 0.0))
+
+    def _check_cache(self, model: PreTrainedModel, tolerance: float, *, alone: bool) -> list[MaskCheck]:
+        """Compare a prefill and single steps with the cache with one pass; nothing if the model declares no cache.
+
+        The pass is one in float64; `alone`: one of the backend itself, because the backend differs from float64.
+        """
+        named = self.named_masks is not None and "cache" in self.named_masks
+        if (self.named_masks is not None and not named) or self.cases is None:
+            return []
+        cases, stream = self.cases, main_stream(self.inputs)
+        if not cases.causal or not {"past_key_values", "use_cache"} <= cases.parameters.keys():
+            reason = "the model has no cache"
+            return [MaskCheck(mask="cache", verdict="not checked", reason=reason)] if named else []
+        try:
+            return [self._decode(model, cases.cached(), stream, tolerance, alone=alone)]
+        except (*FAILURES, ImportError) as error:
+            if is_memory(error):
+                raise
+            return [MaskCheck(mask="cache", verdict="not checked", reason=loading.first_line(error))]
+
+    def _decode(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float, *, alone: bool
+    ) -> MaskCheck:
+        """Run a prefill and single steps with the cache, and compare each with one pass."""
+        targets = [each for each in self.reached if each.site.part != "cross" and stream_of(each, inputs) == stream]
+        whole: Outputs = {}
+        comparable, computing = (model, torch.no_grad()) if alone else (self.reference, self._recomputing())
+        with computing, record_sites(comparable, targets, {}, whole):
+            expected = predictions_of(hooks.forward(comparable, inputs))
+        tokens, cache = inputs[stream].shape[1], None
+        errors, faults, count, reason = list[float](), dict[Site, Sight](), 0, None
+        ends = [0, *range(tokens - STEPS, tokens + 1)]
+        for start, end in pairwise(ends):
+            outputs: Outputs = {}
+            step = {**inputs, stream: inputs[stream][:, start:end]}
+            try:
+                with record_sites(model, targets, {}, outputs):
+                    result = model(**step, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+            except FAILURES as failure:
+                if cache is None or is_memory(failure):
+                    raise
+                reason = f"token {start} can't be decoded with the cache ({loading.first_line(failure)})"
+                return MaskCheck(mask="cache", verdict="differs", reason=reason)
+            cache = result.past_key_values
+            if cache is None:
+                return MaskCheck(mask="cache", verdict="not checked", reason="the model returns no cache")
+            errors.append(relative_error(expected[:, start:end], predictions_of(result)))
+            for site, output in outputs.items():
+                error = relative_error(whole[site][:, start:end], output)
+                if not error <= tolerance:
+                    count += 1
+                    fault = Sight(
+                        kind="differs",
+                        output=start,
+                        token=None,
+                        layer=site.layer,
+                        site=site.name,
+                        change=error if math.isfinite(error) else None,
+                    )
+                    faults.setdefault(site, fault)
+        count_tokens = getattr(cache, "get_seq_length", lambda: tokens)
+        held = count_tokens()
+        if held != tokens:
+            reason = f"the cache holds {held} of {tokens} tokens"
+        error = max(errors)
+        ordered = sorted(faults.values(), key=lambda each: (each.output, each.layer or 0))
+        return MaskCheck(
+            mask="cache",
+            verdict="agrees" if error <= tolerance and not faults else "differs",
+            error=error if math.isfinite(error) else None,
+            faults=ordered,
+            count=count,
+            reason=reason,
+        )
+
+
+@contextmanager
+def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int]) -> Iterator[None]:
+    """Inside the `with`, perturb the embedding of token `probes[r]` in row r wherever these ids are embedded."""
+    rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
+
+    def move(_module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
+        given = args[0] if args else None
+        # embeddings of positions can have one row for all sequences
+        embeds = isinstance(given, Tensor) and torch.equal(given, ids) and output.shape[:2] == ids.shape
+        if not embeds:
+            return None
+        moved, token = output.clone(), output[rows, places]
+        generator = torch.Generator().manual_seed(0)
+        direction = torch.randn(token.shape, generator=generator, dtype=torch.float64).to(token)
+        size = SIZE * token.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True)
+        moved[rows, places] = token + size * direction
+        return moved
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    with remove_hooks([module.register_forward_hook(move) for module in embeddings]):
+        yield
+
+
+def check_backends(
+    loaded: loading.Loaded, inputs: Mapping[str, Tensor], request: DoctorRequest
+) -> tuple[list[BackendCheck], list[str]]:
+    """Compare the requested backends, or those that run here, with the model in float64.
+
+    Return them, and notes. Raise ModelError if backends or masks were requested and the model can't be compared.
+    """
+    try:
+        comparison = Comparison(loaded, inputs, hooks.survey(loaded.model, inputs), request)
+        return [check for name in comparison.names() if (check := comparison.check(name)) is not None], []
+    except (*FAILURES, AttnlensError) as error:
+        problem = f"Attention backends could not be compared: {loading.first_line(error)}"
+        if request.backends is not None or request.masks is not None:
+            raise ModelError(problem, "Leave out --backends and --masks.") from error
+        return [], [problem]

@@ -1,0 +1,263 @@
+"""Build inputs that test one property of attention masks each, and the tokens that each output must see."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens.models.hooks import SiteCall
+from attnlens.models.texts.sequences import position_limit
+from attnlens.models.texts.targets import tasks_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
+TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
+PROBED = 6  # Number of tokens in a test, of which each is perturbed in its own row of a batch
+PADS = 2  # Number of padding tokens
+DOCUMENTS = (2, 2, 2)  # Tokens of each packed document
+STEPS = 3  # Number of tokens decoded one by one with the cache
+LONGEST_WINDOW = 128  # Longest window that is tested unless `window` is requested
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tokens that a site declares to see: all, or those up to the output's own position; within a window, if any."""
+
+    causal: bool
+    window: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """Distance to the furthest token in the window; None without a window."""
+        # transformers: causal i − w < j, bidirectional |i − j| ≤ w
+        return self.window if self.window is None or not self.causal else self.window - 1
+
+
+def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
+    """Return what the configuration of a site's module declares; what its mask shows if there is no declaration."""
+    module, part = target.module, target.site.part
+    config = getattr(module, "config", model.config)
+    causal = part == "decoder"
+    if part == "encoder" and tasks_of(model)[0] == "causal":
+        flagged = getattr(module, "is_causal", False) is True
+        bidirectional = not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False)
+        causal = flagged and not bidirectional
+    return Rule(causal, None if part == "cross" else _window_of(module, config))
+
+
+def _window_of(module: nn.Module, config: object) -> int | None:
+    """Return the width of the window that the configuration declares for a module; None without a window."""
+    if getattr(module, "attention_type", None) == "local":  # GPT-Neo
+        return getattr(config, "window_size", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is not None and (layer is None or not layer < len(kinds) or kinds[layer] != "sliding_attention"):
+        return None
+    width = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    return width if isinstance(width, int) and width > 0 and used else None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Inputs that test one property. Row r of the batch is perturbed at token `probes[r]`."""
+
+    name: str
+    inputs: dict[str, Tensor]
+    stream: str  # Name of the input whose tokens are perturbed
+    probes: list[int]
+    documents: Int[Tensor, "rows tokens"]  # Number of each token's document; −1 for padding
+    pieces: list[tuple[int, int, int, dict[str, Tensor]]]
+    """Row, first and last token, and inputs of a pass over these tokens alone, with the same outputs."""
+    prefix: int = 0  # Number of first tokens that all outputs see
+    same_positions: bool = True  # False if the tokens have other positions alone, which changes the outputs, too
+
+    def to(self, device: torch.device) -> Case:
+        """Return the test with its inputs on a device."""
+        pieces = [
+            (row, start, end, {name: tensor.to(device) for name, tensor in alone.items()})
+            for row, start, end, alone in self.pieces
+        ]
+        return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()}, pieces=pieces)
+
+    def declared(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
+        """Return which tokens each output may depend on; a cross-attention sees all tokens but padding."""
+        real = self.documents >= 0
+        rows, tokens = self.documents.shape
+        if queries != tokens:
+            return real[:, None, :].expand(rows, queries, tokens)
+        same = (self.documents[:, :, None] == self.documents[:, None, :]) & real[:, None, :]
+        place = torch.arange(tokens)
+        distance = place[:, None] - place
+        seen = torch.ones(tokens, tokens, dtype=torch.bool)
+        if rule.causal:
+            seen = (distance >= 0) | (place < self.prefix)
+        if rule.reach is not None:
+            seen &= distance.abs() <= rule.reach
+        return same & seen
+
+
+def stream_of(target: SiteCall, inputs: Mapping[str, Tensor]) -> str:
+    """Return the name of the input that contains a site's keys."""
+    return "decoder_input_ids" if target.site.part == "decoder" and "decoder_input_ids" in inputs else "input_ids"
+
+
+def main_stream(inputs: Mapping[str, Tensor]) -> str:
+    """Return the name of the input that determines the positions of the model's outputs."""
+    return "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+
+
+class Cases:
+    """The tests of a model: those that it declares, or those that were requested."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Tensor],
+        reached: Sequence[SiteCall],
+        named: Sequence[str] | None,
+    ) -> None:
+        self.model, self.named = model, named
+        self.rules = {target.site: rule_of(model, target) for target in reached}
+        self.parameters = inspect.signature(model.forward).parameters
+        self.stream = main_stream(inputs)
+        self.ids = {name: inputs[name][:1] for name in ("input_ids", "decoder_input_ids") if name in inputs}
+        self.causal = any(self.rules[target.site].causal for target in reached)
+        self.bidirectional = any(
+            target.site.part == "encoder" and not self.rules[target.site].causal for target in reached
+        )
+        self.windows = sorted({rule.window for rule in self.rules.values() if rule.window is not None})
+
+    def build(self) -> Iterator[Case | tuple[str, str]]:
+        """Yield each test, or its name and why it can't be made."""
+        builders: dict[str, Callable[[], Case | str | None]] = {
+            "causal": self._causal,
+            "bidirectional": self._bidirectional,
+            "padding-left": lambda: self._padded(left=True),
+            "padding-right": lambda: self._padded(left=False),
+            "packed": self._packed,
+            "window": self._window,
+            "prefix": self._prefix,
+        }
+        for name, make in builders.items():
+            if self.named is not None and name not in self.named:
+                continue
+            case = make()
+            if isinstance(case, str):
+                if self.named is not None or (name == "window" and self.windows):
+                    yield name, case
+            elif case is not None:
+                yield case
+
+    def row(self, name: str, tokens: int) -> Tensor:
+        """Return one row of ids of an input, repeated if it is too short."""
+        ids = self.ids[name]
+        return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
+
+    def cached(self) -> dict[str, Tensor]:
+        """Return the inputs of a pass over one sequence, longer than the shortest window unless that is very long."""
+        short = [width for width in self.windows if width <= LONGEST_WINDOW]
+        tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
+        limit = position_limit(self.model) or tokens
+        return {self.stream: self.row(self.stream, min(tokens, limit)), **self._others(self.stream, 1)}
+
+    def _others(self, stream: str, rows: int) -> dict[str, Tensor]:
+        """Return the ids of the other input of an encoder–decoder."""
+        return {name: self.row(name, PROBED).expand(rows, -1) for name in self.ids if name != stream}
+
+    def _whole(self, name: str, stream: str, tokens: int, probes: list[int]) -> Case:
+        ids, rows = self.row(stream, tokens), len(probes)
+        inputs = {stream: ids.expand(rows, -1), **self._others(stream, rows)}
+        alone = {stream: ids, **self._others(stream, 1)}
+        documents = torch.zeros(rows, tokens, dtype=torch.long)
+        length = alone[self.stream].shape[1]
+        return Case(name, inputs, stream, probes, documents, [(0, 0, length, alone)])
+
+    def _causal(self) -> Case | str:
+        if not self.causal:
+            return "the model has no causal attention"
+        return self._whole("causal", self.stream, PROBED, list(range(PROBED)))
+
+    def _bidirectional(self) -> Case | str:
+        if not self.bidirectional:
+            return "the model has no bidirectional attention"
+        return self._whole("bidirectional", "input_ids", PROBED, list(range(PROBED)))
+
+    def _window(self) -> Case | str:
+        if not self.windows:
+            return "the configuration declares no window"
+        width = self.windows[0]
+        limit = position_limit(self.model)
+        if self.named is None and width > LONGEST_WINDOW:
+            return f"the window of {width} tokens is long; --masks window tests it"
+        tokens = width + 2 + width * (not self.causal)
+        if limit is not None and tokens > limit:
+            return f"the model has only {limit} positions, and a window of {width} tokens"
+        return self._whole("window", self.stream, tokens, [0, 1])
+
+    def _prefix(self) -> Case | str | None:
+        if self.named is None:
+            return None  # no configuration declares it
+        if not self.causal or self.stream != "input_ids":
+            return "only decoders without an encoder read a prefix"
+        case, first = self._whole("prefix", "input_ids", PROBED, list(range(PROBED))), PROBED // 2
+        place = torch.arange(PROBED)
+        seen = (place[:, None] >= place) | (place < first)
+        added = torch.zeros(PROBED, PROBED, dtype=self.model.dtype).masked_fill(
+            ~seen, torch.finfo(self.model.dtype).min
+        )
+        mask = added.expand(PROBED, 1, -1, -1)
+        alone = {**case.pieces[0][3], "attention_mask": mask[:1]}
+        pieces = [(0, 0, PROBED, alone)]
+        inputs = {**case.inputs, "attention_mask": mask}
+        return Case("prefix", inputs, "input_ids", case.probes, case.documents, pieces, prefix=first)
+
+    def _padded(self, *, left: bool) -> Case | str:
+        if "attention_mask" not in self.parameters:
+            return "the model takes no attention_mask"
+        total = PROBED + PADS
+        padding = range(PADS) if left else range(PROBED, total)
+        ends = (PADS, total - 1) if left else (0, PROBED - 1)
+        # the padding, the first and the last token, in rows of different lengths
+        rows = [(PADS, place) for place in (*padding, *ends)] + [(1, 0), (1, total - 1)]
+        pad = getattr(self.model.config, "pad_token_id", None)
+        ids = torch.full((len(rows), total), pad if isinstance(pad, int) and pad >= 0 else 0)
+        documents, pieces = torch.full_like(ids, -1), []
+        for row, (pads, _) in enumerate(rows):
+            real = total - pads
+            start = pads if left else 0
+            ids[row, start : start + real] = self.row("input_ids", real)[0]
+            documents[row, start : start + real] = 0
+            if row in (0, len(rows) - 1):
+                alone = {"input_ids": self.row("input_ids", real), **self._others("input_ids", 1)}
+                whole = (0, PROBED) if self.stream != "input_ids" else (start, start + real)
+                pieces.append((row, *whole, alone))
+        mask = (documents >= 0).long()
+        inputs = {"input_ids": ids, "attention_mask": mask, **self._others("input_ids", len(rows))}
+        counted = self.stream == "input_ids" and self.causal and "position_ids" in self.parameters
+        if left and counted:  # as `generate` does
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+        name = "padding-left" if left else "padding-right"
+        probes = [place for _, place in rows]
+        return Case(name, inputs, "input_ids", probes, documents, pieces, same_positions=counted or not left)
+
+    def _packed(self) -> Case | str:
+        if not self.causal or self.stream != "input_ids" or "position_ids" not in self.parameters:
+            return "the model is not a decoder that takes position_ids"
+        ids, total = self.row("input_ids", PROBED), sum(DOCUMENTS)
+        numbers = torch.tensor([number for number, length in enumerate(DOCUMENTS) for _ in range(length)])
+        places = torch.tensor([place for length in DOCUMENTS for place in range(length)])
+        rows = torch.zeros(total, 1, dtype=torch.long)
+        inputs = {"input_ids": ids.expand(total, -1), "position_ids": (places + rows)}
+        starts = [sum(DOCUMENTS[:number]) for number in range(len(DOCUMENTS))]
+        pieces = [
+            (0, start, start + length, {"input_ids": ids[:, start : start + length]})
+            for start, length in zip(starts, DOCUMENTS, strict=True)
+        ]
+        return Case("packed", inputs, "input_ids", list(range(total)), numbers + rows, pieces)

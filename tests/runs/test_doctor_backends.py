@@ -1,0 +1,285 @@
+"""Tests that doctor names planted faults of attention backends and masks, and reports none in healthy models."""
+
+import families
+import pytest
+import torch
+import transformers as tf
+from hostile import refused
+from loaded import family, loaded
+from program import invoke
+from transformers import cache_utils, masking_utils
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import AttentionInterface
+
+import attnlens
+from attnlens.errors import ModelError, UsageError
+
+PLAIN = {"length": 16, "windows": 2}
+
+
+def checked(model, **options):
+    """Each backend's check and its tests of masks, by name."""
+    report = attnlens.doctor(family(model) if isinstance(model, str) else model, **PLAIN | options)
+    return {each.backend: (each, {mask.mask: mask for mask in each.masks}) for each in report.backends}
+
+
+def plant(monkeypatch, change, backend="sdpa"):
+    """Give one backend another mask: `change` maps the keywords of transformers' mask function to others."""
+    honest = AttentionMaskInterface._global_mapping[backend]
+
+    def faulty(**options):
+        return honest(**options | change(options))
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, backend, faulty)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", "mistral", "gemma2", "gemma3", "bert", "albert", "t5", "bart", "bloom", "gpt_neo", "gpt_oss"],
+)
+def test_healthy_models_have_no_fault_under_any_mask(name):
+    backends = checked(name)
+    assert list(backends) == (["eager"] if name in ("bloom", "gemma2", "gpt_neo", "gpt_oss") else ["eager", "sdpa"])
+    causal = name not in ("bert", "albert")
+    expected = {"padding-left", "padding-right", "causal" if causal else "bidirectional"}
+    expected |= {"cache"} if causal else set()
+    expected |= {"packed"} if name in ("gpt2", "llama", "mistral", "gemma2", "gemma3", "gpt_neo") else set()
+    expected |= {"window"} if name in ("mistral", "gemma2", "gemma3", "gpt_neo", "gpt_oss") else set()
+    expected |= {"bidirectional"} if name in ("t5", "bart") else set()
+    for check, masks in backends.values():
+        assert check.verdict == "agrees"
+        assert check.output_error < 1e-6
+        assert check.greedy_agreement == 1
+        assert all(site.error < 1e-5 for site in check.sites)
+        tested = {mask for mask, each in masks.items() if each.verdict == "agrees"}
+        assert tested == expected
+        assert tested == set(masks)
+        assert not any(each.faults for each in masks.values())
+
+
+def test_a_causal_mask_off_by_one_in_one_backend_is_named(monkeypatch):
+    def shift(options):
+        mask = options["mask_function"]
+        return {"mask_function": lambda b, h, q, k: mask(b, h, q + 1, k), "allow_is_causal_skip": False}
+
+    plant(monkeypatch, shift)
+    backends = checked("llama", masks="causal")
+    assert backends["eager"][0].verdict == "agrees"
+    check, masks = backends["sdpa"]
+    assert check.verdict == masks["causal"].verdict == "differs"
+    faults = masks["causal"].faults
+    assert [(fault.kind, fault.layer, fault.site) for fault in faults] == [
+        ("sees", layer, f"model.layers.{layer}.self_attn") for layer in (0, 1)
+    ]
+    assert all(fault.token == fault.output + 1 for fault in faults)
+    assert masks["causal"].count == 2 * 5
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_a_window_that_is_one_token_too_wide_is_named_even_if_all_backends_agree(monkeypatch, only):
+    honest = masking_utils.sliding_window_causal_mask_function
+    if only:
+        wide = honest(6)
+        plant(monkeypatch, lambda _options: {"mask_function": wide})
+    else:
+        monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width + 1))
+    backends = checked("mistral", masks="window")
+    for name, (check, masks) in backends.items():
+        if only and name == "eager":
+            assert check.verdict == "agrees"
+            continue
+        (first, _) = masks["window"].faults
+        assert (first.kind, first.layer, first.output - first.token) == ("sees", 0, 5)
+
+
+def test_a_window_that_is_too_narrow_misses_a_token(monkeypatch):
+    honest = masking_utils.sliding_window_causal_mask_function
+    monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width - 1))
+    fault = checked("mistral", masks="window")["eager"][1]["window"].faults[0]
+    assert (fault.kind, fault.output - fault.token) == ("misses", 4)
+
+
+def test_packed_documents_that_leak_are_named(monkeypatch):
+    plant(monkeypatch, lambda _options: {"mask_function": causal_mask_function})
+    backends = checked("llama")
+    assert backends["eager"][0].verdict == "agrees"
+    _, masks = backends["sdpa"]
+    assert {name for name, mask in masks.items() if mask.verdict == "differs"} == {"packed"}
+    fault = masks["packed"].faults[0]
+    assert (fault.kind, fault.layer) == ("sees", 0)
+    assert fault.token < 2 <= fault.output or fault.token < 4 <= fault.output
+
+
+def test_packing_is_tested_only_if_the_model_separates_documents_or_it_is_requested(monkeypatch):
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _places: None)
+    assert "packed" not in checked("llama")["eager"][1]
+    requested = checked("llama", masks="packed")["eager"][1]["packed"]
+    assert requested.verdict == "differs"
+    assert requested.faults[0].kind == "sees"
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_padding_that_is_read_is_named(monkeypatch, name):
+    plant(monkeypatch, lambda _options: {"attention_mask": None})
+    backends = checked(name)
+    assert backends["eager"][0].verdict == "agrees"
+    masks = backends["sdpa"][1]
+    wrong = {mask for mask, each in masks.items() if each.verdict == "differs"}
+    # no token of a causal model sees padding on its right
+    assert wrong == {"padding-left"} | ({"padding-right"} if name == "bert" else set())
+    assert masks["padding-left"].faults[0].token < 2 <= masks["padding-left"].faults[0].output
+
+
+def test_a_cache_that_drops_a_position_is_named(monkeypatch):
+    honest = cache_utils.DynamicLayer.update
+
+    def forget(self, keys, values, *args, **kwargs):
+        honest(self, keys, values, *args, **kwargs)
+        if keys.shape[2] == 1:
+            self.keys, self.values = self.keys[:, :, 1:], self.values[:, :, 1:]
+        return self.keys, self.values
+
+    monkeypatch.setattr(cache_utils.DynamicLayer, "update", forget)
+    backends = checked("llama")
+    # the mask of eager attention still has a column for the dropped token
+    assert backends["eager"][1]["cache"].reason.startswith("token 3 can't be decoded with the cache")
+    for check, masks in backends.values():
+        assert check.verdict == "differs"
+        assert {name for name, mask in masks.items() if mask.verdict == "differs"} == {"cache"}
+    first = backends["sdpa"][1]["cache"].faults[0]
+    assert (first.kind, first.output, first.layer) == ("differs", 3, 0)
+    assert backends["sdpa"][1]["cache"].reason == "the cache holds 3 of 6 tokens"
+
+
+def test_a_softmax_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch):
+    def coarse(module, query, key, value, attention_mask, scaling=None, **_more):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        scores = query @ key.mT * (scaling or query.shape[-1] ** -0.5)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if attention_mask is None else attention_mask
+        weights = scores.masked_fill(~hidden, -torch.inf).to(torch.bfloat16).softmax(-1).to(query.dtype)
+        return (weights @ value).transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", coarse)
+    backends = checked("llama", masks="causal")
+    assert backends["eager"][0].verdict == "agrees"
+    check, masks = backends["sdpa"]
+    assert check.verdict == "differs"
+    assert 1e-4 < check.output_error < 0.1
+    assert check.sites[0].error > check.tolerance
+    assert masks["causal"].verdict == "agrees"
+
+
+def test_a_leak_outside_attention_is_named_without_a_layer():
+    model = family("llama")
+    model.model.model.layers[0].mlp.register_forward_hook(lambda _m, _i, output: output + output.roll(-1, 1))
+    for check, masks in checked(model, masks="causal").values():
+        assert check.verdict == "differs"
+        (fault,) = masks["causal"].faults
+        assert (fault.kind, fault.layer, fault.site) == ("sees", None, None)
+        assert fault.token > fault.output
+
+
+def test_falcon_with_alibi_differs_under_eager_attention():
+    config = tf.FalconConfig(**families.FALCON | {"alibi": True})
+    torch.manual_seed(0)
+    model = tf.FalconForCausalLM(config).eval()
+    backends = checked(loaded(model))
+    assert backends["sdpa"][0].verdict == "agrees"
+    check, masks = backends["eager"]
+    assert check.verdict == "differs"  # transformers adds the bias to the mask and to the scores
+    assert check.output_error > 1e-3
+    assert all(mask.verdict == "agrees" for mask in masks.values())
+
+
+def test_a_requested_backend_that_cannot_run_is_named_with_the_reason():
+    check, _ = checked("llama", backends="eager,flash_attention_2")["flash_attention_2"]
+    assert check.verdict == "not run"
+    assert "FlashAttention2" in check.reason or "flash" in check.reason.lower()
+    check, _ = checked("bloom", backends=["sdpa"])["sdpa"]
+    assert check.reason == "BloomForCausalLM has its own attention code, which does not support it"
+    refused(UsageError, lambda: attnlens.doctor("demo", backends="sdpaa"), "Did you mean 'sdpa'?")
+    refused(UsageError, lambda: attnlens.doctor("demo", masks=["causl"]), "Did you mean 'causal'?")
+
+
+def test_a_prefix_is_seen_by_all_outputs_and_an_absent_property_is_not_checked():
+    for _, masks in checked("llama", masks="prefix,window,bidirectional").values():
+        assert masks["prefix"].verdict == "agrees"
+        assert masks["window"].reason == "the configuration declares no window"
+        assert masks["bidirectional"].verdict == "not checked"
+
+
+def neox(largest):
+    """A GPT-NeoX whose scores are all near −`largest`, and differ by little."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(vocab_size=99, max_position_embeddings=64, **sizes)).eval()
+    with torch.no_grad():
+        for layer in model.gpt_neox.layers:
+            joint = layer.attention.query_key_value
+            weight, bias = joint.weight.view(4, 3, 12, 48), joint.bias.view(4, 3, 12)
+            weight[:, :2, :11] *= 8
+            weight[:, :2, 11] *= 0.1
+            bias[:, 0, 11] = (largest * 12**0.5) ** 0.5
+            bias[:, 1, 11] = -bias[:, 0, 11]
+    return model
+
+
+def test_the_rounding_of_the_models_own_softmax_is_not_an_error_of_attnlens(tmp_path):
+    model = neox(1.2e5)
+    report = attnlens.doctor(loaded(model), length=16)
+    assert report.summary.verdict == "agrees"
+    assert all(
+        site.rounding > 1e-4 and "rounds scores of up to 1.2e+05 to float32" in site.reason for site in report.doctor
+    )
+    eager, sdpa = report.backends
+    assert (eager.verdict, sdpa.verdict) == ("rounds", "agrees")
+    assert eager.output_error > 1e-4 > 1e-10 > sdpa.output_error
+    assert "rounds scores" in eager.reason
+    assert not any(mask.verdict == "differs" for each in report.backends for mask in each.masks)
+    # the control: a real error of the same size is not explained by small scores
+    small = attnlens.doctor(loaded(neox(10.0)), length=16)
+    assert all(site.rounding is None for site in small.doctor)
+    model.save_pretrained(tmp_path)
+    result = invoke("doctor", tmp_path, "--length", "16", "--dtype", "float16", "--no-progress")
+    assert result.returncode == 2
+    assert "overflows float16" in result.stderr
+    assert "rightly" not in result.stdout + result.stderr
+
+
+def test_a_model_that_cannot_be_compared_is_refused_only_if_asked(monkeypatch):
+    from attnlens.runs import backends
+
+    def fail(*_):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(backends.Comparison, "_prepare", fail)
+    report = attnlens.doctor("demo", layers=[0], **PLAIN)
+    assert report.backends == []
+    assert "no such operator" in report.settings.notes[-1]
+    refused(ModelError, lambda: attnlens.doctor("demo", layers=[0], masks="causal", **PLAIN), "no such operator")
+
+
+def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
+    config = tf.FalconConfig(**families.FALCON | {"alibi": True})
+    torch.manual_seed(0)
+    tf.FalconForCausalLM(config).save_pretrained(tmp_path / "falcon")
+    words = ("doctor", tmp_path / "falcon", "--length", "16", "--no-progress", "--masks", "causal")
+    result = invoke(*words, "--junit", tmp_path / "tests.xml")
+    assert result.returncode == 2
+    assert "eager (outputs)" in result.stderr
+    assert "No: eager differs from float64 by" in " ".join(result.stdout.split())
+    text = (tmp_path / "tests.xml").read_text()
+    assert 'failures="1"' in text
+    assert "eager: outputs" in text
+    assert invoke(*words, "--backends", "sdpa").returncode == 0
+    missing = invoke(*words, "--backends", "sdpa,flex_attention")
+    assert "flex_attention" in missing.stdout
+    assert missing.returncode == 0
+    assert invoke(*words, "--backends", "sdpa,flex_attention", "--strict").returncode == 3
+
+
+def test_the_screen_of_demo_is_at_most_24_lines_of_80_columns():
+    lines = invoke("doctor", "demo", "--no-progress", COLUMNS="80").stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
