@@ -226,7 +226,10 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     assert by_question["How small?"].answer.startswith(f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key")
     assert f"{plan.cache_bytes_per_token.after:,.0f} bytes per token" in by_question["Cache?"].answer
     beyond = plan.measured.model_copy(update={"share": 2 * plan.budget})
-    assert answers(planned(measured=beyond))["Within budget?"].severity == "problem"
+    assert answers(planned(measured=beyond))["Within budget?"].answer.startswith("No: ")
+    unsure = plan.measured.model_copy(update={"ci95": (0.0, 2 * plan.budget)})
+    verdict = answers(planned(promised=unsure))["Within budget?"]
+    assert (verdict.answer.partition(":")[0], verdict.severity) == ("Here, but not guaranteed", "problem")
 
 
 @pytest.mark.parametrize(

@@ -223,13 +223,13 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
         yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
     if (measured := plan.measured) is not None:
-        within = measured.share <= plan.budget
-        answer = f"{'Yes' if within else 'No'}: {share(measured.share)} on {clean(plan.text)}."
+        verdict = "Yes" if plan.within_budget else "No" if measured.share > plan.budget else "Here, but not guaranteed"
+        answer = f"{verdict}: {share(measured.share)} on {clean(plan.text)}."
         yield Finding(
             question="Within budget?",
             answer=answer,
             evidence="".join(f"{bounds}." for bounds in _bounds(measured)),
-            severity="none" if within else "problem",
+            severity="none" if plan.within_budget else "problem",
             measures=["swap.plan"],
         )
 
