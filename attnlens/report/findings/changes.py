@@ -8,13 +8,13 @@ false-discovery rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from shlex import quote
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Change, Comparison, Finding, MeasureChange, Plan, Report, Rise, Swap
-from attnlens.records.comparison import DISTANCE
+from attnlens.records import Change, Comparison, DiagnosedCause, Finding, MeasureChange, Plan, Report, Rise, Swap
+from attnlens.records.comparison import DISTANCE, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
@@ -272,6 +272,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         ]
         yield Finding(question="Changed?", answer=answer, evidence=f"Medians: {'; '.join(shifts)}.")
         return
+    yield from _first_lines(comparison)
+    yield from _diagnosis(comparison)
     heads = format_count(len(comparison.heads), "head")
     blocks = [block for block in comparison.blocks if block.named]
     rate = f"false-discovery rate {comparison.fdr:g}"
@@ -292,9 +294,9 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
     )
-    if causes := [*_causes(comparison, changes)]:
+    if forms := [*_forms(comparison, changes)]:
         yield Finding(
-            question="Cause?", answer=causes[0], evidence=" ".join(causes[1:]), severity=severity, measures=[FORMS]
+            question="Form M?", answer=forms[0], evidence=" ".join(forms[1:]), severity=severity, measures=[FORMS]
         )
     if shown := changes.forms | changes.local | others:
         yield _changed_heads(comparison, shown)
@@ -327,7 +329,82 @@ def _places(rows: Iterable[MeasureChange]) -> set[Place]:
     return {(row.layer, row.head) for row in rows}
 
 
-def _causes(comparison: Comparison, changes: Changes) -> Iterator[str]:
+def _first_lines(comparison: Comparison) -> Iterator[Finding]:
+    """Yield whether both models have the same tensors, and the config fields that affect attention and differ."""
+    if (tensors := comparison.tensors) is not None:
+        total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
+        same = not (differ or tensors.missing or tensors.extra)
+        answer = f"Yes: all {total} are identical (nothing was merged)." if same else f"No: {differ} of {total} differ."
+        evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
+        for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
+            evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
+        if tensors.types is not None:
+            evidence.append(f"Stored as {clean(tensors.types[0])} and {clean(tensors.types[1])}.")
+        yield Finding(
+            question="Same weights?",
+            answer=answer,
+            evidence=" ".join(evidence),
+            severity="none" if same else "notable",
+            measures=["comparison.tensors"],
+        )
+    if fields := comparison.config:
+        shown = [
+            f"{clean(each.field)} {clean(each.first or 'none')} → {clean(each.second or 'none')}" for each in fields
+        ]
+        answer = f"No: {join_items(shown, 4)}."
+        yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+
+
+MOST_CAUSES = 4  # Number of causes that are printed
+
+
+def _diagnosis(comparison: Comparison) -> Iterator[Finding]:
+    """Yield one finding per cause of the difference, damage first, with the repair."""
+    causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
+    for number, cause in enumerate(causes[:MOST_CAUSES]):
+        more = len(causes) - MOST_CAUSES
+        evidence = [f"Repair: {cause.repair}."] if cause.repair else []
+        if cause.head_errors:
+            low, high = min(cause.head_errors), max(cause.head_errors)
+            evidence.append(f"Relative error of W_Q and W_K by head: {short(low)} to {short(high)}.")
+        if more > 0 and number == MOST_CAUSES - 1:
+            evidence.append(f"{format_count(more, 'more cause')}: --json.")
+        yield Finding(
+            question="Cause?",
+            answer=clean(describe_cause(cause)),
+            evidence=clean(" ".join(evidence)),
+            severity="none" if cause.harmless else "problem" if cause.repair else "notable",
+            measures=["comparison.diagnosis"],
+        )
+
+
+def describe_cause(cause: DiagnosedCause) -> str:
+    """Return a cause with its layers and heads as a sentence."""
+    where = (
+        f"Layers {_ranges(cause.layers)}"
+        if len(cause.layers) > 1
+        else f"Layer {cause.layers[0]}"
+        if cause.layers
+        else ""
+    )
+    if cause.heads:
+        where += f" {'head' if len(cause.heads) == 1 else 'heads'} {_ranges(cause.heads)}"
+    sentence = f"{where}: {cause.text}." if where else f"{cause.text}."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Format sorted numbers: 0–3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return join_items([str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs])
+
+
+def _forms(comparison: Comparison, changes: Changes) -> Iterator[str]:
     """Yield sentences on the changed weights, on heads that changed without them, and on the models as a whole."""
     if changes.forms:
         yield f"The query/key form M of {format_count(len(changes.forms), 'head')} changed: {_list(changes.forms)}."
