@@ -71,12 +71,16 @@ def limit_of(name: str, first: Layer, second: Layer) -> float:
     return EXPLAINED * ROUNDING * spacing
 
 
+NO_TURN = 1e-6  # sines below this are 0
+
+
 def turn_from(first: Tensor, second: Tensor) -> Float[Tensor, " rows"]:
     """Compute the sine of the angle between corresponding rows, after flattening all other axes; 1 for zeros."""
     before, after = (part.double().flatten(1) for part in (first, second))
     lengths = before.norm(dim=1) * after.norm(dim=1)
     cosine = torch.where(lengths > 0, (before * after).sum(1) / lengths, 0.0)
-    return (1 - cosine.square()).clamp(min=0).sqrt()
+    sine = (1 - cosine.square()).clamp(min=0).sqrt()
+    return torch.where(sine < NO_TURN, 0.0, sine)
 
 
 def list_names(names: Sequence[str]) -> str:

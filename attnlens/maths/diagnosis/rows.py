@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING
 
@@ -109,6 +109,35 @@ def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows 
 
 
 @structural
+def wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that the rows of W_K (or W_Q) were permuted for the number of heads of the other."""
+    present = _present(first, second, roles=PERMUTED)
+    counts = {role: first.parts[f"{role}.weight"].shape[0] for role in present}
+    for role in present:
+        before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
+        rows = before.flatten(0, 1)
+        for count in {*counts.values(), 1} - {counts[role]}:
+            if before.shape != after.shape or len(rows) % (2 * count):
+                continue
+            for name in (INTERLEAVED, HALVES):
+                order = named_orders(len(rows) // count)[name]
+                flat = torch.cat([order + start for start in range(0, len(rows), len(order))])
+                predicted = rows[flat].reshape(before.shape)
+                if not bool(_is_better(_angles(predicted, after), _angles(before, after)).all()):
+                    continue
+                parts = {f"{role}.weight": predicted}
+                if f"{role}.bias" in first.parts:
+                    bias = first.parts[f"{role}.bias"]
+                    parts[f"{role}.bias"] = bias.flatten()[flat].reshape(bias.shape)
+                symbol = name_parts([f"{role}.weight"])
+                text = (
+                    f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {count} heads"
+                )
+                text += f", but it has {counts[role]}"
+                yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
+
+
+@structural
 def permuted_rows(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose another order of the rows of W_Q or W_K within heads: interleaved, half-split, reversed, or any other."""
     found: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
@@ -175,35 +204,6 @@ def _same_orders(by_role: dict[str, dict[int, Tensor]], parts: dict[str, Tensor]
     )
 
 
-@structural
-def wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that the rows of W_K (or W_Q) were permuted for the number of heads of the other."""
-    present = _present(first, second, roles=PERMUTED)
-    counts = {role: first.parts[f"{role}.weight"].shape[0] for role in present}
-    for role in present:
-        before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
-        rows = before.flatten(0, 1)
-        for count in {*counts.values(), 1} - {counts[role]}:
-            if before.shape != after.shape or len(rows) % (2 * count):
-                continue
-            for name in (INTERLEAVED, HALVES):
-                order = named_orders(len(rows) // count)[name]
-                flat = torch.cat([order + start for start in range(0, len(rows), len(order))])
-                predicted = rows[flat].reshape(before.shape)
-                if not bool(_is_better(_angles(predicted, after), _angles(before, after)).all()):
-                    continue
-                parts = {f"{role}.weight": predicted}
-                if f"{role}.bias" in first.parts:
-                    bias = first.parts[f"{role}.bias"]
-                    parts[f"{role}.bias"] = bias.flatten()[flat].reshape(bias.shape)
-                symbol = name_parts([f"{role}.weight"])
-                text = (
-                    f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {count} heads"
-                )
-                text += f", but it has {counts[role]}"
-                yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
-
-
 # --- heads ----------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +219,20 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
         return None
     clear = _is_better(sines[numbers, partners][moved], sines[numbers, numbers][moved])
     return partners.tolist() if bool(clear.all()) else None
+
+
+def follow_order(layer: Layer, order: Sequence[int]) -> Step:
+    """Return the step that moves query head h to order[h], with its key head, values and output."""
+    parts = {}
+    for role in _present(layer):
+        count = len(layer.parts[f"{role}.weight"])
+        heads = range(0, len(order), len(order) // count)
+        places = [order[head] * count // len(order) for head in heads]
+        for name in (f"{role}.weight", f"{role}.bias"):
+            if name in layer.parts:
+                parts[name] = layer.parts[name][torch.tensor(places).argsort()]
+    text = f"the heads are in another order, alike in {name_parts([f'{role}.weight' for role in _present(layer)])}"
+    return Step("reordered heads", f"{text}: attention is the same", None, parts, (), harmless=True)
 
 
 @structural
@@ -328,15 +342,17 @@ def _repeated(first: Layer, second: Layer, roles: Sequence[str], times: int) -> 
 # --- whole matrices -------------------------------------------------------------------------------------------------
 
 
-def _renamed(layer: Layer, sources: dict[str, str]) -> dict[str, Tensor]:
-    """Return the parts of each role, taken from the role that `sources` maps it to."""
-    kinds = (*KINDS, "gain")
-    return {
-        f"{role}.{kind}": layer.parts[f"{source}.{kind}"]
-        for role, source in sources.items()
-        for kind in kinds
-        if f"{source}.{kind}" in layer.parts and f"{role}.{kind}" in layer.parts
-    }
+def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer) -> dict[str, Tensor]:
+    """Return each role's parts, taken from the role that `sources` maps it to; gains only if these are nearer then."""
+    parts: dict[str, Tensor] = {}
+    for role, source in sources.items():
+        for kind in (*KINDS, "gain"):
+            name, old = f"{role}.{kind}", f"{source}.{kind}"
+            if name in layer.parts and old in layer.parts:
+                part, after = layer.parts[old], second.parts[name]
+                if kind != "gain" or residuals(part, after, name) < residuals(layer.parts[name], after, name):
+                    parts[name] = part
+    return parts
 
 
 @structural
@@ -355,7 +371,7 @@ def exchanged(first: Layer, second: Layer) -> Iterator[Step]:
         if not whole and (set(sources) != {"query", "key"} or not bool(better.any())):
             continue
         heads = better.nonzero().flatten().tolist()
-        parts = _renamed(first, sources)
+        parts = _renamed(first, sources, second)
         if not whole:
             for name in list(parts):
                 mixed = first.parts[name].clone()
@@ -383,14 +399,12 @@ def wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
     if len(roles) < 3 or len(shapes) != 1:
         return
     for flat in (True, False):
-        parts = split_wrongly(first, flat=flat)
+        parts = _split_step(first, flat).parts
         pairs = [(first.parts[f"{r}.weight"], parts[f"{r}.weight"], second.parts[f"{r}.weight"]) for r in roles]
         better = torch.stack([_is_better(_angles(new, after), _angles(before, after)) for before, new, after in pairs])
         unchanged = torch.stack([_angles(before, after) == 0 for before, _, after in pairs])
         if bool(better.any()) and bool((better | unchanged).all()):
-            wrong, right = ("in flat thirds", "head by head") if flat else ("head by head", "in flat thirds")
-            text = f"the fused matrix of queries, keys and values was split {wrong} instead of {right}"
-            yield Step("wrong split", text, f"split the fused matrix {right}", parts)
+            yield _split_step(first, flat)
 
 
 def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
@@ -486,19 +500,27 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
     return float((basis - allowed).norm()) <= CLOSE * float(basis.norm())
 
 
-def unconditional(layer: Layer) -> Iterator[Step]:
-    """Yield structural steps that are tried before a second one, whether or not they bring the layer nearer."""
-    query, key = layer.parts.get("query.weight"), layer.parts.get("key.weight")
-    if query is None or key is None:
+def unconditional(first: Layer, second: Layer) -> Iterator[Step]:
+    """Yield structural steps that are tried before others, whether or not they bring the layer nearer by themselves."""
+    roles = _present(first, second, roles=("query", "key", "value"))
+    shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
+    if len(shapes) != 1 or len(roles) < 2:
         return
-    if query.shape == key.shape:
-        parts = _renamed(layer, {"query": "key", "key": "query"})
+    kinds = (*KINDS, "gain")
+    gains = {"query.gain", "key.gain"} & first.parts.keys()
+    for exchanged_kinds in (kinds, KINDS) if gains else (KINDS,):
+        parts = {
+            f"{role}.{kind}": first.parts[f"{other}.{kind}"]
+            for role, other in (("query", "key"), ("key", "query"))
+            for kind in exchanged_kinds
+            if f"{other}.{kind}" in first.parts and f"{role}.{kind}" in first.parts
+        }
         yield Step("exchanged", "W_Q and W_K are exchanged", "exchange W_Q and W_K", parts)
-    if (
-        all(f"{role}.weight" in layer.parts for role in ROLES[:3])
-        and query.shape == key.shape == layer.parts["value.weight"].shape
-    ):
-        for flat in (True, False):
-            wrong, right = ("in flat thirds", "head by head") if flat else ("head by head", "in flat thirds")
-            text = f"the fused matrix of queries, keys and values was split {wrong} instead of {right}"
-            yield Step("wrong split", text, f"split the fused matrix {right}", split_wrongly(layer, flat=flat))
+    if len(roles) == 3:
+        yield from (_split_step(first, flat) for flat in (True, False))
+
+
+def _split_step(layer: Layer, flat: bool) -> Step:
+    wrong, right = ("in flat thirds", "head by head") if flat else ("head by head", "in flat thirds")
+    text = f"the fused matrix of queries, keys and values was split {wrong} instead of {right}"
+    return Step("wrong split", text, f"split the fused matrix {right}", split_wrongly(layer, flat=flat))

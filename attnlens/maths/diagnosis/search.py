@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,15 +36,29 @@ class Diagnosis:
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # parts that no hypothesis explains
     closest: tuple[str, float] | None = None  # the hypothesis nearest to an unexplained part, and its residual
+    change: float = 0.0  # largest ‖B − A‖/‖B‖ of an unexplained part
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
 
+NEAR = 0.5  # share of a difference that a hypothesis must leave at most to be named as the closest
 State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
 
 
-def diagnose(first: Layer, second: Layer) -> Diagnosis:
-    """Find the hypotheses that turn the first layer into the second: single ones, then pairs."""
-    return Search(first, second).run()
+def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
+    """Find the hypotheses that turn the first layer into the second: single ones, then pairs.
+
+    `order`: the second layer's head for each head of the first, if it is known that they moved with all their tensors.
+    """
+    best = Search(first, second)
+    if order:
+        best.adopt_known(rows.follow_order(first, order))
+    best.run()
+    if best.left and not order:
+        for step in rows.unconditional(first, second):
+            other = Search(first, second)
+            if other.run_after(step) and (other.left, len(other.causes)) < (best.left, len(best.causes)):
+                best = other
+    return best.result
 
 
 @dataclass
@@ -72,25 +86,46 @@ class Search:
         limit = limit_of(name, self.first, self.second)
         return (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
 
-    def run(self) -> Diagnosis:
-        """Run the search."""
-        self._find_singles()
-        self._find_pairs()
-        self._find_rounding()
+    @property
+    def left(self) -> int:
+        """Number of heads of parts that no cause explains."""
+        return sum(int(heads.sum()) for heads in self.open.values())
+
+    @property
+    def result(self) -> Diagnosis:
+        """The causes found, and what they leave."""
         left = [name for name, heads in self.open.items() if bool(heads.any())]
         heads = self._query_heads({name: self.open[name] for name in left})
-        return Diagnosis(self.causes, left, self.closest if left else None, heads)
+        change = max((float(self.start[name].max()) for name in left), default=0.0)
+        return Diagnosis(self.causes, left, self.closest if left else None, change, heads)
 
-    def _find_singles(self) -> None:
-        """Adopt tensor by tensor what one step explains, structural steps first."""
-        while any(bool(heads.any()) for heads in self.open.values()):
+    def run(self) -> None:
+        """Search causes one after another, then a structural one together with one of single tensors."""
+        self._find_structural()
+        self._fit_tensors(self.current, ())
+        self._find_pairs()
+        self._find_rounding()
+
+    def run_after(self, step: Step) -> bool:
+        """Search as `run` does after one structural step; False if no other structural step then explains anything."""
+        self.adopt_known(step)
+        before = len(self.causes)
+        self._find_structural()
+        if len(self.causes) == before:
+            return False
+        self._fit_tensors(self.current, ())
+        self._find_rounding()
+        return True
+
+    def _find_structural(self) -> None:
+        """Adopt the structural step that explains most, as long as one explains anything."""
+        while self.left:
             steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
             gains = [self._gain(step.parts) for step in steps]
             best = max(range(len(steps)), key=lambda place: gains[place], default=None)
             if best is None or gains[best] <= 0:
                 break
             self._adopt(steps[best])
-        self._fit_tensors(self.current, ())
 
     def _gain(self, parts: Parts) -> int:
         """Return how many open heads of parts a prediction explains; −1 if it makes an explained one worse."""
@@ -124,7 +159,8 @@ class Search:
                 if bool(self._explains(layer, name, fit, chosen)):
                     found[fit.hypothesis, fit.text].append((name, fit, chosen))
                     break
-                if self.closest is None or residual < self.closest[1]:
+                near = residual < NEAR * float(self.start[name].max())
+                if near and (self.closest is None or residual < self.closest[1]):
                     text = fit.text.format(parts=name_parts([name]), number=fit.number)
                     self.closest = " and ".join([step.hypothesis for step in before] + [text]), residual
         if not found:
@@ -173,6 +209,10 @@ class Search:
         text, hypothesis = fit.text.format(parts=subject, number=number), fit.hypothesis.format(number=number)
         self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, fit.harmless))
 
+    def adopt_known(self, step: Step) -> None:
+        """Add a step to the causes before the search."""
+        self._adopt_partially(step, list(step.parts))
+
     def _adopt_partially(self, step: Step, names: list[str]) -> None:
         """Add a step that explains only together with the next one."""
         parts = {name: part for name, part in step.parts.items() if name in names or self._helps(name, part)}
@@ -188,24 +228,15 @@ class Search:
         return bool(after < before)
 
     def _find_pairs(self) -> None:
-        """Try a structural step and a second step on what it leaves, as long as something is open."""
-        if not any(bool(heads.any()) for heads in self.open.values()):
+        """Try a structural step with hypotheses on what it leaves of single tensors."""
+        if not self.left:
             return
         steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
         for step in steps:
-            layer = self.current.with_parts(step.parts)
-            if self._fit_tensors(layer, (step,)):
-                self._find_singles()
+            if self._fit_tensors(self.current.with_parts(step.parts), (step,)):
+                self._find_structural()
+                self._fit_tensors(self.current, ())
                 return
-        for step in rows.unconditional(self.current):
-            layer = self.current.with_parts(step.parts)
-            for hypothesis in STRUCTURAL:
-                for second in hypothesis(layer, self.second):
-                    if self._gain(second.parts) > 0 and second.hypothesis != step.hypothesis:
-                        self._adopt_partially(step, [])
-                        self._adopt(second)
-                        self._find_singles()
-                        return
 
     def _find_rounding(self) -> None:
         """Name the number type to which the predicted tensors were rounded, if the rest is exactly that."""
@@ -219,7 +250,10 @@ class Search:
                     by_type[kind].append(name)
                     break
         for kind, names in by_type.items():
+            known = [cause for cause in self.causes if cause.hypothesis == f"rounded to {kind}"]
+            names += [name for cause in known for name in cause.parts]
             text = f"{name_parts(names)} {'is' if len(names) == 1 else 'are'} rounded to {kind}"
+            self.causes = [cause for cause in self.causes if cause not in known]
             self.causes.append(Cause(f"rounded to {kind}", text, None, (), 0.0, tuple(names)))
 
     def _query_heads(self, concerned: State) -> tuple[int, ...]:

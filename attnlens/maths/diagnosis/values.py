@@ -26,7 +26,9 @@ def rounded(pair: Pair) -> Iterator[Fit]:
             yield Fit(f"rounded to {name}", f"{{parts}} rounded to {name}", None, pair.second)
             return
     first, second = pair.first.double(), pair.second.double()
-    if bool(((second - first).abs() <= pair.spacing * torch.maximum(first.abs(), second.abs())).all()):
+    if not torch.equal(first, second) and bool(
+        ((second - first).abs() <= pair.spacing * torch.maximum(first.abs(), second.abs())).all()
+    ):
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
 
 
@@ -85,6 +87,7 @@ def _name_factor(factor: float, head_dim: int) -> str:
 BITS = 8  # most bits of a grid that is looked for
 GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or so many consecutive values of a row
 SAMPLE = 64  # groups of values that are tested first
+GAPS = (1, 2, 3)  # steps between the two nearest levels that a group uses
 OFF = 0.2  # largest distance from a level, in steps: dequantised values can be rounded to bfloat16
 
 
@@ -95,14 +98,17 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> tuple[Ten
     gaps = ordered.diff(dim=-1)
     noise = 2 * spacing * ordered.abs().amax(-1, keepdim=True)
     step = gaps.masked_fill(gaps <= noise, torch.inf).amin(-1)
-    intervals = torch.where(step.isfinite(), (span / step).round(), 0.0)
-    if bool((intervals > 2**BITS).any()) or not bool((intervals > 0).any()):
+    if not bool(step.isfinite().any()):
         return None
-    step = torch.where(intervals > 0, span / intervals, 1.0)
-    places = (ordered - low[:, None]) / step[:, None]
-    if bool(((places - places.round()).abs() > OFF).any()):
+    found = torch.full_like(low, torch.nan)  # number of steps between the lowest and the highest value
+    for share in GAPS:  # few values may leave every second level empty
+        intervals = torch.where(step.isfinite(), (share * span / step).round(), 0.0)
+        places = (ordered - low[:, None]) * (intervals / span.clamp(min=torch.finfo(span.dtype).tiny))[:, None]
+        fits = ((places - places.round()).abs() <= OFF).all(1) & (intervals <= 2**BITS)
+        found = torch.where(found.isnan() & fits, intervals, found)
+    if bool(found.isnan().any()):
         return None
-    return low, step, intervals + 1
+    return low, torch.where(found > 0, span / found.clamp(min=1), 1.0), found + 1
 
 
 @of_tensor

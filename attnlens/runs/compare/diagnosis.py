@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from attnlens import records
 from attnlens.errors import UnreadableError
 from attnlens.maths.diagnosis import Cause, Layer, diagnose
-from attnlens.maths.diagnosis.layer import SINGLE, residuals
+from attnlens.maths.diagnosis.layer import SINGLE, name_parts, residuals
 from attnlens.maths.diagnosis.rotations import name_rotation
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
@@ -129,13 +129,14 @@ def _diagnose_site(pairing: Pairing, first: SiteCall, second: SiteCall) -> Itera
         with_spacing(weights.read_layer(model, call, role, rotations[0]))
         for model, call, role in zip(models, (first, second), (roles, other_roles), strict=True)
     ]
-    yield from diagnose_layers(*layers)
+    order = pairing.order[first.site]
+    yield from diagnose_layers(*layers, () if list(order) == sorted(order) else order)
 
 
-def diagnose_layers(first: Layer, second: Layer) -> Iterator[tuple[Cause, list[float]]]:
+def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
     """Yield the causes of the difference between two layers, and what is left unexplained."""
     first, second = with_missing(first, second)
-    diagnosis = diagnose(first, second)
+    diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
         errors: list[float] = []
         if cause.hypothesis.startswith("quantised") and "query.weight" in cause.parts:
@@ -145,8 +146,9 @@ def diagnose_layers(first: Layer, second: Layer) -> Iterator[tuple[Cause, list[f
             errors = torch.maximum(sides[0], sides[1].repeat_interleave(len(sides[0]) // len(sides[1]))).tolist()
         yield cause, errors
     if diagnosis.unexplained:
-        text, residual = diagnosis.closest or ("none", 1.0)
-        words = f"not explained (closest: {text}, residual {short(residual)})"
+        closest, residual = diagnosis.closest or ("", diagnosis.change)
+        near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
+        words = f"{name_parts(diagnosis.unexplained)} changed by {short(diagnosis.change)}, not explained ({near})"
         yield Cause(UNEXPLAINED, words, None, diagnosis.unexplained_heads, residual, tuple(diagnosis.unexplained)), []
 
 
