@@ -35,7 +35,8 @@ class Layer:
 
     parts: Parts
     gains: frozenset[str] = frozenset()  # names of the parts that are gains of norms
-    pairs: Sequence[tuple[int, int]] = ()  # coordinates of a head that RoPE rotates together; empty without RoPE
+    pairs: Sequence[tuple[int, int]] | None = ()
+    """Coordinates of a head that RoPE rotates together; empty without RoPE, None if unknown."""
     spacing: Mapping[str, float] = field(default_factory=dict)
     """Relative spacing of the number type in which each part is stored; float32 if missing."""
 
@@ -46,7 +47,12 @@ class Layer:
     @property
     def rotated(self) -> list[int]:
         """Coordinates of a head that RoPE rotates."""
-        return sorted({coordinate for pair in self.pairs for coordinate in pair})
+        return sorted({coordinate for pair in self.pairs or () for coordinate in pair})
+
+    @property
+    def unrotated(self) -> bool:
+        """True if position does not rotate queries and keys."""
+        return self.pairs is not None and not self.pairs
 
 
 def has_heads(name: str) -> bool:

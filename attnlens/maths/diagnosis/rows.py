@@ -174,7 +174,7 @@ def _row_step(name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, se
     kind, _, scope = name.partition(" of ")
     words, repair = NAMED.get(kind, ("in another order within heads", None))
     scope = " (of the coordinates that RoPE rotates)" if scope else ""
-    harmless = not first.pairs and _same_orders(by_role, parts, first)
+    harmless = first.unrotated and _same_orders(by_role, parts, first)
     left = [part for role in by_role for part in (f"{role}.bias", f"{role}.gain") if _stays(part, parts, first)]
     stays = f", but {name_parts(left)} as before" if left else ""
     text = f"the rows of {names} are {words}{scope}{stays}"
@@ -343,14 +343,15 @@ def _repeated(first: Layer, second: Layer, roles: Sequence[str], times: int) -> 
 
 
 def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer) -> dict[str, Tensor]:
-    """Return each role's parts, taken from the role that `sources` maps it to; gains only if these are nearer then."""
+    """Return each role's parts, taken from the role that `sources` maps it to; biases and gains only if nearer then."""
     parts: dict[str, Tensor] = {}
     for role, source in sources.items():
         for kind in (*KINDS, "gain"):
             name, old = f"{role}.{kind}", f"{source}.{kind}"
             if name in layer.parts and old in layer.parts:
                 part, after = layer.parts[old], second.parts[name]
-                if kind != "gain" or residuals(part, after, name) < residuals(layer.parts[name], after, name):
+                nearer = residuals(part, after, name).sum() < residuals(layer.parts[name], after, name).sum()
+                if kind == "weight" or nearer:
                     parts[name] = part
     return parts
 
@@ -379,7 +380,9 @@ def exchanged(first: Layer, second: Layer) -> Iterator[Step]:
                     mixed[heads] = parts[name][heads]
                 parts[name] = mixed
         names = name_parts([f"{role}.weight" for role in sources])
-        text, repair = f"{names} are exchanged", f"exchange {names}"
+        kept = [f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts]
+        stays = f", but not {name_parts(kept)}" if kept else ""
+        text, repair = f"{names} are exchanged{stays}", f"exchange {names}"
         if len(sources) == 3:
             places = [
                 f"{name_parts([f'{role}.weight'])} holds {name_parts([f'{sources[role]}.weight'])}" for role in sources
@@ -476,12 +479,12 @@ def another_basis(first: Layer, second: Layer) -> Iterator[Step]:
                 part = parts[name][places]
                 parts[name][places] = torch.einsum("ij,hj...->hi...", basis, part)
         found.append(key_head)
-        commuting &= not first.pairs or _commutes(bases[0], first)
+        commuting &= first.unrotated or _commutes(bases[0], first)
     if not found:
         return
     whole = len(found) == kv_heads
     text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
-    text += ": attention is the same" if commuting else ", which RoPE does not commute with"
+    text += ": attention is the same" if commuting else ", which changes attention under RoPE"
     repair = None if commuting else "undo the change of basis before the rotation"
     yield Step("another basis", text, repair, parts, () if whole else _query_heads(found, first), commuting)
 
@@ -489,6 +492,8 @@ def another_basis(first: Layer, second: Layer) -> Iterator[Step]:
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
     """Return True if a change of basis acts on each rotated pair as a rotation and a factor."""
     allowed = torch.zeros_like(basis)
+    if layer.pairs is None:
+        return False
     for first, second in layer.pairs:
         mean = (basis[first, first] + basis[second, second]) / 2
         turn = (basis[second, first] - basis[first, second]) / 2

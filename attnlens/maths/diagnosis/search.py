@@ -207,7 +207,13 @@ class Search:
         number = max(each.number for _, each, _ in fits)
         subject = f"{name_parts(names)} {'is' if len(names) == 1 else 'are'}"
         text, hypothesis = fit.text.format(parts=subject, number=number), fit.hypothesis.format(number=number)
-        self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, fit.harmless))
+        harmless = fit.harmless or self._is_key_bias(names)
+        text += " (without RoPE, a key bias does not change attention)" if self._is_key_bias(names) else ""
+        self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, harmless))
+
+    def _is_key_bias(self, names: tuple[str, ...]) -> bool:
+        """Return True if only a key bias changed, which adds the same number to all scores of a query."""
+        return names == ("key.bias",) and self.first.unrotated and "key.gain" not in self.first.parts
 
     def adopt_known(self, step: Step) -> None:
         """Add a step to the causes before the search."""

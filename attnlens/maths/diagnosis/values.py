@@ -57,8 +57,8 @@ def shifted(pair: Pair) -> Iterator[Fit]:
         return
     step = float((pair.second.double() - pair.first.double()).mean().round())
     if abs(step) == 1:
-        sign, verb = ("+", "subtract 1 from") if step > 0 else ("−", "add 1 to")
-        text = f"{{parts}} {sign} 1: a gain stored as 1 + g was read as g, or the reverse"
+        size, verb = ("large", "subtract 1 from") if step > 0 else ("small", "add 1 to")
+        text = f"{{parts}} 1 too {size}: a gain stored as 1 + g was read as g, or the reverse"
         yield Fit("gain offset", text, f"{verb} the gain", pair.first.double() + step)
 
 

@@ -26,6 +26,7 @@ from attnlens.models.weights.probe import (
     norms_inside,
     smallest,
 )
+from attnlens.models.weights.query_key_maps import Factors
 from attnlens.records import Call, Rotation
 
 if TYPE_CHECKING:
@@ -127,8 +128,11 @@ def block_path(path: str) -> str:
     return match[1] if match else path
 
 
-def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, rotation: Rotation | None) -> Layer:
-    """Return the tensors of the layer that contains a site: those of attention by role, others by their names."""
+def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, factors: object = None) -> Layer:
+    """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
+
+    `factors`: the site's Factors, if they could be read, with its rotation.
+    """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(_offsets(block))
     parameters = {name: part.detach() for name, part in block.named_parameters()}
@@ -163,8 +167,12 @@ def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, rota
             left = [row for row in range(part.shape[axis]) if row not in used[name]]
             if left:
                 parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))
-    pairs = [] if rotation is None else [(int(first), int(second)) for first, second in rotation.pairs.tolist()]
+    pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
     return Layer(parts, frozenset(gains), pairs)
+
+
+def _pairs(rotation: Rotation) -> list[tuple[int, int]]:
+    return [(int(first), int(second)) for first, second in rotation.pairs.tolist()]
 
 
 def _bias_of(name: str) -> str:

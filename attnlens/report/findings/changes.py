@@ -264,6 +264,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield what changed between two models, why, in which heads, and the effect on predictions."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
+    yield from _first_lines(comparison)
+    yield from _diagnosis(comparison)
     if comparison.shifts:
         answer = "Heads do not correspond, so only distributions are compared."
         shifts = [
@@ -272,8 +274,6 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         ]
         yield Finding(question="Changed?", answer=answer, evidence=f"Medians: {'; '.join(shifts)}.")
         return
-    yield from _first_lines(comparison)
-    yield from _diagnosis(comparison)
     heads = format_count(len(comparison.heads), "head")
     blocks = [block for block in comparison.blocks if block.named]
     rate = f"false-discovery rate {comparison.fdr:g}"
@@ -285,6 +285,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     changes = Changes.of(comparison)
     count = len(changes.forms | changes.local)
     answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
+    if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
+        answer = f"The form M changed in none of {heads}"
     if changes.inherited:
         verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")
         answer += f"; {len(changes.inherited)} more {verb} differently only because {whose} inputs changed"
@@ -339,7 +341,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
         for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
             evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
         if tensors.types is not None:
-            evidence.append(f"Stored as {clean(tensors.types[0])} and {clean(tensors.types[1])}.")
+            evidence.append(f"Stored as {clean(tensors.types[0])}, then {clean(tensors.types[1])}.")
         yield Finding(
             question="Same weights?",
             answer=answer,

@@ -196,6 +196,7 @@ class Changes:
         rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on this is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
+        sides = self.pairing.first, self.pairing.second
         return records.Comparison(
             base=self.pairing.first.report.model,
             paired=True,
@@ -207,9 +208,7 @@ class Changes:
             blocks=self._test_blocks(distances, rounding),
             outcome=outcome,
             notes=[*describe(self.pairing, heads, rows), *why],
-            config=diagnosis.compare_configs(self.pairing.first.loaded.model, self.pairing.second.loaded.model),
-            tensors=diagnosis.compare_tensors(self.pairing.first, self.pairing.second),
-            diagnosis=diagnosis.find_causes(self.pairing),
+            **diagnosis.describe_models(sides, self.pairing.sites, self.pairing.order),
         )
 
     @cached_property

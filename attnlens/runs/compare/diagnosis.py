@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import records
-from attnlens.errors import UnreadableError
 from attnlens.maths.diagnosis import Cause, Layer, diagnose
 from attnlens.maths.diagnosis.layer import SINGLE, name_parts, residuals
 from attnlens.maths.diagnosis.rotations import name_rotation
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
+from attnlens.records import Site
 from attnlens.records.comparison import UNEXPLAINED
-from attnlens.runs.compare.sides import ComparedModel, Pairing
+from attnlens.runs.compare.sides import ComparedModel
 from attnlens.runs.compare.significance import stored_type
-from attnlens.wording import short
+from attnlens.runs.inspect.inspection import SiteFactors
+from attnlens.wording import group_pairs, join_items, short
 
 ATTENTION_FIELD = re.compile(
     r"rope|rotary|window|layer_types|scal|softcap|norm|eps|head|attn|attention|position|alibi|kv|qk|causal|group"
@@ -31,6 +32,20 @@ ATTENTION_FIELD = re.compile(
 """Part of the names of config fields that affect attention."""
 OTHER_FIELD = re.compile(r"dropout|initializer|implementation|classifier|lm_head|pruned|output_|token|_name")
 """Part of the names of config fields that match ATTENTION_FIELD but don't affect attention."""
+
+
+Sides = tuple[ComparedModel, ComparedModel]
+Orders = Mapping[Site, Sequence[int]]
+Found = tuple[int | None, Cause, list[float]]  # layer (None: outside of layers), cause, error of each head
+
+
+def describe_models(sides: Sides, sites: Mapping[Site, Site], order: Orders) -> dict[str, Any]:
+    """Return the fields of a Comparison that say what differs between two models, and why."""
+    return {
+        "config": compare_configs(sides[0].loaded.model, sides[1].loaded.model),
+        "tensors": compare_tensors(*sides),
+        "diagnosis": find_causes(sides, sites, order),
+    }
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
@@ -86,51 +101,73 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
 
 
-def find_causes(pairing: Pairing) -> list[records.DiagnosedCause]:
-    """Diagnose every layer that differs, and the tensors outside of layers."""
-    found: list[tuple[int | None, Cause, list[float]]] = []
-    by_path: dict[str, list[int]] = defaultdict(list)
-    blocks = set[str]()
-    calls = (
-        {each.site: each for each in pairing.first.one_token},
-        {each.site: each for each in pairing.second.one_token},
-    )
-    for site in pairing.sites:
-        by_path[site.path].append(site.layer)
-    for site, other in pairing.sites.items():
-        blocks.add(weights.block_path(site.path))
-        if by_path[site.path][0] != site.layer or site not in calls[0] or other not in calls[1]:
+def find_causes(sides: Sides, sites: Mapping[Site, Site], order: Orders) -> list[records.DiagnosedCause]:
+    """Diagnose every layer that differs, and the tensors outside of layers.
+
+    `sites` maps the first model's sites to the second's, `order` the first model's heads to the second's.
+    """
+    found: list[Found] = []
+    by_path = group_pairs((site.path, site.layer) for site in sites)
+    factors = [_read_factors(side, side_sites) for side, side_sites in zip(sides, (sites, sites.values()), strict=True)]
+    calls, others = ({each.site: each for each in side.one_token} for side in sides)
+    windows, other_windows = ({each.site: each for each in side.reached} for side in sides)
+    for site, other in sites.items():
+        layers = by_path[site.path]
+        if layers[0] != site.layer:
             continue  # a module that several layers share
-        causes = _diagnose_site(pairing, calls[0][site], calls[1][other])
-        found += [(layer, cause, errors) for cause, errors in causes for layer in by_path[site.path]]
-    found += [(None, cause, errors) for cause, errors in _diagnose_rest(pairing, blocks)]
+        causes = [(cause, list[float]()) for cause in _compare_calls(windows[site], other_windows[other])]
+        site_factors = factors[0].get(site), factors[1].get(other)
+        causes += [(cause, []) for cause in _compare_rotations(*site_factors)]
+        models = sides[0].weights_model.model, sides[1].weights_model.model
+        if site in calls and other in others:
+            causes += _diagnose_site(models, (calls[site], others[other]), site_factors, order.get(site, ()))
+        found += [(layer, cause, errors) for cause, errors in causes for layer in layers]
+    blocks = {weights.block_path(site.path) for site in sites}
+    found += [(None, cause, errors) for cause, errors in _diagnose_rest(sides, blocks)]
     return _group(found)
 
 
-def _diagnose_site(pairing: Pairing, first: SiteCall, second: SiteCall) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield the causes of one layer's difference, with the error of each head if its weights are quantised."""
-    yield from ((cause, []) for cause in _compare_calls(first, second))
-    models = pairing.first.weights_model.model, pairing.second.weights_model.model
-    factors = pairing.first.factors_of(first.site), pairing.second.factors_of(second.site)
-    rotations = [None if each is None or isinstance(each, UnreadableError) else each.rotation for each in factors]
-    if rotations[0] is not None and rotations[1] is not None and rotations[0].by_distance and rotations[1].by_distance:
-        text = name_rotation(*(weights.frequencies(rotation) for rotation in rotations if rotation is not None))
-        if text is not None:
-            yield Cause("another rotation", text, "copy the first model's RoPE settings", (), 0.0, ()), []
-    blocks = [
-        dict(model.get_submodule(weights.block_path(call.site.path)).named_parameters())
-        for model, call in zip(models, (first, second), strict=True)
-    ]
-    if blocks[0].keys() == blocks[1].keys() and all(_equal(part, blocks[1][name]) for name, part in blocks[0].items()):
+def _read_factors(side: ComparedModel, sites: Iterable[Site]) -> dict[Site, SiteFactors | None]:
+    """Return the factors of each site, from the inspection if it has read them."""
+    known = {site: side.factors_of(site) for site in sites}
+    chosen = [index for index, each in enumerate(side.calls) if each.site in known and known[each.site] is None]
+    read = weights.factors(side.weights_model.model, side.one_token, side.window, chosen=chosen)
+    return known | {side.calls[index].site: factors for index, factors in zip(chosen, read, strict=True)}
+
+
+def _compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
+    """Yield how the rotation by position differs, if both are known."""
+    if not isinstance(first, weights.Factors) or not isinstance(second, weights.Factors):
         return
-    roles = weights.locate_roles(models[0], first)
-    other_roles = roles if _alike(first, second) else weights.locate_roles(models[1], second)
-    layers = [
-        with_spacing(weights.read_layer(model, call, role, rotations[0]))
-        for model, call, role in zip(models, (first, second), (roles, other_roles), strict=True)
-    ]
-    order = pairing.order[first.site]
-    yield from diagnose_layers(*layers, () if list(order) == sorted(order) else order)
+    before, after = first.rotation, second.rotation
+    if before is None or after is None:
+        if before is not after:
+            with_rope = "second" if before is None else "first"
+            text = f"only the {with_rope} model rotates queries and keys (RoPE)"
+            yield Cause("another rotation", text, "copy the first model's position settings", (), 0.0, ())
+    elif before.by_distance and after.by_distance:
+        text_of_change = name_rotation(weights.frequencies(before), weights.frequencies(after))
+        if text_of_change is not None:
+            yield Cause("another rotation", text_of_change, "copy the first model's RoPE settings", (), 0.0, ())
+
+
+def _diagnose_site(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    calls: tuple[SiteCall, SiteCall],
+    factors: tuple[SiteFactors | None, SiteFactors | None],
+    order: Sequence[int],
+) -> list[tuple[Cause, list[float]]]:
+    """Diagnose one layer; return the causes, with the error of each head if its weights are quantised."""
+    pairs = zip(models, calls, strict=True)
+    blocks = [dict(model.get_submodule(weights.block_path(call.site.path)).named_parameters()) for model, call in pairs]
+    if blocks[0].keys() == blocks[1].keys() and all(_equal(part, blocks[1][name]) for name, part in blocks[0].items()):
+        return []
+    roles = weights.locate_roles(models[0], calls[0])
+    other_roles = roles if _alike(*calls) else weights.locate_roles(models[1], calls[1])
+    first = weights.read_layer(models[0], calls[0], roles, factors[0])
+    second = weights.read_layer(models[1], calls[1], other_roles, factors[1])
+    moved = () if list(order) == sorted(order) else order
+    return [*diagnose_layers(with_spacing(first), with_spacing(second), moved)]
 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
@@ -149,6 +186,8 @@ def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> I
         closest, residual = diagnosis.closest or ("", diagnosis.change)
         near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
         words = f"{name_parts(diagnosis.unexplained)} changed by {short(diagnosis.change)}, not explained ({near})"
+        shapes = [name for name in diagnosis.unexplained if first.parts[name].shape != second.parts[name].shape]
+        words += f"; other shapes: {join_items(shapes, 3)}" if shapes else ""
         yield Cause(UNEXPLAINED, words, None, diagnosis.unexplained_heads, residual, tuple(diagnosis.unexplained)), []
 
 
@@ -179,7 +218,7 @@ def with_missing(first: Layer, second: Layer) -> tuple[Layer, Layer]:
 
 
 def _compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
-    """Yield the differences of scale and softcap."""
+    """Yield the differences of scale, softcap and mask."""
     before, after = first.call, second.call
     if abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
         ratio = after.scale / before.scale
@@ -191,11 +230,18 @@ def _compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
         caps = ["none" if call.softcap is None else f"{call.softcap:g}" for call in (before, after)]
         text = f"the softcap of scores is {caps[1]} instead of {caps[0]}"
         yield Cause("another softcap", text, "copy the first model's softcap", (), 0.0, ())
+    masks = [call.visible() for call in (before, after)]
+    if before.query.shape[2:3] + before.key.shape[2:3] == after.query.shape[2:3] + after.key.shape[2:3]:
+        keys = before.key.shape[2]
+        seen = [float(keys) if mask is None else float(mask.sum(-1).double().mean()) for mask in masks]
+        if seen[0] != seen[1]:
+            text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {keys})"
+            yield Cause("another mask", text, "copy the first model's window and mask settings", (), 0.0, ())
 
 
-def _diagnose_rest(pairing: Pairing, blocks: set[str]) -> Iterator[tuple[Cause, list[float]]]:
+def _diagnose_rest(models: Sides, blocks: set[str]) -> Iterator[tuple[Cause, list[float]]]:
     """Diagnose the tensors outside of layers: embeddings, the last norm, the head."""
-    sides = [_list_tensors(side.loaded.model) for side in (pairing.first, pairing.second)]
+    sides = [_list_tensors(side.loaded.model) for side in models]
     names = [name for name in sides[0] if name in sides[1] and not _is_inside(name, blocks)]
     names = [name for name in names if not _equal(sides[0][name], sides[1][name])]
     floating = [name for name in names if sides[0][name].is_floating_point()]
@@ -212,9 +258,9 @@ def _is_inside(name: str, blocks: set[str]) -> bool:
     return False
 
 
-def _group(found: list[tuple[int | None, Cause, list[float]]]) -> list[records.DiagnosedCause]:
+def _group(found: list[Found]) -> list[records.DiagnosedCause]:
     """Merge equal causes of several layers."""
-    groups: dict[tuple[object, ...], list[tuple[int | None, Cause, list[float]]]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[Found]] = defaultdict(list)
     for entry in found:
         cause = entry[1]
         whole = cause.hypothesis.startswith("round")

@@ -27,6 +27,7 @@ from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
+from attnlens.runs.compare.diagnosis import describe_models
 from attnlens.runs.compare.sides import ComparedModel, Pairing
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
 from attnlens.runs.feeding import at_rest, wrap_model
@@ -277,7 +278,11 @@ def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, prog
         for side in (first, second)
     )
     if shapes != other_shapes:  # masks may differ
-        return compare_distributions(first.report, second.report, fdr)
+        comparison = compare_distributions(first.report, second.report, fdr)
+        if [path for path, *_ in shapes] != [path for path, *_ in other_shapes]:
+            return comparison
+        sites = {before.site: after.site for before, after in zip(first.reached, second.reached, strict=True)}
+        return comparison.model_copy(update=describe_models((first, second), sites, {}))
     inputs, others = ([batch.inputs for batch in side.batches] for side in (first, second))
     if [batch.keys() for batch in inputs] == [batch.keys() for batch in others] and all(
         torch.equal(batch[name], other[name]) for batch, other in zip(inputs, others, strict=True) for name in batch
