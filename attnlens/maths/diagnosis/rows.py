@@ -310,7 +310,7 @@ def averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
         for role in present:
             for name in (f"{role}.{kind}" for kind in KINDS if f"{role}.{kind}" in first.parts):
                 part = first.parts[name]
-                mean = part.double().unflatten(0, (kept, group)).mean(1)
+                mean = part.double().view(kept, group, *part.shape[1:]).mean(1)
                 parts[name] = mean if other == kept else mean.repeat_interleave(group, 0)
             after = second.parts[f"{role}.weight"]
             fits.append(_angles(parts[f"{role}.weight"], after))

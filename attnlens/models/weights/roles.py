@@ -155,15 +155,14 @@ def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, fact
     if roles is not None and (output := _find_output(block, module, roles)) is not None:
         name, columns = output
         weight = parameters[name].T if columns else parameters[name]
-        heads, size = len(roles.rows["query"].index), roles.rows["value"].index.shape[1]
-        parts["output.weight"] = weight.T.reshape(heads, size, -1)
+        parts["output.weight"] = weight.T.reshape(-1, roles.rows["value"].index.shape[1], weight.shape[0])
         used[name] = set()
     for name, part in parameters.items():
         if name not in used:
             parts[name] = part + offsets.get(name, 0.0) if name in offsets else part
             gains |= {name} if name in offsets else set()
         elif used[name]:
-            axis = -1 if any(inside + rows.name == name and rows.columns for rows in roles.rows.values()) else 0
+            axis = -1 if any(rows.columns for rows in ({} if roles is None else roles.rows).values()) else 0
             left = [row for row in range(part.shape[axis]) if row not in used[name]]
             if left:
                 parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))

@@ -293,6 +293,11 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if others := changes.others:
         answer += f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'} in other measures"
     severity = "notable" if count or blocks or changes.inherited or others else "none"
+    if not comparison.tests and (largest := _largest_form(comparison)) is not None:
+        answer = (
+            f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {largest.layer}.{largest.head})"
+        )
+        evidence = "Changes are not tested."
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
     )
@@ -303,6 +308,11 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if shown := changes.forms | changes.local | others:
         yield _changed_heads(comparison, shown)
     yield from _predictions(comparison)
+
+
+def _largest_form(comparison: Comparison) -> MeasureChange | None:
+    rows = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
+    return max(rows, key=lambda row: row.delta or 0.0, default=None)
 
 
 @dataclass(frozen=True)
@@ -336,7 +346,11 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
         same = not (differ or tensors.missing or tensors.extra)
-        answer = f"Yes: all {total} are identical (nothing was merged)." if same else f"No: {differ} of {total} differ."
+        answer = (
+            f"Yes: all {total} are identical (nothing was merged)."
+            if same
+            else f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
+        )
         evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
         for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
             evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
