@@ -177,9 +177,10 @@ class Search:
         first, second = layer.parts[name], self.second.parts[name]
         if has_heads(name):
             first, second = first[chosen.to(first.device)], second[chosen.to(second.device)]
-        spacing = max(side.spacing.get(name, SINGLE) for side in (self.first, self.second))
+        spacings = [side.spacing.get(name, SINGLE) for side in (self.first, self.second)]
         query = self.first.parts.get("query.weight")
-        pair = Pair(name, first, second, name in self.first.gains, spacing, 1 if query is None else query.shape[1])
+        head_dim = 1 if query is None else query.shape[1]
+        pair = Pair(name, first, second, name in self.first.gains, max(spacings), min(spacings), head_dim)
         for hypothesis in OF_TENSOR:
             for fit in hypothesis(pair):
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())

@@ -47,6 +47,7 @@ class Pair:
     second: Tensor
     is_gain: bool
     spacing: float  # relative spacing of the coarser type in which the two are stored
+    finer: float  # relative spacing of the finer type
     head_dim: int
 
 

@@ -21,14 +21,18 @@ TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 @of_tensor
 def rounded(pair: Pair) -> Iterator[Fit]:
     """Propose that B is A rounded to a coarser type, or differs from A by at most one spacing of its type."""
+    first, second = pair.first.double(), pair.second.double()
+    if torch.equal(first, second):
+        return
     for name, kind in TYPES.items():
-        if torch.equal(pair.first.to(kind).double(), pair.second.double()):
+        if torch.equal(pair.first.to(kind).double(), second):
             yield Fit(f"rounded to {name}", f"{{parts}} rounded to {name}", None, pair.second)
             return
-    first, second = pair.first.double(), pair.second.double()
-    if not torch.equal(first, second) and bool(
-        ((second - first).abs() <= pair.spacing * torch.maximum(first.abs(), second.abs())).all()
-    ):
+        if torch.equal(pair.second.to(kind).double(), first):
+            text = f"{{parts}} more precise: the first model's numbers are rounded to {name}"
+            yield Fit(f"first rounded to {name}", text, None, pair.second, harmless=True)
+            return
+    if bool(((second - first).abs() <= pair.finer * torch.maximum(first.abs(), second.abs())).all()):
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
 
 

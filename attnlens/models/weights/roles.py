@@ -183,8 +183,9 @@ def _offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
     for path, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
-            norm = fit_norm(module)
-            offset = 0.0 if norm is None else float((norm.gain - weight.double()).mean().round())
+            with torch.no_grad():
+                norm = fit_norm(module)
+            offset = 0.0 if norm is None else float((norm.gain - weight.detach().double()).mean().round())
             yield f"{path}.weight" if path else "weight", offset
 
 

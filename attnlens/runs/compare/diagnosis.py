@@ -211,7 +211,7 @@ def _group(found: list[Found]) -> list[records.DiagnosedCause]:
     groups: dict[tuple[object, ...], list[Found]] = defaultdict(list)
     for entry in found:
         cause = entry[1]
-        whole = cause.hypothesis.startswith("round")
+        whole = "round" in cause.hypothesis
         inside = whole or entry[0] is not None
         text = "" if whole or cause.hypothesis == UNEXPLAINED else cause.text
         groups[cause.hypothesis, cause.heads, inside, text].append(entry)
@@ -226,15 +226,20 @@ def _group(found: list[Found]) -> list[records.DiagnosedCause]:
                 residual=cause.residual,
                 repair=cause.repair,
                 text=cause.text
-                if len(entries) == 1 or not cause.hypothesis.startswith("round")
+                if len(entries) == 1 or not "round" in cause.hypothesis
                 else _describe_rounding(cause.hypothesis),
                 tensors=list(dict.fromkeys(name for _, each, _ in entries for name in each.parts)),
                 harmless=cause.harmless,
                 head_errors=[float(max(errors)) for errors in zip(*(entry[2] for entry in entries), strict=False)],
             )
         )
-    return merged
+    return sorted(merged, key=lambda cause: (cause.harmless, "round" in cause.hypothesis))
 
 
 def _describe_rounding(hypothesis: str) -> str:
-    return "weights are equal up to rounding" if hypothesis == "rounding" else f"weights are {hypothesis}"
+    """Return the text of a rounding that is the same in several layers."""
+    if hypothesis == "rounding":
+        return "weights are equal up to rounding"
+    if hypothesis.startswith("first "):
+        return f"weights are more precise: the first model's are {hypothesis.removeprefix('first ')}"
+    return f"weights are {hypothesis}"
