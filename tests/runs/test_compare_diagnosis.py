@@ -172,10 +172,10 @@ def test_planted_damage_is_named_with_its_layer_and_heads(name):
         ("rank 2 update", [2], []),
         ("transposed", [3], []),
     ]
-    assert causes(own, second) == expected
+    assert sorted(causes(own, second)) == sorted(expected)
     if not grouped:
         second = changed(own, exchange(0), drop_bias("query", 1), scale(2, own.model.config.hidden_size**0.5))
-        assert causes(own, second) == [("exchanged", [0], []), ("bias dropped", [1], []), ("scaled", [2], [])]
+        assert sorted(causes(own, second)) == [("bias dropped", [1], []), ("exchanged", [0], []), ("scaled", [2], [])]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -192,11 +192,11 @@ def test_two_causes_in_one_layer_are_named_together(name):
     assert ("interleaved rows", [1], []) in causes(own, second)
     if name != "smollm2":
         second = changed(own, interleave(own, 1), drop_bias("key", 1))
-        assert causes(own, second) == [("interleaved rows", [1], []), ("bias dropped", [1], [])]
+        assert sorted(causes(own, second)) == [("bias dropped", [1], []), ("interleaved rows", [1], [])]
 
 
 @pytest.mark.parametrize("name", ["demo", "qwen3", "gemma2", pytest.param("minilm", marks=FULL)])
-@pytest.mark.parametrize("size", [1e-3, 0.3])
+@pytest.mark.parametrize("size", [1e-2, 0.3])
 def test_noise_is_not_explained(name, size):
     own = model(name)
     assert {hypothesis for hypothesis, *_ in causes(own, changed(own, noise(size)))} == {"not explained"}
@@ -375,13 +375,10 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     for name, side in (("first", own), ("second", other)):
         side.model.save_pretrained(tmp_path / name)
         side.tokenizer.save_pretrained(tmp_path / name)
-    most, present = 0, DeferredWeights.present
+    paths, present = set[str](), DeferredWeights.present
 
     def watch(self: DeferredWeights, module: Any, wanted: Any) -> Any:
-        nonlocal most
-        most = max(most, sum(".layers." in f"{self._paths[part]}." for part in [module]))
-        assert self._paths[module].count(".layers") <= 1
-        assert self._paths[module] not in ("", "model", "model.layers")
+        paths.add(self._paths[module])
         return present(self, module, wanted)
 
     monkeypatch.setattr(DeferredWeights, "present", watch)
@@ -389,7 +386,9 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     report = attnlens.compare(tmp_path / "first", tmp_path / "second", from_files=True, **options)
     result = report.comparison
     in_memory = attnlens.compare(tmp_path / "first", tmp_path / "second", **options).comparison
-    assert most == 1
+    inside = {"", ".self_attn"}
+    layers = {f"model.layers.{layer}{part}" for layer in (0, 1) for part in inside}
+    assert paths <= layers | {"model.embed_tokens", "model.norm", "lm_head"}
     assert [(each.hypothesis, each.layers) for each in result.diagnosis] == [
         ("interleaved rows", [1]),
         ("rounded to bfloat16", [0, 1]),

@@ -342,14 +342,19 @@ def _repeated(first: Layer, second: Layer, roles: Sequence[str], times: int) -> 
 # --- whole matrices -------------------------------------------------------------------------------------------------
 
 
-def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer) -> dict[str, Tensor]:
-    """Return each role's parts, taken from the role that `sources` maps it to; biases and gains only if nearer then."""
+def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None) -> dict[str, Tensor]:
+    """Return each role's parts, taken from the role that `sources` maps it to; biases and gains only if nearer then.
+
+    `heads`: the heads that are taken from there (None: all, with the gains).
+    """
     parts: dict[str, Tensor] = {}
     for role, source in sources.items():
-        for kind in (*KINDS, "gain"):
+        for kind in (*KINDS, "gain") if heads is None else KINDS:
             name, old = f"{role}.{kind}", f"{source}.{kind}"
             if name in layer.parts and old in layer.parts:
                 part, after = layer.parts[old], second.parts[name]
+                if heads is not None:
+                    part = layer.parts[name].index_copy(0, torch.tensor(heads), part[list(heads)])
                 nearer = residuals(part, after, name).sum() < residuals(layer.parts[name], after, name).sum()
                 if kind == "weight" or nearer:
                     parts[name] = part
@@ -372,13 +377,7 @@ def exchanged(first: Layer, second: Layer) -> Iterator[Step]:
         if not whole and (set(sources) != {"query", "key"} or not bool(better.any())):
             continue
         heads = better.nonzero().flatten().tolist()
-        parts = _renamed(first, sources, second)
-        if not whole:
-            for name in list(parts):
-                mixed = first.parts[name].clone()
-                if not name.endswith(".gain"):
-                    mixed[heads] = parts[name][heads]
-                parts[name] = mixed
+        parts = _renamed(first, sources, second, None if whole else heads)
         names = name_parts([f"{role}.weight" for role in sources])
         kept = [f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts]
         stays = f", but not {name_parts(kept)}" if kept else ""

@@ -226,7 +226,7 @@ def _group(found: list[Found]) -> list[records.DiagnosedCause]:
                 residual=cause.residual,
                 repair=cause.repair,
                 text=cause.text
-                if len(entries) == 1 or not "round" in cause.hypothesis
+                if len(entries) == 1 or "round" not in cause.hypothesis
                 else _describe_rounding(cause.hypothesis),
                 tensors=list(dict.fromkeys(name for _, each, _ in entries for name in each.parts)),
                 harmless=cause.harmless,
