@@ -19,7 +19,7 @@ from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, format_count, format_number, join_items, short
+from attnlens.wording import clean, format_count, format_number, join_items, short, shorten_line
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -364,11 +364,16 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
             measures=["comparison.tensors"],
         )
     if fields := comparison.config:
-        shown = [
-            f"{clean(each.field)} {clean(each.first or 'none')} → {clean(each.second or 'none')}" for each in fields
-        ]
+        shown = [f"{clean(each.field)} {_value(each.first)} → {_value(each.second)}" for each in fields]
         answer = f"No: {join_items(shown, 4)}."
         yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+
+
+LONGEST = 32  # Characters of a config field's value that are printed
+
+
+def _value(value: str | None) -> str:
+    return "none" if value is None else shorten_line(clean(value), LONGEST)
 
 
 MOST_CAUSES = 4  # Number of causes that are printed

@@ -70,7 +70,9 @@ def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> I
     if diagnosis.unexplained:
         closest, residual = diagnosis.closest or ("", diagnosis.change)
         near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
-        words = f"{name_parts(diagnosis.unexplained)} changed by {short(diagnosis.change)}, not explained ({near})"
+        words = (
+            f"{name_parts(diagnosis.unexplained)} changed by up to {short(diagnosis.change)}, not explained ({near})"
+        )
         shapes = [name for name in diagnosis.unexplained if first.parts[name].shape != second.parts[name].shape]
         words += f"; other shapes: {join_items(shapes, 3)}" if shapes else ""
         yield Cause(UNEXPLAINED, words, None, diagnosis.unexplained_heads, residual, tuple(diagnosis.unexplained)), []
