@@ -65,6 +65,7 @@ def compare(
     source: Literal["weights", "tokens", "both"] = "both",
     analyzers: str | Sequence[str] = (),
     select: str = "argmax",
+    from_files: bool = False,
     fdr: float = 0.05,
 ) -> Report: ...
 def converge_checkpoints(

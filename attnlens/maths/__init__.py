@@ -3,6 +3,7 @@
 - `linalg`: spectra, ranks, symmetry, definiteness, visible scores of factored matrices.
 - `ksvd`: kernel singular value decomposition, dual and primal.
 - `attsvm`: attention as a support vector machine: problems, solvers with certificates, gradient descent.
+- `diagnosis`: hypotheses about how one attention layer became another: permutations, grids, low rank.
 - `statistics`: standard errors, intervals, p-values, nulls, associations.
 
 Inputs are tensors, or a `QueryKey` of one attention site; outputs are tensors, numbers, or frozen dataclasses. All
@@ -11,4 +12,4 @@ computations are in float64. Importers: `analyzers`, `kernels`, `runs`, `lab`.
 
 from attnlens.lazy import import_submodules
 
-__getattr__ = import_submodules(__name__, ("attsvm", "ksvd", "linalg", "statistics"))
+__getattr__ = import_submodules(__name__, ("attsvm", "diagnosis", "ksvd", "linalg", "statistics"))

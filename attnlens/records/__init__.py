@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from attnlens.records.tensors import *
 
 _NAMES = {  # Names by module
-    "comparison": "Baseline BaselineMeasure read_baseline Breach Check BlockChange Comparison HeadChange MeasureChange "
-    "Relation Shift Spread",
+    "comparison": "Baseline BaselineMeasure read_baseline Breach Check BlockChange Comparison ConfigChange "
+    "DiagnosedCause HeadChange MeasureChange Relation Shift Spread TensorChanges",
     "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",

@@ -145,6 +145,41 @@ class Shift(Record):
     after: Spread
 
 
+class ConfigChange(Record):
+    """A field of the models' configurations that affects attention and differs."""
+
+    field: str  # `rope_parameters.rope_theta`
+    first: str | None  # JSON of the value; None if the field is missing
+    second: str | None
+
+
+class TensorChanges(Record):
+    """How the tensors of both models correspond."""
+
+    total: Count  # Tensors that both models have
+    differ: list[str] = []
+    missing: list[str] = []  # Tensors of the first model that the second lacks
+    extra: list[str] = []  # Tensors of the second model that the first lacks
+    types: tuple[str, str] | None = None  # Number types or quantisations of the weights, if they differ
+
+
+UNEXPLAINED = "not explained"  # Hypothesis of differences that no hypothesis explains
+
+
+class DiagnosedCause(Record):
+    """A hypothesis that explains how layers of the second model became different from those of the first."""
+
+    hypothesis: str  # Short name, or UNEXPLAINED
+    layers: list[Count]  # Empty for tensors outside of layers
+    heads: list[Count] = []  # Query heads concerned; empty for all
+    residual: Number  # Largest ‖B − T(A)‖/‖B‖ of a tensor that the hypothesis T explains (or that remains)
+    repair: str | None = None
+    text: str  # What the second model's tensors are
+    tensors: list[str] = []  # Tensors explained, by role (`query.weight`) or by name within the layer
+    harmless: bool = False  # True if attention is the same
+    head_errors: list[Number] = []  # Relative error of each head's W_Q and W_K (the larger) if they are quantised
+
+
 class Comparison(Record):
     """Differences between two models; the report lists the heads of the second."""
 
@@ -159,6 +194,9 @@ class Comparison(Record):
     shifts: list[Shift] = []
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each
+    config: list[ConfigChange] = []  # Fields that affect attention and differ
+    tensors: TensorChanges | None = None  # None if a side is a report
+    diagnosis: list[DiagnosedCause] = []  # Causes of the differences, by layers
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:

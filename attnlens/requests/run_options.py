@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -304,15 +305,29 @@ class InspectRequest(WorkRequest, SeriesRequest):
     @model_validator(mode="before")
     @classmethod
     def _place_weights(cls, options: dict[str, object]) -> dict[str, object]:
-        place = options.get("device")
-        if not isinstance(place, str) or place not in PLACES:
-            return options
-        return {name: value for name, value in options.items() if name != "device"} | PLACES[place]
+        return place_weights(options, PLACES)
+
+
+def place_weights(options: dict[str, object], places: Mapping[object, dict[str, object]]) -> dict[str, object]:
+    """Return the options with a value of `device` in `places` replaced by the options that it stands for."""
+    place = options.get("device")
+    if not isinstance(place, str) or place not in places:
+        return options
+    return {name: value for name, value in options.items() if name != "device"} | places[place]
 
 
 class CompareRequest(SeriesRequest):
     """Options of `compare`."""
 
+    device: fields.Device = device_option(
+        "Device for the models: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`; `files`: read both models' weights from "
+        "their files, one layer at a time (with --source weights)."
+    )
+    from_files: bool = keyword(
+        "With source='weights': read both models' weights from their files, with at most one layer of each in memory. "
+        "A model that does not fit into memory is always read this way.",
+        False,
+    )
     dtype: DType = dtype_option("float32")
     fdr: fields.Share = option(
         "Maximum expected share of false discoveries among the reported changes (Benjamini–Hochberg over heads × "
@@ -320,6 +335,11 @@ class CompareRequest(SeriesRequest):
         FDR,
         metavar="RATE",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _place_weights(cls, options: dict[str, object]) -> dict[str, object]:
+        return place_weights(options, {"files": PLACES["files"]})
 
 
 def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:

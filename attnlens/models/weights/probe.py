@@ -227,13 +227,14 @@ def norms_inside(module: nn.Module) -> Norms:
     for part in module.modules():
         if "Norm" in type(part).__name__ and next(part.children(), None) is None:
             with suppress(*FAILURES):  # raised by norms of several tensors (Zaya), or of images (LeViT)
-                norm = _fit_norm(part)
+                norm = fit_norm(part)
                 if norm is not None:
                     norms[part] = norm
     return norms
 
 
-def _fit_norm(module: nn.Module) -> Norm | None:
+def fit_norm(module: nn.Module) -> Norm | None:
+    """Return the norm that a module computes: an RMSNorm, or a LayerNorm without bias; None for any other."""
     weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
@@ -406,15 +407,15 @@ def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, ro
     """Match the columns that are multiples of their most similar row; None if the first column is not one."""
     values, down = multiplicand
     products = values @ rows.mT
-    if not bool(_fit_factors(vectors[:, :1], products[:, _most_similar_rows(vectors[:, :1], products)])[1]):
+    if not bool(_fit_factors(vectors[:, :1], products[:, most_similar_rows(vectors[:, :1], products)])[1]):
         return None
-    indices = _most_similar_rows(vectors, products)
+    indices = most_similar_rows(vectors, products)
     factors, fits = _fit_factors(vectors, products[:, indices])
     up, factors = take_coordinates(rows.mT, indices[fits]).mT, factors[fits]
     return columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], down
 
 
-def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
+def most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
     """Return, for each column, the index of the row whose products are most similar in direction, up to sign."""
     directions = nn.functional.normalize(products, dim=0)
     return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])

@@ -8,19 +8,31 @@ false-discovery rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Change, Comparison, Coverage, Finding, MeasureChange, Pair, Plan, Report, Rise, Swap
-from attnlens.records.comparison import DISTANCE
+from attnlens.records import (
+    Change,
+    Comparison,
+    Coverage,
+    DiagnosedCause,
+    Finding,
+    MeasureChange,
+    Pair,
+    Plan,
+    Report,
+    Rise,
+    Swap,
+)
+from attnlens.records.comparison import DISTANCE, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, format_count, format_number, join_items, short
+from attnlens.wording import clean, format_count, format_number, join_items, short, shorten_line
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -281,6 +293,9 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield what changed between two models, why, in which heads, and the effect on predictions."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
+    name = shapes.report.model.layer_name
+    yield from _first_lines(comparison)
+    yield from _diagnosis(comparison, name)
     if comparison.shifts:
         answer = "Heads do not correspond, so only distributions are compared."
         shifts = [
@@ -300,23 +315,34 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     changes = Changes.of(comparison)
     count = len(changes.forms | changes.local)
     answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
+    if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
+        answer = f"The form M changed in none of {heads}"
     if changes.inherited:
         verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")
         answer += f"; {len(changes.inherited)} more {verb} differently only because {whose} inputs changed"
     if others := changes.others:
         answer += f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'} in other measures"
     severity = "notable" if count or blocks or changes.inherited or others else "none"
+    if not comparison.tests and (largest := _largest_form(comparison)) is not None:
+        answer = (
+            f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {largest.layer}.{largest.head})"
+        )
+        evidence = "Changes are not tested."
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
     )
-    name = shapes.report.model.layer_name
-    if causes := [*_causes(comparison, changes, name)]:
+    if forms := [*_forms(comparison, changes, name)]:
         yield Finding(
-            question="Cause?", answer=causes[0], evidence=" ".join(causes[1:]), severity=severity, measures=[FORMS]
+            question="Form M?", answer=forms[0], evidence=" ".join(forms[1:]), severity=severity, measures=[FORMS]
         )
     if shown := changes.forms | changes.local | others:
         yield _changed_heads(comparison, shown, name)
     yield from _predictions(comparison)
+
+
+def _largest_form(comparison: Comparison) -> MeasureChange | None:
+    rows = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
+    return max(rows, key=lambda row: row.delta or 0.0, default=None)
 
 
 @dataclass(frozen=True)
@@ -345,7 +371,87 @@ def _places(rows: Iterable[MeasureChange]) -> set[Place]:
     return {(row.layer, row.head) for row in rows}
 
 
-def _causes(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
+def _first_lines(comparison: Comparison) -> Iterator[Finding]:
+    """Yield whether both models have the same tensors, and the config fields that affect attention and differ."""
+    if (tensors := comparison.tensors) is not None:
+        total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
+        same = not (differ or tensors.missing or tensors.extra)
+        answer = (
+            f"Yes: all {total} are identical (nothing was merged)."
+            if same
+            else f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
+        )
+        evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
+        for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
+            evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
+        if tensors.types is not None:
+            evidence.append(f"Stored as {clean(tensors.types[0])}, then {clean(tensors.types[1])}.")
+        yield Finding(
+            question="Same weights?",
+            answer=answer,
+            evidence=" ".join(evidence),
+            severity="none" if same else "notable",
+            measures=["comparison.tensors"],
+        )
+    if fields := comparison.config:
+        shown = [f"{clean(each.field)} {_value(each.first)} → {_value(each.second)}" for each in fields]
+        answer = f"No: {join_items(shown, 4)}."
+        yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+
+
+LONGEST = 32  # Characters of a config field's value that are printed
+
+
+def _value(value: str | None) -> str:
+    return "none" if value is None else shorten_line(clean(value), LONGEST)
+
+
+MOST_CAUSES = 4  # Number of causes that are printed
+
+
+def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
+    """Yield one finding per cause of the difference, damage first, with the repair."""
+    causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
+    for number, cause in enumerate(causes[:MOST_CAUSES]):
+        more = len(causes) - MOST_CAUSES
+        evidence = [f"Repair: {cause.repair}."] if cause.repair else []
+        if cause.head_errors:
+            low, high = min(cause.head_errors), max(cause.head_errors)
+            evidence.append(f"Relative error of W_Q and W_K by head: {short(low)} to {short(high)}.")
+        if more > 0 and number == MOST_CAUSES - 1:
+            evidence.append(f"{format_count(more, 'more cause')}: --json.")
+        yield Finding(
+            question="Cause?",
+            answer=clean(describe_cause(cause, name)),
+            evidence=clean(" ".join(evidence)),
+            severity="none" if cause.harmless else "problem" if cause.repair else "notable",
+            measures=["comparison.diagnosis"],
+        )
+
+
+def describe_cause(cause: DiagnosedCause, name: Names) -> str:
+    """Return a cause with its layers and heads as a sentence; `name` returns the name of a layer."""
+    names = [name(layer) for layer in cause.layers]
+    numbered = names == [str(layer) for layer in cause.layers]
+    where = f"layer{'s' * (len(names) > 1)} {_ranges(cause.layers) if numbered else join_items(names)}" if names else ""
+    if cause.heads:
+        where += f" {'head' if len(cause.heads) == 1 else 'heads'} {_ranges(cause.heads)}"
+    sentence = f"{where}: {cause.text}." if where else f"{cause.text}."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Format sorted numbers: 0–3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return join_items([str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs])
+
+
+def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
     """Yield sentences on the changed weights, on heads that changed without them, and on the models as a whole."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")

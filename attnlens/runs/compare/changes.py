@@ -19,7 +19,7 @@ from attnlens.maths.statistics import adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
-from attnlens.runs.compare import significance
+from attnlens.runs.compare import diagnosis, significance
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
 from attnlens.runs.compare.significance import BLOCKS, SMALLEST, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
@@ -97,7 +97,6 @@ def describe(
     pairing: Pairing, heads: Sequence[records.HeadChange], rows: Sequence[records.MeasureChange]
 ) -> Iterator[str]:
     """Yield notes about the models as a whole, one sentence each."""
-    yield from _describe_weights(pairing)
     for site, other in pairing.sites.items():
         if site.part != other.part:
             masks = f"{site.part} in the first model, {other.part} in the second"
@@ -123,25 +122,6 @@ def describe(
     for group, note in SAME_FORMS.items():
         if names := groups[group]:
             yield note.format(heads=format_count(len(names), "head"), names=join_items(names))
-
-
-def _describe_weights(pairing: Pairing) -> Iterator[str]:
-    """Yield notes on the tensors that differ, or one note that the second model's are the first's, rounded."""
-    first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
-    alone = sorted(first.keys() ^ second.keys())
-    if alone:
-        yield f"Found in only one of the models: {format_count(len(alone), 'tensor')} ({join_items(alone)})."
-    common = [name for name in first if name in second]
-    different = [name for name in common if not _equal(first[name], second[name])]
-    kinds = {name: significance.stored_type(second[name]) for name in different}
-    rounded = (_equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items())
-    if not different:
-        yield "All weights that both models have are identical."
-    elif not alone and all(rounded):
-        types = join_items(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
-        yield f"The second model's weights are those of the first rounded to {types}; nothing else differs."
-    else:
-        yield f"{len(different)} of {format_count(len(common), 'tensor')} differ: {join_items(different)}."
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
@@ -216,6 +196,7 @@ class Changes:
         rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on this is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
+        sides = self.pairing.first, self.pairing.second
         return records.Comparison(
             base=self.pairing.first.report.model,
             paired=True,
@@ -227,6 +208,7 @@ class Changes:
             blocks=self._test_blocks(distances, rounding),
             outcome=outcome,
             notes=[*describe(self.pairing, heads, rows), *why],
+            **diagnosis.describe_models(sides, self.pairing.sites, self.pairing.order),
         )
 
     @cached_property

@@ -27,10 +27,13 @@ from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
+from attnlens.runs.compare.diagnosis import describe_models
 from attnlens.runs.compare.sides import ComparedModel, Pairing
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
+from attnlens.runs.compare.stored import compare_stored
 from attnlens.runs.feeding import at_rest, wrap_model
-from attnlens.runs.inspect.pipeline import inspect, prepare
+from attnlens.runs.inspect.inspection import PreparedRun
+from attnlens.runs.inspect.pipeline import compute, inspect, prepare, survey
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.swap.saved import restore_saved
@@ -222,10 +225,14 @@ def compare(
         )
         comparison = compare_reports(before, report, request.fdr)
     else:
-        sides = _inspect_sides(models, option_sets, tokenizer, progress)
-        with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
-            comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
-        comparison = comparison.model_copy(update={"notes": [*sides[0].loaded.notes, *comparison.notes]})
+        runs = _prepare_sides(models, option_sets, tokenizer, progress)
+        with at_rest(runs[0][0].loaded.model), at_rest(runs[1][0].loaded.model):
+            if any(run.loaded.deferred is not None for run, _ in runs):
+                comparison, report = compare_files(runs[0][0], runs[1][0], request.fdr)
+            else:
+                sides = [ComparedModel.of(run, swaps) for run, swaps in runs]
+                comparison, report = compare_models(sides[0], sides[1], request.fdr, progress), sides[1].report
+        comparison = comparison.model_copy(update={"notes": [*runs[0][0].loaded.notes, *comparison.notes]})
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
     timings = {"all": time.perf_counter() - start}
     return report_of("compare", "comparison", **fields, comparison=comparison, timings=timings)
@@ -250,13 +257,14 @@ def _select_options(subject: Side, options: Mapping[str, object], number: int) -
     return selected
 
 
-def _inspect_sides(
+def _prepare_sides(
     models: Sequence[Model],
     option_sets: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
-) -> tuple[ComparedModel, ComparedModel]:
-    sides: list[ComparedModel] = []
+) -> list[tuple[PreparedRun, hooks.Swaps]]:
+    """Load both models with the same texts; return each with the kernels that it was saved with."""
+    runs: list[tuple[PreparedRun, hooks.Swaps]] = []
     for subject, options in zip(models, option_sets, strict=True):
         swaps: hooks.Swaps = {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
@@ -264,10 +272,20 @@ def _inspect_sides(
             subject, _, swaps = restore_saved(Path(subject).expanduser(), **load_options)
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         run = prepare(subject, InspectRequest(**options), side_tokenizer, progress)
-        if sides:
-            run = replace(run, contents=sides[0].contents)
-        sides.append(ComparedModel.of(run, swaps))
-    return sides[0], sides[1]
+        if runs:
+            run = replace(run, contents=runs[0][0].contents)
+        runs.append((run, swaps))
+    return runs
+
+
+def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[Comparison, Report]:
+    """Compare the weights of two models in their files; return the comparison and the second model's report."""
+    sides = survey(first), survey(second)
+    reports = compute(sides[0])[0], compute(sides[1])[0]
+    shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.reached] for side in sides)
+    if shapes != other_shapes:
+        return compare_distributions(*reports, fdr), reports[1]
+    return compare_stored(sides, reports, fdr), reports[1]
 
 
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
@@ -277,7 +295,11 @@ def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, prog
         for side in (first, second)
     )
     if shapes != other_shapes:  # masks may differ
-        return compare_distributions(first.report, second.report, fdr)
+        comparison = compare_distributions(first.report, second.report, fdr)
+        if [path for path, *_ in shapes] != [path for path, *_ in other_shapes]:
+            return comparison
+        sites = {before.site: after.site for before, after in zip(first.reached, second.reached, strict=True)}
+        return comparison.model_copy(update=describe_models((first, second), sites, {}))
     inputs, others = ([batch.inputs for batch in side.batches] for side in (first, second))
     if [batch.keys() for batch in inputs] == [batch.keys() for batch in others] and all(
         torch.equal(batch[name], other[name]) for batch, other in zip(inputs, others, strict=True) for name in batch

@@ -17,7 +17,7 @@ from attnlens.errors import UnreadableError
 from attnlens.kernels import OWN, attention
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design
-from attnlens.models import hooks, texts
+from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, Measure, QueryKey, Site, Windows
@@ -143,6 +143,9 @@ class Pairing:
         by_number = cls(first, second, sites, numbers, [])
         forms = ((site, by_number.ordered_forms(site)) for site in sites)  # one site at a time
         order = {site: numbers[site] if isinstance(pair, str) else match_heads(*pair) for site, pair in forms}
+        order = {
+            site: heads if by_number.move_together(site, heads) else numbers[site] for site, heads in order.items()
+        }
         if first.settings.heads is None:
             return replace(by_number, order=order)
         return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
@@ -161,6 +164,24 @@ class Pairing:
         if first.query.shape != second.query.shape or first.paired_key.shape != second.paired_key.shape:
             return "the forms have different sizes"
         return first, replace(second.select(self.order[site]), heads=first.heads)
+
+    def move_together(self, site: Site, order: Sequence[int]) -> bool:
+        """Return True if W_V and W_O are in this order of heads too, so that only the numbers of heads changed."""
+        if list(order) == sorted(order):
+            return True
+        layers = []
+        for side, place in ((self.first, site), (self.second, self.sites[site])):
+            call = next(each for each in side.one_token if each.site == place)
+            roles = weights.locate_roles(side.weights_model.model, call)
+            layers.append(weights.read_layer(side.weights_model.model, call, roles, None).parts)
+        for name in ("value.weight", "output.weight"):
+            if not all(name in layer for layer in layers):
+                continue
+            first, second = (layer[name].double() for layer in layers)
+            moved = [order[head * len(order) // len(first)] * len(first) // len(order) for head in range(len(first))]
+            if float((second[moved] - first).norm()) > float((second - first).norm()):
+                return False
+        return True
 
     @property
     def partners(self) -> torch.Tensor:

@@ -220,7 +220,7 @@ class Inspection(PreparedRun):
 
     def _read_weights(self, site: Site) -> Unit:
         """Compute the weights.* measures of a site, with their nulls."""
-        factors, base = next(self._read_factors([site]))
+        factors, base = next(self.read_factors([site]))
         if self.factors is not None:
             self.factors[site] = factors
         if not self.analyzers_of("weights"):
@@ -314,7 +314,7 @@ class Inspection(PreparedRun):
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
-            for site, (factors, _) in zip(sites, self._read_factors(sites), strict=True):
+            for site, (factors, _) in zip(sites, self.read_factors(sites), strict=True):
                 forms[site] = self._form_on_inputs(factors)
         bilinear = [each for each in self.calls if each.site in sites and isinstance(forms.get(each.site), QueryKey)]
 
@@ -349,7 +349,7 @@ class Inspection(PreparedRun):
         """Return the heads that `--heads` requests."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
-    def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
+    def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
         """Yield each site's factors and its form without the adapter; the form is None if the model has no adapter."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred

@@ -1,0 +1,50 @@
+"""Name how the frequencies of one RoPE became those of another: base, linear scaling, or piecewise scaling."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+SAME = 1e-5  # largest relative difference of equal frequencies, which models compute in float32
+
+
+def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"]) -> str | None:
+    """Describe how RoPE's frequencies differ; None if they are equal.
+
+    With θ_p = base^(−p/pairs), another base gives ratios θ'_p/θ_p that are a power in p, and linear scaling gives a
+    constant ratio; other curves (llama3, yarn, dynamic scaling) are piecewise.
+    """
+    if first.shape != second.shape:
+        return f"RoPE rotates {2 * len(second)} coordinates of a head instead of {2 * len(first)}"
+    before, after = (part.double().abs().sort(descending=True).values for part in (first, second))
+    used = (before > 0) & (after > 0)
+    before, after = before[used], after[used]
+    if len(before) == 0 or bool(((after - before).abs() <= SAME * before).all()):
+        return None
+    ratios = (after / before).log()
+    if float((ratios - ratios.mean()).abs().max()) <= SAME:
+        return f"RoPE's positions are multiplied by {_figures(math.exp(float(ratios.mean())))} (linear scaling)"
+    logs = before.log()
+    if len(logs) > 1 and float(logs[-1]) != 0:
+        # θ = base^(−x): the first pair has x = 0 in both models, and log θ' is a multiple of log θ
+        power = float((logs * after.log()).sum() / logs.square().sum())
+        if float((after.log() - power * logs).abs().max()) <= SAME * len(logs):
+            bases = [_find_base(part) for part in (before, after)]
+            return f"RoPE's base is {_figures(bases[1])} instead of {_figures(bases[0])}"
+    low, high = (_figures(math.exp(float(each))) for each in (ratios.min(), ratios.max()))
+    return f"RoPE's frequencies are multiplied by {low} to {high}, depending on the pair (as by llama3 or yarn scaling)"
+
+
+def _find_base(frequencies: Tensor) -> float:
+    """Return the base b of θ_p = b^(−p/pairs), from the ratio of neighbouring frequencies."""
+    pairs = len(frequencies)
+    return math.exp(float((frequencies[0] / frequencies[-1]).log()) * pairs / (pairs - 1))
+
+
+def _figures(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

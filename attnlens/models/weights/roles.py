@@ -1,0 +1,204 @@
+"""Find which rows of which parameters are a module's W_Q, W_K, W_V and W_O, and read a layer's tensors by role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens.errors import UnreadableError
+from attnlens.maths.diagnosis import Layer
+from attnlens.models.hooks import SiteCall
+from attnlens.models.weights.probe import (
+    DRAWS,
+    TOLERANCE,
+    Norms,
+    Probe,
+    fit_norm,
+    float64_weights,
+    linear,
+    most_similar_rows,
+    norms_inside,
+    smallest,
+)
+from attnlens.models.weights.query_key_maps import Factors
+from attnlens.records import Call, Rotation
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a role's matrix in a parameter of the module."""
+
+    name: str
+    index: Int[Tensor, "heads size"]
+    columns: bool  # True if they are the parameter's columns (Conv1D of GPT-2)
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """Return the role's matrix, (heads, size, d_model), or its bias, (heads, size)."""
+        rows = parameter.T if self.columns and parameter.dim() > 1 else parameter
+        return rows[self.index.to(parameter.device)]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Where the parameters of a module's queries, keys, values and output are, by name within the module."""
+
+    rows: Mapping[str, Rows]  # by role: query, key, value
+    gains: Mapping[str, str]  # role → name of the norm of queries or keys
+
+
+def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
+    """Find the rows of queries, keys and values by calling the module with random weights; None if that fails.
+
+    With random weights every row is different, whatever the model's own weights are, so a match is unique.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = float64_weights(single.module)
+    for name, parameter in single.module.named_parameters():
+        draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+        if parameter.is_floating_point():
+            weights[name] = draw if parameter.dim() > 1 else torch.zeros_like(draw)
+    try:
+        probe = smallest(Probe(model, single, weights, single.layout))
+        if probe.whole or probe.batch is not None:
+            return None
+        norms = norms_inside(single.module)
+        units = {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
+        inputs = probe.random(DRAWS, seed=8)
+        with linear(units):
+            call = probe(*inputs)
+        candidates = {
+            name: part
+            for name, part in weights.items()
+            if name in dict(single.module.named_parameters()) and part.dim() == 2
+        }
+        rows = {}
+        for role, x in (("query", inputs[0]), ("key", inputs[1]), ("value", inputs[1])):
+            found = _find_rows(getattr(call, role), x, candidates)
+            if found is None:
+                return None
+            rows[role] = found
+        return Roles(rows, dict(_find_gains(probe, inputs, units, call)))
+    except UnreadableError:
+        return None
+
+
+def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> Rows | None:
+    """Return the rows whose products with x are multiples of these queries, keys or values of position 0."""
+    heads, size = vectors.shape[1], vectors.shape[-1]
+    values = vectors[:, :, 0].double().flatten(1)
+    tokens = x.double().flatten(0, -2)
+    for name, parameter in candidates.items():
+        for columns in (False, True):
+            matrix = parameter.T if columns else parameter
+            if matrix.shape[1] != tokens.shape[1]:
+                continue
+            products = tokens @ matrix.mT
+            index = most_similar_rows(values, products)
+            matched = products[:, index]
+            factors = (values * matched).sum(0) / matched.square().sum(0)
+            if float((values - factors * matched).norm()) <= TOLERANCE * float(values.norm()):
+                return Rows(name, index.reshape(heads, size), columns)
+    return None
+
+
+def _find_gains(probe: Probe, inputs: tuple[Tensor, Tensor], units: Norms, before: Call) -> Iterator[tuple[str, str]]:
+    """Yield (role, name of the norm) for each norm that multiplies queries or keys."""
+    names = {module: name for name, module in probe.target.module.named_modules()}
+    for module in units:
+        doubled = {other: replace(norm, gain=norm.gain * (1 + (other is module))) for other, norm in units.items()}
+        with linear(doubled):
+            call = probe(*inputs)
+        for role in ("query", "key"):
+            if not torch.allclose(getattr(call, role), getattr(before, role)):
+                yield role, names[module]
+
+
+def block_path(path: str) -> str:
+    """Return the path of the layer that contains an attention module: up to its last number, else the module's own."""
+    match = re.match(r"(.*\.\d+)(\.|$)", path)
+    return match[1] if match else path
+
+
+def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, factors: object = None) -> Layer:
+    """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
+
+    `factors`: the site's Factors, if they could be read, with its rotation.
+    """
+    block, module = model.get_submodule(block_path(site.site.path)), site.module
+    parts, offsets = {}, dict(_offsets(block))
+    parameters = {name: part.detach() for name, part in block.named_parameters()}
+    prefix = site.site.path.removeprefix(block_path(site.site.path)).lstrip(".")
+    inside = f"{prefix}." if prefix else ""
+    used: dict[str, set[int]] = {}
+    for role, rows in ({} if roles is None else roles.rows).items():
+        for kind in ("weight", "bias"):
+            name = inside + (rows.name if kind == "weight" else _bias_of(rows.name))
+            if name in parameters and (kind == "weight" or name != inside + rows.name):
+                parts[f"{role}.{kind}"] = rows.read(parameters[name])
+                used.setdefault(name, set()).update(rows.index.flatten().tolist())
+    gains = set[str]()
+    for role, norm in ({} if roles is None else roles.gains).items():
+        name = f"{inside}{norm}.weight"
+        if name in parameters:
+            parts[f"{role}.gain"] = parameters[name] + offsets.get(name, 0.0)
+            gains.add(f"{role}.gain")
+            used[name] = set()
+    if roles is not None and (output := _find_output(block, module, roles)) is not None:
+        name, columns = output
+        weight = parameters[name].T if columns else parameters[name]
+        parts["output.weight"] = weight.T.reshape(-1, roles.rows["value"].index.shape[1], weight.shape[0])
+        used[name] = set()
+    for name, part in parameters.items():
+        if name not in used:
+            parts[name] = part + offsets.get(name, 0.0) if name in offsets else part
+            gains |= {name} if name in offsets else set()
+        elif used[name]:
+            axis = -1 if any(rows.columns for rows in ({} if roles is None else roles.rows).values()) else 0
+            left = [row for row in range(part.shape[axis]) if row not in used[name]]
+            if left:
+                parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))
+    pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
+    return Layer(parts, frozenset(gains), pairs)
+
+
+def _pairs(rotation: Rotation) -> list[tuple[int, int]]:
+    return [(int(first), int(second)) for first, second in rotation.pairs.tolist()]
+
+
+def _bias_of(name: str) -> str:
+    return re.sub(r"weight$", "bias", name)
+
+
+def _offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the name of each norm's gain w, and what the norm adds to it (1 if it applies 1 + w)."""
+    for path, module in block.named_modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
+            with torch.no_grad():
+                norm = fit_norm(module)
+            offset = 0.0 if norm is None else float((norm.gain - weight.detach().double()).mean().round())
+            yield f"{path}.weight" if path else "weight", offset
+
+
+def _find_output(block: nn.Module, module: nn.Module, roles: Roles) -> tuple[str, bool] | None:
+    """Return the name of W_O in the block, and whether its rows are inputs; the first free matrix of its shape."""
+    taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
+    width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
+    columns = roles.rows["value"].columns
+    parts = dict(block.named_parameters())
+    own = set(module.parameters())
+    inside = [name for name, part in parts.items() if part in own]
+    for name in (*inside, *(name for name in parts if name not in inside)):
+        part = parts[name]
+        if part.dim() == 2 and part not in taken and part.shape[0 if columns else 1] == width:
+            return name, columns
+    return None

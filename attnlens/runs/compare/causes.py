@@ -1,0 +1,98 @@
+"""Causes of the differences between two layers: their calls, their rotations, and hypotheses on their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from attnlens.maths.diagnosis import Cause, Layer, diagnose
+from attnlens.maths.diagnosis.layer import SINGLE, name_parts, residuals
+from attnlens.maths.diagnosis.rotations import name_rotation
+from attnlens.models import weights
+from attnlens.models.hooks import SiteCall
+from attnlens.records.comparison import UNEXPLAINED
+from attnlens.runs.compare.significance import stored_type
+from attnlens.runs.inspect.inspection import SiteFactors
+from attnlens.wording import join_items, short
+
+
+def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
+    """Yield the differences of scale, softcap and mask."""
+    before, after = first.call, second.call
+    if abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
+        ratio = after.scale / before.scale
+        text = f"scores are scaled by {after.scale:.4g} instead of {before.scale:.4g} (× {ratio:.4g})"
+        yield Cause(
+            "another scale", text, "copy the first model's scale (query_pre_attn_scalar, head_dim)", (), 0.0, ()
+        )
+    if before.softcap != after.softcap:
+        caps = ["none" if call.softcap is None else f"{call.softcap:g}" for call in (before, after)]
+        text = f"the softcap of scores is {caps[1]} instead of {caps[0]}"
+        yield Cause("another softcap", text, "copy the first model's softcap", (), 0.0, ())
+    masks = [call.visible() for call in (before, after)]
+    if before.query.shape[2:3] + before.key.shape[2:3] == after.query.shape[2:3] + after.key.shape[2:3]:
+        keys = before.key.shape[2]
+        seen = [float(keys) if mask is None else float(mask.sum(-1).double().mean()) for mask in masks]
+        if seen[0] != seen[1]:
+            text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {keys})"
+            yield Cause("another mask", text, "copy the first model's window and mask settings", (), 0.0, ())
+
+
+def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
+    """Yield how the rotation by position differs, if both are known."""
+    if not isinstance(first, weights.Factors) or not isinstance(second, weights.Factors):
+        return
+    before, after = first.rotation, second.rotation
+    if before is None or after is None:
+        if before is not after:
+            with_rope = "second" if before is None else "first"
+            text = f"only the {with_rope} model rotates queries and keys (RoPE)"
+            yield Cause("another rotation", text, "copy the first model's position settings", (), 0.0, ())
+    elif before.by_distance and after.by_distance:
+        text_of_change = name_rotation(weights.frequencies(before), weights.frequencies(after))
+        if text_of_change is not None:
+            yield Cause("another rotation", text_of_change, "copy the first model's RoPE settings", (), 0.0, ())
+
+
+def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
+    """Yield the causes of the difference between two layers, and what is left unexplained."""
+    first, second = with_missing(first, second)
+    diagnosis = diagnose(first, second, order)
+    for cause in diagnosis.causes:
+        errors: list[float] = []
+        if cause.hypothesis.startswith("quantised") and "query.weight" in cause.parts:
+            names = "query.weight", "key.weight"
+            queries, keys = (residuals(first.parts[name], second.parts[name], name) for name in names)
+            errors = torch.maximum(queries, keys.repeat_interleave(len(queries) // len(keys))).tolist()
+        yield cause, errors
+    if diagnosis.unexplained:
+        closest, residual = diagnosis.closest or ("", diagnosis.change)
+        near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
+        words = (
+            f"{name_parts(diagnosis.unexplained)} changed by up to {short(diagnosis.change)}, not explained ({near})"
+        )
+        shapes = [name for name in diagnosis.unexplained if first.parts[name].shape != second.parts[name].shape]
+        words += f"; other shapes: {join_items(shapes, 3)}" if shapes else ""
+        yield Cause(UNEXPLAINED, words, None, diagnosis.unexplained_heads, residual, tuple(diagnosis.unexplained)), []
+
+
+def with_spacing(layer: Layer) -> Layer:
+    """Return the layer with the relative spacing of each part's stored number type."""
+    spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
+    return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
+
+
+def with_missing(first: Layer, second: Layer) -> tuple[Layer, Layer]:
+    """Return both layers with zeros for biases, and ones for gains, that only one of them has."""
+    sides = []
+    for side, other in ((first, second), (second, first)):
+        gains = side.gains | other.gains
+        absent = {
+            name: torch.ones_like(part) if name in gains else torch.zeros_like(part)
+            for name, part in other.parts.items()
+            if name not in side.parts and (name in gains or name.endswith("bias"))
+        }
+        sides.append(replace(side.with_parts(absent), gains=gains))
+    return sides[0], sides[1]

@@ -1,0 +1,70 @@
+"""Compare two models whose weights stay in their files, layer by layer: forms, measures of weights, and causes."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, QUERY_ANGLE
+from attnlens.models.weights import Factors
+from attnlens.records import Comparison, HeadChange, HeadId, MeasureChange, Relation, Site
+from attnlens.report.report import Report
+from attnlens.runs.compare.diagnosis import Sides, describe_models
+from attnlens.runs.compare.sides import form_distances
+from attnlens.runs.compare.significance import build_rows, number_of
+from attnlens.runs.inspect.inspection import SiteFactors
+
+UNTESTED = "weights in files are not rounded at random, so the effect of rounding is unknown"
+NOTE = (
+    "The weights were read from files, one layer at a time: attention on text is not compared, heads are compared by "
+    "their numbers, and changes have no p-value."
+)
+
+
+def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> Comparison:
+    """Compare two inspected models with corresponding sites, with at most one layer of each in memory."""
+    sites = {first.site: second.site for first, second in zip(sides[0].reached, sides[1].reached, strict=True)}
+    distances: dict[tuple[str, int, str], float | None] = {}
+    relations: dict[tuple[str, int], Relation | None] = {}
+
+    def visit(site: Site, factors: tuple[SiteFactors, SiteFactors]) -> None:
+        """Compute the distances between the forms of one site."""
+        first, second = factors
+        if not isinstance(first, Factors) or not isinstance(second, Factors):
+            return
+        forms = first.query_key, second.query_key
+        if forms[0].query.shape != forms[1].query.shape or forms[0].paired_key.shape != forms[1].paired_key.shape:
+            return
+        table = form_distances(*forms)
+        for name, values in table.items():
+            for head, value in enumerate(values):
+                distances[site.name, head, name] = number_of(value)
+        pairs = [(getattr(form, name) for form in forms) for name in ("query", "paired_key")]
+        equal = [[torch.equal(*parts) for parts in zip(*pair, strict=True)] for pair in pairs]
+        for head, same in enumerate(map(all, zip(*equal, strict=True))):
+            same_scale = forms[0].scale == forms[1].scale
+            relations[site.name, head] = "identical" if same and same_scale else None
+
+    described = describe_models(sides, sites, {}, visit)
+    heads, others = reports[0].heads, reports[1].heads
+    names = [name for name in reports[0].measure_names() if name in reports[1].measure_names()]
+    rows = [
+        MeasureChange(layer=head.layer, head=head.head, measure=name, delta=delta, reason=UNTESTED)
+        for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)
+        for head in heads
+        if (delta := distances.get((head.site, head.head, name))) is not None
+    ]
+    rows += build_rows((heads, others), dict.fromkeys(names), fdr, UNTESTED)
+    ids = [head.model_dump(include=set(HeadId.model_fields)) for head in heads]
+    changes = [(fields, relations.get((fields["site"], fields["head"]))) for fields in ids]
+    return Comparison(
+        base=reports[0].model,
+        paired=True,
+        fdr=fdr,
+        heads=[
+            HeadChange(**fields, partner=fields["head"], relation=relation, reason=None if relation else UNTESTED)
+            for fields, relation in changes
+        ],
+        rows=rows,
+        notes=[NOTE],
+        **described,
+    )

@@ -1,0 +1,344 @@
+"""Tests that each hypothesis is named when its damage is planted, alone and with another, and not otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlens.maths.diagnosis import Diagnosis, Layer, diagnose
+
+Parts = dict[str, Tensor]
+SIZE, WIDTH = 12, 64
+INTERLEAVE = torch.arange(SIZE).view(2, -1).T.flatten()
+ROPE = [(pair, pair + SIZE // 2) for pair in range(SIZE // 2)]
+KV_HEADS = {"whole": 4, "grouped": 2}
+
+
+def draw(kind: str, seed: int = 0, rope: bool = True) -> Layer:
+    """A random layer of 4 query heads on 4 key heads, or of 6 on 2, with biases, gains and another matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads = (4, 4) if kind == "whole" else (6, 2)
+    shapes = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    parts = {f"{role}.weight": noise(count, SIZE, WIDTH) for role, count in shapes.items()}
+    parts |= {f"{role}.bias": noise(count, SIZE) for role, count in shapes.items() if role != "output"}
+    parts |= {"query.gain": 1 + 0.3 * noise(SIZE), "key.gain": 1 + 0.3 * noise(SIZE), "mlp.weight": noise(96, WIDTH)}
+    return Layer(parts, frozenset({"query.gain", "key.gain"}), ROPE if rope else ())
+
+
+def rows(layer: Layer, roles: Sequence[str] = ("query", "key"), heads: Sequence[int] | None = None) -> Parts:
+    """The parts with the rows of these roles interleaved."""
+    parts = {}
+    for role in roles:
+        chosen = range(len(layer.parts[f"{role}.weight"])) if heads is None else heads
+        for name in (f"{role}.weight", f"{role}.bias"):
+            parts[name] = layer.parts[name].clone()
+            for head in chosen:
+                parts[name][head] = layer.parts[name][head][INTERLEAVE]
+        if heads is None:
+            parts[f"{role}.gain"] = layer.parts[f"{role}.gain"][INTERLEAVE]
+    return parts
+
+
+def wrong_count(layer: Layer) -> Parts:
+    """The keys permuted as if they had as many heads as the queries."""
+    heads = len(layer.parts["query.weight"])
+    parts = {}
+    for name in ("key.weight", "key.bias"):
+        part = layer.parts[name]
+        parts[name] = part.reshape(heads, 2, -1, *part.shape[2:]).transpose(1, 2).reshape(part.shape)
+    return parts
+
+
+def reorder(*roles: str) -> Callable[[Layer], Parts]:
+    def change(layer: Layer) -> Parts:
+        return {
+            name: part.roll(1, 0)
+            for name, part in layer.parts.items()
+            if name.split(".")[0] in roles and "gain" not in name
+        }
+
+    return change
+
+
+def reorder_groups(layer: Layer) -> Parts:
+    """Whole groups of query heads move with their key heads, values and output."""
+    group = len(layer.parts["query.weight"]) // len(layer.parts["key.weight"])
+    steps = {"query": group, "key": 1, "value": 1, "output": group}
+    return {
+        name: part.roll(steps[name.split(".")[0]], 0)
+        for name, part in layer.parts.items()
+        if name.split(".")[0] in steps and not name.endswith("gain")
+    }
+
+
+def tiled(layer: Layer) -> Parts:
+    kv_heads = len(layer.parts["key.weight"])
+    heads = len(layer.parts["query.weight"])
+    order = torch.arange(heads).view(kv_heads, -1).T.flatten()
+    return {name: layer.parts[name][order] for name in ("query.weight", "query.bias")}
+
+
+def average(layer: Layer) -> Parts:
+    names = [f"{role}.{kind}" for role in ("key", "value") for kind in ("weight", "bias")]
+    return {name: layer.parts[name].mean(0, keepdim=True).expand_as(layer.parts[name]) for name in names}
+
+
+def exchange(layer: Layer) -> Parts:
+    others = {"query": "key", "key": "query"}
+    kinds = ("weight", "bias", "gain")
+    return {f"{role}.{kind}": layer.parts[f"{other}.{kind}"] for role, other in others.items() for kind in kinds}
+
+
+def exchange_in_one_head(layer: Layer) -> Parts:
+    parts = {name: layer.parts[name].clone() for name in ("query.weight", "key.weight", "query.bias", "key.bias")}
+    for kind in ("weight", "bias"):
+        parts[f"query.{kind}"][2], parts[f"key.{kind}"][2] = (
+            layer.parts[f"key.{kind}"][2],
+            layer.parts[f"query.{kind}"][2],
+        )
+    return parts
+
+
+def rotate_roles(layer: Layer) -> Parts:
+    sources = {"query": "key", "key": "value", "value": "query"}
+    return {
+        f"{role}.{kind}": layer.parts[f"{other}.{kind}"]
+        for role, other in sources.items()
+        for kind in ("weight", "bias")
+    }
+
+
+def split_flat(layer: Layer) -> Parts:
+    """A fused matrix that holds query, key and value of each head in turn, cut in thirds."""
+    parts = {}
+    for kind in ("weight", "bias"):
+        three = [layer.parts[f"{role}.{kind}"] for role in ("query", "key", "value")]
+        fused = torch.cat([part[head] for head in range(len(three[0])) for part in three])
+        for role, third in zip(("query", "key", "value"), fused.chunk(3), strict=True):
+            parts[f"{role}.{kind}"] = third.reshape(three[0].shape)
+    return parts
+
+
+def scale(factor: float, *names: str) -> Callable[[Layer], Parts]:
+    return lambda layer: {name: factor * layer.parts[name] for name in names or ("query.weight", "query.bias")}
+
+
+def fill(value: float, *names: str) -> Callable[[Layer], Parts]:
+    return lambda layer: {name: torch.full_like(layer.parts[name], value) for name in names}
+
+
+def shift(layer: Layer) -> Parts:
+    return {name: layer.parts[name] + 1 for name in ("query.gain", "key.gain")}
+
+
+def quantise(bits: int, group: int = 0) -> Callable[[Layer], Parts]:
+    """Round each row, or each group of values, of every matrix to 2^bits levels between its extremes."""
+
+    def change(layer: Layer) -> Parts:
+        parts = {}
+        for name, part in layer.parts.items():
+            if part.dim() > 1 and not name.endswith("bias"):
+                matrix = part.permute(2, 0, 1).flatten(1) if name == "output.weight" else part.flatten(0, -2)
+                groups = matrix.reshape(-1, group or matrix.shape[1])
+                low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+                step = (high - low) / (2**bits - 1)
+                coded = (((groups - low) / step).round() * step + low).reshape(matrix.shape)
+                if name == "output.weight":
+                    heads, size, width = part.shape
+                    coded = coded.reshape(width, heads, size).permute(1, 2, 0)
+                parts[name] = coded.reshape(part.shape)
+        return parts
+
+    return change
+
+
+def adapt(rank: int, *names: str) -> Callable[[Layer], Parts]:
+    """An update of that rank, 2 % of the matrix's size."""
+
+    def change(layer: Layer) -> Parts:
+        generator, parts = torch.Generator().manual_seed(9), {}
+        for name in names or ("query.weight", "value.weight"):
+            matrix = layer.parts[name].flatten(0, -2)
+            factors = [torch.randn(side, rank, generator=generator) for side in matrix.shape]
+            update = factors[0] @ factors[1].T
+            parts[name] = (matrix + 0.02 * update * matrix.norm() / update.norm()).reshape(layer.parts[name].shape)
+        return parts
+
+    return change
+
+
+def cast(kind: torch.dtype) -> Callable[[Layer], Parts]:
+    return lambda layer: {name: part.to(kind).float() for name, part in layer.parts.items()}
+
+
+def transpose(layer: Layer) -> Parts:
+    matrix = layer.parts["square.weight"]
+    return {"square.weight": matrix.T.contiguous()}
+
+
+def change_basis(layer: Layer) -> Parts:
+    generator, parts = torch.Generator().manual_seed(3), dict(layer.parts)
+    group = len(parts["query.weight"]) // len(parts["key.weight"])
+    for name in ("query.weight", "query.bias", "key.weight", "key.bias"):
+        parts[name] = parts[name].clone()
+    for head in range(len(parts["key.weight"])):
+        basis = torch.eye(SIZE) + 0.1 * torch.randn(SIZE, SIZE, generator=generator)
+        for name, matrix in (("key", torch.linalg.inv(basis).T), ("query", basis)):
+            places = [head] if name == "key" else range(head * group, (head + 1) * group)
+            for place in places:
+                for kind in ("weight", "bias"):
+                    parts[f"{name}.{kind}"][place] = matrix @ parts[f"{name}.{kind}"][place]
+    return parts
+
+
+def swap_gates(layer: Layer) -> Parts:
+    part = layer.parts["key.weight"].clone()
+    part[0] = part[0][torch.randperm(SIZE, generator=torch.Generator().manual_seed(4))]
+    return {"key.weight": part}
+
+
+Change = Callable[[Layer], Parts]
+SINGLES: dict[str, tuple[Change, str, list[str]]] = {
+    "interleaved": (rows, "both", ["interleaved rows"]),
+    "interleaved in one head": (lambda layer: rows(layer, heads=[1]), "whole", ["interleaved rows"]),
+    "keys alone interleaved": (lambda layer: rows(layer, ["key"]), "both", ["interleaved rows"]),
+    "some permutation": (swap_gates, "both", ["permuted rows"]),
+    "wrong head count": (wrong_count, "grouped", ["interleaved rows of 6 heads"]),
+    "heads reordered": (reorder_groups, "both", ["reordered heads"]),
+    "heads of q and k reordered": (reorder("query", "key"), "whole", ["heads out of order"]),
+    "tiled": (tiled, "grouped", ["tiled key heads"]),
+    "averaged": (average, "grouped", ["averaged key heads"]),
+    "exchanged": (exchange, "whole", ["exchanged"]),
+    "exchanged in one head": (exchange_in_one_head, "whole", ["exchanged"]),
+    "roles rotated": (rotate_roles, "whole", ["exchanged"]),
+    "flat split": (split_flat, "whole", ["wrong split"]),
+    "bias dropped": (fill(0, "query.bias"), "both", ["bias dropped"]),
+    "gain lost": (fill(1, "query.gain", "key.gain"), "both", ["gain dropped"]),
+    "1 + g": (shift, "both", ["gain offset"]),
+    "scaled": (scale(SIZE**-0.5), "both", ["scaled"]),
+    "8 bits": (quantise(8), "both", ["quantised to 8 bits"]),
+    "4 bits in groups": (quantise(4, 16), "whole", ["quantised to 4 bits"]),
+    "3 bits": (quantise(3), "both", ["quantised to 3 bits"]),
+    "LoRA": (adapt(3), "both", ["rank 3 update"]),
+    "bf16": (cast(torch.bfloat16), "both", ["rounded to bfloat16"]),
+    "fp16": (cast(torch.float16), "both", ["rounded to float16"]),
+    "basis": (change_basis, "both", ["another basis"]),
+    "key zeroed": (fill(0, "key.weight"), "both", ["zeros"]),
+}
+
+
+def apply(layer: Layer, *changes: Change) -> Layer:
+    """The layer after these changes, with the number types in which its parts can be stored."""
+    for change in changes:
+        layer = layer.with_parts(change(layer))
+    exact = {name: torch.equal(part, part.bfloat16().float()) for name, part in layer.parts.items()}
+    spacing = {name: torch.finfo(torch.bfloat16).eps for name, each in exact.items() if each}
+    return replace(layer, spacing=spacing if all(exact.values()) else {})
+
+
+def kinds_of(layouts: str) -> list[str]:
+    return [*KV_HEADS] if layouts == "both" else [layouts]
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return sorted(cause.hypothesis for cause in diagnosis.causes)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name, each in SINGLES.items() for kind in kinds_of(each[1])]
+)
+def test_each_hypothesis_is_named_alone(name, kind):
+    change, _, expected = SINGLES[name]
+    first = draw(kind)
+    diagnosis = diagnose(first, apply(first, change))
+    assert names(diagnosis) == expected
+    assert not diagnosis.unexplained
+    assert diagnosis.closest is None
+
+
+PAIRS = [
+    ("interleaved", "bf16"),
+    ("interleaved", "bias dropped"),
+    ("interleaved", "LoRA"),
+    ("interleaved", "8 bits"),
+    ("interleaved", "3 bits"),
+    ("interleaved", "scaled"),
+    ("interleaved", "gain lost"),
+    ("keys alone interleaved", "1 + g"),
+    ("some permutation", "LoRA"),
+    ("heads reordered", "bf16"),
+    ("exchanged", "bf16"),
+    ("exchanged", "interleaved"),
+    ("flat split", "interleaved"),
+    ("exchanged", "scaled"),
+    ("LoRA", "1 + g"),
+    ("scaled", "bias dropped of keys"),
+    ("1 + g", "bf16"),
+    ("tiled", "3 bits"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_two_causes_are_named_together(one, other):
+    all_singles = SINGLES | {"bias dropped of keys": (fill(0, "key.bias"), "both", ["bias dropped"])}
+    kind = "grouped" if "grouped" in (all_singles[one][1], all_singles[other][1]) else "whole"
+    first = draw(kind)
+    diagnosis = diagnose(first, apply(first, all_singles[one][0], all_singles[other][0]))
+    assert names(diagnosis) == sorted(all_singles[one][2] + all_singles[other][2])
+    assert not diagnosis.unexplained
+
+
+def unrelated(seed: int) -> tuple[str, Layer, Layer]:
+    """A pair of layers with a change that no hypothesis describes, and the kind of change."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    first = draw("whole" if seed % 2 else "grouped", seed, rope=seed % 3 > 0)
+
+    def noise(part: Tensor) -> Tensor:
+        return torch.randn(part.shape, generator=generator)
+
+    def change_parts(change: Callable[[Tensor], Tensor], share: float = 1.0) -> Layer:
+        chosen = [name for name in first.parts if torch.rand(1, generator=generator) < share]
+        return first.with_parts({name: change(first.parts[name]) for name in chosen or ["key.weight"]})
+
+    size = 10 ** (-5 + 5 * float(torch.rand(1, generator=generator)))
+    kinds: list[tuple[str, Callable[[], Layer]]] = [
+        ("noise", lambda: change_parts(lambda part: part + size * noise(part))),
+        ("noise in some tensors", lambda: change_parts(lambda part: part + size * noise(part), 0.3)),
+        ("steps of one size", lambda: change_parts(lambda part: part + size * noise(part).sign())),
+        ("full-rank training", lambda: change_parts(lambda part: part + size * noise(part) * part.abs())),
+        ("another seed", lambda: draw("whole" if seed % 2 else "grouped", seed + 5000)),
+        ("pruned", lambda: change_parts(lambda part: part * (noise(part) > -1))),
+        (
+            "one head trained",
+            lambda: first.with_parts({"key.weight": _in_one_head(first.parts["key.weight"], size, noise)}),
+        ),
+        ("3 bits", lambda: apply(first, quantise(3, (0, 16)[seed % 2]))),
+    ]
+    kind, build = kinds[seed % len(kinds)]
+    return kind, first, build()
+
+
+def _in_one_head(part: Tensor, size: float, noise: Callable[[Tensor], Tensor]) -> Tensor:
+    changed = part.clone()
+    changed[1] += size * noise(part)[1]
+    return changed
+
+
+@pytest.mark.parametrize("pairs", [24, pytest.param(200, marks=pytest.mark.full)])
+def test_unrelated_changes_are_not_diagnosed(pairs):
+    false = []
+    for seed in range(pairs):
+        kind, first, second = unrelated(seed)
+        diagnosis = diagnose(first, second)
+        allowed = {"quantised to 3 bits"} if kind == "3 bits" else set()
+        false += [(seed, kind, name) for name in set(names(diagnosis)) - allowed]
+        assert diagnosis.causes or diagnosis.unexplained
+    assert len(false) <= pairs // 200, false
