@@ -100,15 +100,16 @@ def describe(
     for site, other in pairing.sites.items():
         if site.part != other.part:
             masks = f"{site.part} in the first model, {other.part} in the second"
-            yield f"Layer {site.layer} has a different mask: {masks}."
+            yield f"Layer {site.layer_name} has a different mask: {masks}."
     for site in pairing.unmoved:
         yield (
-            f"Layer {site.layer}: the heads of the second model are in another order, but --heads compares heads with "
+            f"Layer {site.layer_name}: the heads of the second model are in another order, but --heads compares heads with "
             "equal numbers; without --heads, each head is compared with its partner."
         )
+    name = pairing.first.report.model.layer_name
     for layer, count in Counter(head.layer for head in heads if head.partner != head.head).items():
         yield (
-            f"Layer {layer}: the second model has {format_count(count, 'head')} in another order; each head is "
+            f"Layer {name(layer)}: the second model has {format_count(count, 'head')} in another order; each head is "
             "compared with its partner."
         )
     exceeds = {
@@ -118,7 +119,7 @@ def describe(
     turned = {head for head in _turned_heads(pairing, same) if exceeds.get(head) is not False}
     groups: dict[str | bool | None, list[str]] = defaultdict(list)
     for head in sorted(same):
-        groups["turned" if head in turned else exceeds.get(head)].append(f"{head[0]}.{head[1]}")
+        groups["turned" if head in turned else exceeds.get(head)].append(f"{name(head[0])}.{head[1]}")
     for group, note in SAME_FORMS.items():
         if names := groups[group]:
             yield note.format(heads=format_count(len(names), "head"), names=join_items(names))
