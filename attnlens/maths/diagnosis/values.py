@@ -158,6 +158,8 @@ def _like(rows: Tensor, pair: Pair) -> Tensor:
 
 
 RANKS = 64  # most ranks of an update that is looked for
+LOW_RANK = " update"  # end of this hypothesis's name
+ORIGIN = "(as by LoRA, or by a few training steps on little text)"
 
 
 @of_tensor
@@ -179,6 +181,6 @@ def low_rank(pair: Pair) -> Iterator[Fit]:
     if not 1 <= rank <= most:
         return
     update = (basis @ left[:, :rank]) * values[:rank] @ right[:rank]
-    text = "{parts} changed by an update of rank {number} (as of LoRA)"
+    text = f"{{parts}} changed by an update of rank {{number}} {ORIGIN}"
     predicted = (first + update).reshape(pair.second.shape)
     yield Fit("rank {number} update", text, None, predicted, number=rank)

@@ -433,7 +433,9 @@ def describe_cause(cause: DiagnosedCause, name: Names) -> str:
     """Return a cause with its layers and heads as a sentence; `name` returns the name of a layer."""
     names = [name(layer) for layer in cause.layers]
     numbered = names == [str(layer) for layer in cause.layers]
-    where = f"layer{'s' * (len(names) > 1)} {_ranges(cause.layers) if numbered else join_items(names)}" if names else ""
+    where = "outside the layers" if cause.tensors else ""
+    if names:
+        where = f"layer{'s' * (len(names) > 1)} {_ranges(cause.layers) if numbered else join_items(names)}"
     if cause.heads:
         where += f" {'head' if len(cause.heads) == 1 else 'heads'} {_ranges(cause.heads)}"
     sentence = f"{where}: {cause.text}." if where else f"{cause.text}."

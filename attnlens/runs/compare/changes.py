@@ -103,8 +103,8 @@ def describe(
             yield f"Layer {site.layer_name} has a different mask: {masks}."
     for site in pairing.unmoved:
         yield (
-            f"Layer {site.layer_name}: the heads of the second model are in another order, but --heads compares heads with "
-            "equal numbers; without --heads, each head is compared with its partner."
+            f"Layer {site.layer_name}: the heads of the second model are in another order, but --heads compares heads "
+            "with equal numbers; without --heads, each head is compared with its partner."
         )
     name = pairing.first.report.model.layer_name
     for layer, count in Counter(head.layer for head in heads if head.partner != head.head).items():

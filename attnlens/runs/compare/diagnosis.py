@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from attnlens import records
 from attnlens.maths.diagnosis import Cause, Layer
+from attnlens.maths.diagnosis.layer import name_parts
+from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
 from attnlens.records import Site
@@ -211,10 +213,10 @@ def _group(found: list[Found]) -> list[records.DiagnosedCause]:
     groups: dict[tuple[object, ...], list[Found]] = defaultdict(list)
     for entry in found:
         cause = entry[1]
-        whole = "round" in cause.hypothesis
+        whole, update = "round" in cause.hypothesis, cause.hypothesis.endswith(LOW_RANK)
         inside = whole or entry[0] is not None
-        text = "" if whole or cause.hypothesis == UNEXPLAINED else cause.text
-        groups[cause.hypothesis, cause.heads, inside, text].append(entry)
+        text = "" if whole or update or cause.hypothesis == UNEXPLAINED else cause.text
+        groups[LOW_RANK if update else cause.hypothesis, cause.heads, inside, text].append(entry)
     merged = []
     for entries in groups.values():
         cause = max((entry[1] for entry in entries), key=lambda cause: cause.residual)
@@ -225,9 +227,7 @@ def _group(found: list[Found]) -> list[records.DiagnosedCause]:
                 heads=list(cause.heads),
                 residual=cause.residual,
                 repair=cause.repair,
-                text=cause.text
-                if len(entries) == 1 or "round" not in cause.hypothesis
-                else _describe_rounding(cause.hypothesis),
+                text=_describe([each for _, each, _ in entries], cause),
                 tensors=list(dict.fromkeys(name for _, each, _ in entries for name in each.parts)),
                 harmless=cause.harmless,
                 head_errors=[float(max(errors)) for errors in zip(*(entry[2] for entry in entries), strict=False)],
@@ -236,10 +236,19 @@ def _group(found: list[Found]) -> list[records.DiagnosedCause]:
     return sorted(merged, key=lambda cause: (cause.harmless, "round" in cause.hypothesis))
 
 
-def _describe_rounding(hypothesis: str) -> str:
-    """Return the text of a rounding that is the same in several layers."""
-    if hypothesis == "rounding":
+def _describe(causes: Sequence[Cause], typical: Cause) -> str:
+    """Return one text for equal causes of several layers, whose tensors and ranks can differ."""
+    if len({cause.text for cause in causes}) == 1:
+        return typical.text
+    if typical.hypothesis.endswith(LOW_RANK):
+        ranks = sorted(int(cause.hypothesis.split()[1]) for cause in causes)
+        span = str(ranks[0]) if ranks[0] == ranks[-1] else f"{ranks[0]} to {ranks[-1]}"
+        names = name_parts(list(dict.fromkeys(name for cause in causes for name in cause.parts)))
+        return f"{names} are changed by updates of rank {span} {ORIGIN}"
+    if "round" not in typical.hypothesis:
+        return typical.text
+    if typical.hypothesis == "rounding":
         return "weights are equal up to rounding"
-    if hypothesis.startswith("first "):
-        return f"weights are more precise: the first model's are {hypothesis.removeprefix('first ')}"
-    return f"weights are {hypothesis}"
+    if typical.hypothesis.startswith("first "):
+        return f"weights are more precise: the first model's are {typical.hypothesis.removeprefix('first ')}"
+    return f"weights are {typical.hypothesis}"
