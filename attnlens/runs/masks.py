@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
 PROBED = 6  # Number of tokens in a test, of which each is perturbed in its own row of a batch
+ORDERED = 16  # The same number in the tests `causal` and `bidirectional`, whose faults can depend on the position
 PADS = 2  # Number of padding tokens
 DOCUMENTS = (2, 2, 2)  # Tokens of each packed document
 STEPS = 3  # Number of tokens decoded one by one with the cache
@@ -28,10 +29,11 @@ LONGEST_WINDOW = 128  # Longest window that is tested unless `window` is request
 
 @dataclass(frozen=True)
 class Rule:
-    """Tokens that a site declares to see: all, or those up to the output's own position; within a window, if any."""
+    """Tokens that a site declares to see: all, or those up to the output's own; within a window or chunk, if any."""
 
     causal: bool
     window: int | None = None
+    chunk: int | None = None  # Number of tokens in a chunk, beyond which no token is seen (Llama 4)
 
     @property
     def reach(self) -> int | None:
@@ -49,7 +51,11 @@ def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
         flagged = getattr(module, "is_causal", False) is True
         bidirectional = not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False)
         causal = flagged and not bidirectional
-    return Rule(causal, None if part == "cross" else _window_of(module, config))
+    if part == "cross":
+        return Rule(causal)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    chunked = kinds is not None and layer is not None and kinds[layer : layer + 1] == ["chunked_attention"]
+    return Rule(causal, _window_of(module, config), getattr(config, "attention_chunk_size", None) if chunked else None)
 
 
 def _window_of(module: nn.Module, config: object) -> int | None:
@@ -100,6 +106,8 @@ class Case:
             seen = (distance >= 0) | (place < self.prefix)
         if rule.reach is not None:
             seen &= distance.abs() <= rule.reach
+        if rule.chunk is not None:
+            seen &= place[:, None] // rule.chunk == place // rule.chunk
         return same & seen
 
 
@@ -179,15 +187,18 @@ class Cases:
         length = alone[self.stream].shape[1]
         return Case(name, inputs, stream, probes, documents, [(0, 0, length, alone)])
 
+    def _most(self) -> int:
+        return min(ORDERED, position_limit(self.model) or ORDERED)
+
     def _causal(self) -> Case | str:
         if not self.causal:
             return "the model has no causal attention"
-        return self._whole("causal", self.stream, PROBED, list(range(PROBED)))
+        return self._whole("causal", self.stream, self._most(), list(range(self._most())))
 
     def _bidirectional(self) -> Case | str:
         if not self.bidirectional:
             return "the model has no bidirectional attention"
-        return self._whole("bidirectional", "input_ids", PROBED, list(range(PROBED)))
+        return self._whole("bidirectional", "input_ids", self._most(), list(range(self._most())))
 
     def _window(self) -> Case | str:
         if not self.windows:

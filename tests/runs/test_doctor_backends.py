@@ -72,7 +72,7 @@ def test_a_causal_mask_off_by_one_in_one_backend_is_named(monkeypatch):
         ("sees", layer, f"model.layers.{layer}.self_attn") for layer in (0, 1)
     ]
     assert all(fault.token == fault.output + 1 for fault in faults)
-    assert masks["causal"].count == 2 * 5
+    assert masks["causal"].count == 2 * 15
 
 
 @pytest.mark.parametrize("only", [True, False])
@@ -168,6 +168,29 @@ def test_a_softmax_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monke
     assert 1e-4 < check.output_error < 0.1
     assert check.sites[0].error > check.tolerance
     assert masks["causal"].verdict == "agrees"
+
+
+def test_one_pair_of_tokens_that_leaks_far_from_the_start_is_named(monkeypatch):
+    def leak(options):
+        own = options["mask_function"]
+        return {
+            "mask_function": lambda b, h, q, k: own(b, h, q, k) | ((q == 8) & (k == 9)),
+            "allow_is_causal_skip": False,
+        }
+
+    for backend in ("eager", "sdpa"):
+        plant(monkeypatch, leak, backend)
+    for _, masks in checked("llama", masks="causal").values():
+        assert [(fault.kind, fault.output, fault.token) for fault in masks["causal"].faults[:1]] == [("sees", 8, 9)]
+
+
+def test_tokens_beyond_a_chunk_are_hidden_as_declared():
+    settings = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "intermediate_size": 48}
+    sizes = families.GROUPED | settings | {"attention_chunk_size": 4, "num_hidden_layers": 2}
+    config = tf.Llama4TextConfig(**sizes, layer_types=["chunked_attention", "full_attention"])
+    torch.manual_seed(0)
+    for check, masks in checked(loaded(tf.Llama4ForCausalLM(config).eval()), masks="causal").values():
+        assert (check.verdict, masks["causal"].verdict) == ("agrees", "agrees"), masks
 
 
 def test_a_leak_outside_attention_is_named_without_a_layer():

@@ -167,7 +167,7 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
         }
         rows.append({"": name, **{title: format_mask(mask) for title, mask in found.items()}})
     if ran:
-        note = "Relative error of the outputs against float64; same token: most likely one."
+        note = "Errors against float64 (masks: up to 16 tokens); same token: most likely one."
         yield Section("Backends and masks", table=build_table(rows, {""}, {""}, fit="folded"), notes=(note,))
     faults = [
         f"{each.backend}, {mask.mask}: {describe_fault(fault)}"
