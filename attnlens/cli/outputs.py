@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
@@ -393,7 +393,14 @@ def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
     except Exception as error:
         remedy = "The other results were written; run the command again with --debug and report the output."
         raise OutputError(f"{path} can't be drawn: {type(error).__name__}: {error}.", remedy) from error
+    new = not path.parent.exists()
     make_folder(path.parent)
-    write_atomically(path, content)
-    if caption:
-        write_atomically(caption_file(path), caption.encode())
+    try:
+        write_atomically(path, content)
+        if caption:
+            write_atomically(caption_file(path), caption.encode())
+    except OutputError:
+        if new:
+            with suppress(OSError):
+                path.parent.rmdir()
+        raise

@@ -27,7 +27,7 @@ from views import absent
 import attnlens as library
 from attnlens.cli import analyses, leave, show
 from attnlens.cli.commands.models import failure
-from attnlens.errors import ModelError, OutputError, UsageError, is_memory
+from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError, is_memory
 from attnlens.records import json_schema
 from attnlens.report.report import Report, read_report
 
@@ -250,6 +250,8 @@ def test_whatever_ends_a_command_has_its_exit_code_also_an_interruption_in_disgu
         assert result.returncode == code, (verb, error)
         assert part in result.stderr
         assert "Traceback" not in result.stderr
+    error = ShardFinished(1, 2, ["b"], {"b": "it failed"})
+    assert [invoke("inspect", "--no-progress", *words).returncode for words in ((), ("--strict",))] == [0, 3]
     assert not any(map(is_memory, (ValueError("out of memory"), RuntimeError("x"), OSError(2, "No such file"))))
     monkeypatch.setattr(show, "_received", [])
     assert show.report_failure(ValueError("a control: a bug, and no interruption")) == 70

@@ -6,6 +6,7 @@ import pty
 import stat
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import forkserver
 import pytest
@@ -15,7 +16,7 @@ from program import attnlens, environment_with, in_shell, invoke, python, refuse
 from reports import synthetic_report
 from swap_reports import swap_report
 
-from attnlens.cli import outputs, show
+from attnlens.cli import analyses, outputs, show
 from attnlens.cli.outputs import Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, SiteCheck, Summary
@@ -24,6 +25,7 @@ from attnlens.report.render.html import is_file
 from attnlens.report.report import read_report
 from attnlens.runs.inspect.inspection import WorkUnit
 from attnlens.runs.inspect.pipeline import report_stages
+from attnlens.runs.swap.saved import UnsavedError
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
@@ -292,6 +294,24 @@ def test_saved_reports_are_shown_drawn_into_a_folder_and_written_as_a_page(tmp_p
     result = invoke("report", "r.json", "-q", "--html", "doctor.html", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "h.0.attn" in (tmp_path / "doctor.html").read_text()
+
+
+def test_a_message_does_not_steer_the_terminal(capsys):
+    show.say("a\x1b[2Jb")
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_stream_that_shows_only_ascii_still_shows_the_rest():
+    result = attnlens("explain", "rbf", PYTHONIOENCODING="ascii")
+    assert (result.returncode, "?" in result.stdout) == (0, True), result.stderr
+
+
+def test_a_model_that_was_not_saved_is_not_announced(tmp_path, monkeypatch):
+    unsaved = UnsavedError(OutputError("The disk is full.", "Make room."), swap_report())
+    monkeypatch.setattr(analyses, "swap_work", Mock(return_value=Mock(run=Mock(side_effect=unsaved))))
+    result = invoke("swap-kernel", "demo", "--save", "model", "--json", "r.json", cwd=tmp_path)
+    assert (result.returncode, "Error: The disk is full." in result.stderr) == (2, True)
+    assert "Wrote r.json\n" in result.stderr
 
 
 def test_the_search_of_ranks_says_at_once_how_long_it_takes(monkeypatch, capsys):

@@ -12,7 +12,8 @@ from program import DEMO, answers_nothing, environment_with, invoke, refused
 from reports import synthetic_report
 from swap_reports import planned
 
-from attnlens.cli.outputs import NO_MODEL
+from attnlens.cli.outputs import NO_MODEL, Outputs
+from attnlens.errors import UsageError
 
 OUTPUTS = ("json", "csv", "windows-csv", "figure", "html", "markdown")
 KERNELS = "swap-kernel demo --kernel"
@@ -68,21 +69,21 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("inspect --placement frist", ("Unknown placement 'frist'.", "Did you mean 'first'")),
     ("inspect --placement middle", ("Unknown placement 'middle'.", "Choose from: spread, first, random.")),
     ("list measure", ("Did you mean 'measures'",)),
-    ("inspect --dtype float31", ("no dtype 'float31'",)),
-    ("doctor --device abacus", ("no device 'abacus'",)),
+    ("inspect --dtype float31", ("Unknown dtype 'float31'",)),
+    ("doctor --device abacus", ("Unknown device 'abacus'",)),
     *((f"inspect --seed {seed}", ("--seed", "Run: attnlens inspect -h")) for seed in ("-1", 2**63, "x", "1.5")),
     ("reproduce --seed x", ("--seed",)),
     ("ranks --budget 1%", ("Cannot parse the budget '1%'",)),
     ("ranks demo --latents rank=8", ("--latents: cannot parse 'rank=8'",)),
     ("heal demo --kernel rbf --kernel linear", ("heal accepts a single kernel, not 2",)),
     ("heal demo --train 2m", ("--train: cannot parse '2m'",)),
-    (f"{KERNELS} rfb", ("no kernel 'rfb'", "Did you mean 'rbf'")),
+    (f"{KERNELS} rfb", ("Unknown kernel 'rfb'", "Did you mean 'rbf'")),
     (f"{KERNELS} rbf:gama=1", ("no parameter 'gama'",)),
     (f"{KERNELS} rbf:gamma=x", ("gamma must be a number",)),
     (f"{KERNELS} polynomial:degree=3", ("odd degree", "allow_signed=True")),
     (f"{KERNELS} symmetric --fit", ("no free parameter",)),
-    ("swap-kernel --part decder", ("no part 'decder'", "Did you mean 'decoder'?")),
-    ("swap-kernel --sweep head", ("no sweep 'head'", "Did you mean 'heads'?")),
+    ("swap-kernel --part decder", ("Unknown part 'decder'", "Did you mean 'decoder'?")),
+    ("swap-kernel --sweep head", ("Unknown sweep 'head'", "Did you mean 'heads'?")),
     (f"swap-kernel --calibration {DEMO}/text.txt", ("no effect without --fit",)),
     ("converge --experiment ranc", ("Did you mean 'rank'",)),
     *((f"converge --{option} 0", (f"'--{option}'",)) for option in ("iterations", "trials")),
@@ -293,9 +294,9 @@ HEAVY = [
     ("converge --revisions step1,step2", ("one hub model",)),
     ("converge demo --revisions step1,step2", ("no revision",)),
     ("converge org/model --revisions step1,,step2", ("empty name",)),
-    (f"{USE} --layers 99", ("no layer 99", "0 to 3")),
+    (f"{USE} --layers 99", ("lacks layer 99", "0 to 3")),
     *((f"{USE} {words}", (part,)) for words, part in (
-        ("--head 9.0", "no layer 9"), ("--head 0.99", "no head 99"), ("--length 4096", "256"),
+        ("--head 9.0", "lacks layer 9"), ("--head 0.99", "lacks head 99"), ("--length 4096", "256"),
         ("--text one.txt", "token"), ("--text empty.txt", "empty"), ("--text binary.txt", "binary"),
         ("--text short.txt --source tokens --length 32", "one window needs 32"),
     )),
@@ -321,6 +322,22 @@ def test_refusals_that_need_the_model_or_the_text(tmp_path):
     answers = [(result.returncode, result.stdout, result.stderr) for result in results]
     assert [fault for case, answer in zip(HEAVY, answers, strict=True) for fault in faults_of(*case, *answer)] == []
     assert times(tmp_path) == before
+
+
+def test_refusals_in_this_process_are_those_of_the_program(tmp_path):
+    cases = [
+        (["inspect", "a\0b"], "contains a NUL"),
+        (["inspect", "--hedas", "2"], "--heads"),
+        (["inspect", "--select", "argmax"], "Use select in Python: it is a keyword of the function."),
+        (["ranks", "./none", "--ranks", "none.json"], "none.json"),
+        (["inspect", "demo", "--json", "--csv"], "followed by the option --csv"),
+    ]
+    for words, part in cases:
+        refused(invoke(*words, cwd=tmp_path), part)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").touch()
+    with pytest.raises(UsageError, match="a file of the model"):
+        Outputs(json=str(tmp_path / "m" / "config.json")).check({str(tmp_path / "m"): "a file of the model"})
 
 
 def test_refusals_of_a_missing_device_with_a_traceback_and_of_defaults_without_an_end(tmp_path, monkeypatch):

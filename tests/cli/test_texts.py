@@ -175,7 +175,8 @@ def test_a_strangers_tokens_are_no_markup_and_steer_no_terminal():
     sentence = Sentence(sequence=0, keys=["[red]\x1b[31m", "{x}\n", "[/]"])
     place = {"site": "a", "layer": 0, "head": 0, "kv_head": 0, "part": "encoder"}
     selection = Selection(**place, space="input", picks=[pick], best=1.0, sentences=[sentence])
-    report = SimpleNamespace(inspection=InspectionBody(selections=[selection]))
+    model = SimpleNamespace(layer_name=str)
+    report = SimpleNamespace(inspection=InspectionBody(selections=[selection]), model=model)
     printed = views.printed(views.alone(*selections(SimpleNamespace(report=report), "terminal")))
     assert "[[red]�[31m] {{x}} <[/]>" in printed
     assert "\x1b" not in printed

@@ -522,11 +522,11 @@ def test_spellings_are_short_and_name_only_unusual_parameters():
 
 
 REFUSED = [
-    ("no kernel 'rbff'", "Did you mean 'rbf'", "rbff"),
-    ("no kernel 'windw'", "Did you mean 'window'", "rbf+windw:3"),
-    ("no kernel 'hybrd'", "Did you mean 'hybrid'", "elu+hybrd:4"),
-    ("no kernel 'polinomial'", "Did you mean 'polynomial'", "polinomial:2"),
-    ("no kernel ''", "Choose from: exponential", ""),
+    ("Unknown kernel 'rbff'", "Did you mean 'rbf'", "rbff"),
+    ("Unknown kernel 'windw'", "Did you mean 'window'", "rbf+windw:3"),
+    ("Unknown kernel 'hybrd'", "Did you mean 'hybrid'", "elu+hybrd:4"),
+    ("Unknown kernel 'polinomial'", "Did you mean 'polynomial'", "polinomial:2"),
+    ("Unknown kernel ''", "Choose from: exponential", ""),
     ("rbf has no parameter 'sigma'", "Write rbf:gamma=0.5;", "rbf:sigma=1"),
     ("gamma must be a number, not 'wide'", "rbf:gamma=0.5", "rbf:gamma=wide"),
     ("gamma must be finite and above 0, not", "", "rbf:gamma=0", "rbf:gamma=nan", "rbf:gamma=inf", "laplacian:0"),

@@ -153,7 +153,7 @@ def test_factors_start_small_and_end_near_the_nuclear_svm(near: Nearness) -> Non
 
 def test_refusals() -> None:
     for says, options in {
-        "no head 99": {"head": (0, 99), "windows": 1, "length": 8},
+        "lacks head 99": {"head": (0, 99), "windows": 1, "length": 8},
         "parameterisation": {"head": (0, 0), "parameterisation": "both"},
         "lr": {"head": (0, 0), "lr": -1.0},
         "Unknown option 'layers'": {"head": "1.3", "layers": [99]},

@@ -191,7 +191,7 @@ REFUSED = {
     "needs inputs to sample from": lambda: heads_of(samples=3)(*drawn()[:2]),
     "none has run": lambda: heads_of().objectives(),
     "no primal attention": lambda: primal.regulariser(torch.nn.Linear(2, 2)),
-    "no layer 7": lambda: primal.build(families.build("bert"), [0, 7]),
+    "lacks layer 7": lambda: primal.build(families.build("bert"), [0, 7]),
     "Cannot parse the layers": lambda: primal.build(families.build("bert"), "first"),
     "already primal": lambda: primal.build(primal.build(families.build("bert"), [0])),
     "neither causal": lambda: primal.build(families.build("mistral"))(input_ids=torch.full((1, 12), 5)),

@@ -165,7 +165,8 @@ def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(rep
     assert not absent(text, "**COMPLETE&#58; 16 of 16 heads**", "### weights", "### tokens")
     strange = synthetic_report(2, 2, model=HOSTILE)
     heads = [head.model_copy(update={"measures": {HOSTILE: head.measures["weights.norm"]}}) for head in strange]
-    text = views.markdown(strange.model_copy(update={"heads": heads}))
+    settings = strange.settings.model_copy(update={"notes": [HOSTILE]})
+    text = views.markdown(strange.model_copy(update={"heads": heads, "settings": settings}))
     raw = ("<", "`", "@", "www.", "\x1b", "\u202e", "[", "\n# e")
     assert absent(text, *raw) == [*raw]
     table = [line for line in text.splitlines() if line.startswith("|")]

@@ -498,6 +498,10 @@ def test_attention_rows_are_the_largest_weights_of_the_attention_that_is_measure
     assert inspected.inspection.attention == [], "only if requested"
 
 
+def test_rows_of_one_sequence_have_its_number():
+    assert sequences.sequence_numbers(4, Mock(size=2), 3) == [3, 3, 4, 4]
+
+
 def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
     rows = {"keys": [[0], [1, 0]], "weights": [[1.0], [0.6, 0.4]], "rest": [0.0, 0.0]}
     site = {"site": "s", "layer": 0, "head": 0, "kv_head": 0, "part": "decoder", "sequence": 0}
@@ -506,7 +510,7 @@ def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
     for field, wrong, problem in (
         ("rest", [0.0], "different numbers of queries"),
         ("weights", [[1.0], [0.5]], "different numbers of keys and weights"),
-        ("keys", [[0], [9, 0]], "do not match the rows"),
+        ("keys", [[0], [2, 0]], "do not match the rows"),
         ("sentence", {"sequence": 0, "keys": ["a"]}, "do not match the rows"),
     ):
         with pytest.raises(ValueError, match=problem):

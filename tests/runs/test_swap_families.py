@@ -15,6 +15,7 @@ from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks
 from attnlens.runs.swap import sites as gates
+from attnlens.runs.swap.fit import turns
 from attnlens.runs.swap.pipeline import swap_kernel
 
 ENCODERS = ["bert", "roberta", "distilbert", "albert", "mpnet", "deberta_v2"]
@@ -42,6 +43,18 @@ def swapped_outputs(words, model, sites, inputs, path="auto"):
 
 def side_of(name):
     return "left" if name in families.CAUSAL else "right"
+
+
+def test_the_rotation_of_a_sites_keys_is_that_of_its_model():
+    model, keys = family("llama"), []
+    inputs = families.inputs("llama", model.model)
+    reached = hooks.survey(model.model, inputs)[0]
+    site, call = reached.site, reached.call
+    hook = call.module.k_proj.register_forward_hook(lambda *args: keys.append(args[-1]))
+    outputs(model.model, inputs)
+    hook.remove()
+    unrotated = keys[0].unflatten(-1, (-1, call.module.head_dim)).transpose(1, 2)
+    torch.testing.assert_close(turns(model, [site])[site].rotate(unrotated, call.places), call.key, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", families.REACHED)

@@ -159,6 +159,7 @@ def test_an_incomplete_unit_is_computed_again_from_its_finished_parts(plan, stor
     part.assert_called_once()
     assert not store.inside("a").folder.exists()
     run_units(["a"], lambda _: pytest.fail("It is complete."), plan, store, usable=usable)
+    assert Store(store.folder, FACTS, resume=False).compute("a", lambda: "anew") == "anew"
 
 
 def stamped(value: Any, store: Store) -> bytes:
@@ -236,6 +237,7 @@ def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged
         (plan.root / "other" / RUN).write_text(content)
         computes()
         assert not caplog.messages, content
+    assert key_of(dict(reversed(FACTS.items()))) == key_of(FACTS), "whatever their order"
     other = plan.store(OTHER)
     assert other.folder != store.folder
     assert other.load(NAMES[0]) is None

@@ -433,6 +433,9 @@ def test_the_key_of_a_series_depends_on_files_text_and_options(checkpoints, tmp_
         "text": lambda: text.write_text("pack my box with five dozen liquor jugs. " * 40),
     }
     check_keys(lambda: series.open_in_worker(names, (), CheckpointsRequest(**options))[0], changes)
+    options["image"] = [options.pop("text")[0]]
+    changes = {"image": lambda: text.write_text("another picture")}
+    check_keys(lambda: series.open_in_worker(names, (), CheckpointsRequest(**options))[0], changes)
 
 
 def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
