@@ -95,7 +95,7 @@ def described(method, **settings):
 BYTES, STATE = torch.zeros(4, dtype=torch.uint8), "weight.quant_state.bitsandbytes__nf4"
 # fmt: off
 FAULTS = {
-    "a scale of another grid": (changed("fp8 in blocks", weight_scale_inv=torch.ones(5, 5)), Q, "do not divide"),
+    "a scale of another grid": (changed("fp8 in blocks", weight_scale_inv=torch.ones(5, 5)), Q, "don't match"),
     "float8 without a scale": (changed("fp8 in blocks", weight_scale_inv=None), f"{Q}.weight", "that fp8 needs"),
     "two scales": (changed("fp8 in blocks", weight_scale=torch.ones(())), Q, "several scales"),
     "a scale of codes": (changed("fp8 in blocks", weight_scale_inv=BYTES), Q, "stored as torch.uint8"),
@@ -112,7 +112,7 @@ FAULTS = {
     "a rotation": (described("gptq", rotation="hadamard"), "rotation = 'hadamard'"),
     "no order": (described("zeros stored as 7", desc_act=True), "g_idx) is missing", "proj"),
     "groups of words": (described("gptq", group_size="16"), "group_size is '16'", "proj"),
-    "blocks beside rows": (described("fp8 by rows", weight_block_size=[20, 20]), "scales do not", "proj"),
+    "blocks beside rows": (described("fp8 by rows", weight_block_size=[20, 20]), "don't match", "proj"),
     "blocks of one side": (described("fp8 in blocks", weight_block_size=20), "weight_block_size is 20", "proj"),
     "awq of equal zeros": (described("awq", sym=True), "sym is true", "proj"),
     "one scale per row": (described("packed", **groups(4, strategy="channel")), "strategy is channel", "proj"),

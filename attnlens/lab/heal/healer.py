@@ -28,7 +28,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, HealingRate, Site
 from attnlens.records.provenance import FEWEST_DRAWS
 from attnlens.requests import HealRequest
-from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses, tokens_in
+from attnlens.runs.outputs import average_by_sequence, divergence, owners_of, predictions, token_losses, tokens_in
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -207,7 +207,7 @@ class Healer(SwapSetup):
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
-            return owned_means(losses, owners, texts.sequences_in(inputs))
+            return average_by_sequence(losses, owners, texts.sequences_in(inputs))
 
     def penalty(self, penalties: list[Tensor]) -> Tensor | float:
         """Return η times the sum of the layers' regularisers (convention `code`: their mean); 0 if there are none."""

@@ -521,7 +521,7 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     lacking = "config.json" if CONFIG not in names else f"weights: neither {SINGLE} nor {SHARDED}"
     if folders := folders_below(names, where):
         listed = f"{', '.join(folders[:4])}{f' and {len(folders) - 4} more' if len(folders) > 4 else ''}"
-        problem = f"{where} has no {lacking}, but models lie in folders inside it: {listed}."
+        problem = f"{where} has no {lacking}, but folders inside it contain models: {listed}."
         raise ModelError(problem, f"{say_path.replace('file', 'model', 1)} {folders[-1]}, for example.")
     for kind, file, remedy in _match_formats(sorted({name.partition("/")[0] for name in names})):
         raise ModelError(f"{where} contains {kind} ({shorten_text(file)}), which attnlens does not read.", remedy)
