@@ -156,7 +156,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
         is_side = isinstance(size, int) and size > 0
         side = size if is_side else {1: length, length: 1}.get(count, 0)
         fits = side > 0 and ceil(length / side) == count
-        require(fits, f"its {count} scales don't match {length} codes (blocks: {block})")
+        require(fits, f"the numbers of codes ({length}) and scales ({count}) don't match (blocks: {block})")
         grid = grid.repeat_interleave(min(side, length), axis).narrow(axis, 0, length)
     return grid
 
