@@ -424,7 +424,7 @@ def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
-    """Build AdamW without weight decay, because the leaves are changes of weights."""
+    """Build AdamW without weight decay, because the leaves are weight changes, not weights."""
     return torch.optim.AdamW(list(leaves), lr=rate, betas=BETAS, weight_decay=0.0)
 
 

@@ -258,7 +258,7 @@ def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*bat
 
 @dataclass(frozen=True)
 class Form:
-    """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, never formed.
+    """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, computed from its factors without forming M.
 
     Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
     (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. The joint

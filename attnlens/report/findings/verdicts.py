@@ -33,7 +33,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
         names = join_items([check.site for check in differing], 3)
         answer, severity = f"No: {len(differing)} of {total} differ from the model ({names}).", "problem"
     elif unchecked:
-        answer, severity = f"Not proved: {len(unchecked)} of {total} could not be checked completely.", "problem"
+        answer, severity = f"Not verified: {len(unchecked)} of {total} could not be checked completely.", "problem"
     else:
         answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
         rounded = [check for check in sites if check.rounding is not None]

@@ -243,4 +243,4 @@ def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
     if view == "verbose":
         items += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
         items.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
-    yield Section("Details" if view == "verbose" else "How it was made", items=items)
+    yield Section("Details" if view == "verbose" else "How this report was made", items=items)
