@@ -198,7 +198,7 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss, including J² of primal layers (Chen et al. 2023, sec. 3.3)."""
+        """Add `weight` times the loss's gradient to the leaves, with J² of primal layers (Chen et al. 2023, 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -458,7 +458,7 @@ ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which ga
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate with ENOUGH of the best fall in held-out distance (0 if none), and all tried rates."""
+    """Return the largest rate with at least ENOUGH of the best fall in distance (0 if none), and all tried rates."""
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean
     half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others

@@ -227,7 +227,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; the scale of M has no effect."""
+    """Comparison of a head with the max-margin form that selects the same tokens; it does not depend on M's scale."""
 
     chosen: Selections  # The posed queries and their selected tokens
     posed: HeadProblem  # The selection problem

@@ -184,7 +184,8 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    Used for an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) of σ₁ are rounding.
+    Used for an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) · σ₁ are rounding
+    errors.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]

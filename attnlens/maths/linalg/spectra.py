@@ -71,7 +71,7 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
 
 
 def feature_rank(query_key: QueryKey, error: float) -> PerHead:
-    """Return a sufficient number m of features: the rank m of a K with K_ij/Σ_j K_ij within `error` of attention.
+    """Return a sufficient number m of features: the rank of a K whose K_ij/Σ_j K_ij is within `error` of attention.
 
     Sums and errors are over the visible pairs; K is free at hidden pairs (zeros there would give every causal head full
     rank). As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.

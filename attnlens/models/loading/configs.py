@@ -209,7 +209,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError if its form is not supported."""
+    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError for an unsupported variant."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))
@@ -273,7 +273,7 @@ def accept_old_names() -> Iterator[None]:
 
 
 def take_choices(config: object) -> None:
-    """Set CHOICES to None in a config and its nested ones: transformers would run a downloaded kernel named there."""
+    """Set CHOICES to None in a config and nested configs: transformers would run a downloaded kernel that they name."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()

@@ -201,7 +201,7 @@ PLACEHOLDERS = {  # Beginning of a file that stands for another one → what it 
 
 
 def describe_placeholder(path: Path) -> tuple[str, str] | None:
-    """Return problem and remedy if a file contains a pointer or a web page instead of its content; otherwise None."""
+    """Return problem and remedy if a file contains a pointer or a web page instead of data; otherwise None."""
     with readable(path):
         if not path.is_file():
             return None

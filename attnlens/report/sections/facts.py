@@ -57,7 +57,7 @@ def count_agreeing(counts: Counter[Origin]) -> str:
 
 
 def state_untested(count: int) -> str:
-    """Return the clause on figures whose tolerance is too wide to count; empty if there are none."""
+    """Return the clause on figures whose tolerance is too wide for a verdict; empty if there are none."""
     return f"; {count} not tested (tolerance above a third of the reference)" if count else ""
 
 
@@ -94,7 +94,7 @@ def population(report: Report, counted: str = "") -> str:
 
 
 def _unit(report: Report) -> str:
-    """Name the unit that was fed: `window`, `line`, or `input` if no text was fed."""
+    """Name the unit that the model read: `window`, `line`, or `input` if it read no text."""
     return "input" if not _texts_in_windows(report) else "line" if report.settings.pack is False else "window"
 
 
