@@ -181,7 +181,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
-        """Find the tokens that each site must and may see, and each piece's separate outputs; None if the model can't pack."""
+        """Find the tokens that each site must and may see, and each piece's outputs; None without packing support."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, required, separated = list[SiteCall](), {}, {}, False
