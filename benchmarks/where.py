@@ -19,7 +19,7 @@ from collections.abc import Callable
 BATCH = 8  # Windows per forward pass, as in attnlens
 STAGES = {  # Stage → functions whose cumulative time it is
     "survey": ("survey_model",),
-    "checks": ("prove_identity", "refuse_unsteady", "proven_whole"),
+    "checks": ("prove_identity", "refuse_unsteady", "require_identity"),
     "nulls": ("gaussian_null", "null_of_median"),
     "intervals": ("median_error", "standard_error"),
     "findings": ("find",),

@@ -212,7 +212,7 @@ def _match_field(report: Report, rule: Rule) -> float:
         why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
-        problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted} is on several heads."
+        problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted} needs several heads."
         raise UsageError(problem, f'Use the condition "value {rule.comparison}", without @ filters.')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"

@@ -58,7 +58,7 @@ def _assertion_fixture() -> Callable[..., None]:
 
 
 def _report(subject: object, options: dict[str, object], rules: object = None) -> Report:
-    """Return the report `subject`, read it from its file, or inspect a model with the analyzers that the rules need."""
+    """Return `subject` if it is a report; read it if it is a path; else inspect the model as the rules need."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import options_for

@@ -20,12 +20,12 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     },
     "Change": {
         "swap-kernel": "What does another attention kernel cost?",
-        "ranks": "How small can the keys be within a budget of loss?",
+        "ranks": "How small can the keys be within a loss budget?",
         "heal": "How much of a kernel's cost does training recover?",
     },
     "Papers": {
         "converge": "Does training select tokens as a max-margin SVM does?",
-        "reproduce": "Do the papers' experiments and tables hold?",
+        "reproduce": "Can the papers' experiments and tables be reproduced?",
     },
     "Reference": {
         "report": "Show, draw or convert a saved report",

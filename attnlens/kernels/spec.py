@@ -238,7 +238,7 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def smallest_kernel(of: dtype) -> float:
-    """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31)."""
+    """Return the number added to ⟨φ(q), φ(k)⟩ so that queries without features attend uniformly (float32: 1e-31)."""
     # Sums as small as the smallest normal number over eps keep all digits, and 1/k has a gradient.
     return torch.finfo(of).tiny / torch.finfo(of).eps
 

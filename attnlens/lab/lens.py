@@ -14,7 +14,7 @@ from attnlens.records import QueryKey
 from attnlens.report.report import Report
 from attnlens.runs.capture import capture
 from attnlens.runs.compare.pipeline import compare
-from attnlens.runs.feeding import held_model
+from attnlens.runs.feeding import require_model
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.wording import big, clean
@@ -42,7 +42,7 @@ class Lens:
     ) -> None:
         if isinstance(model, str | os.PathLike):
             model = loading.load(model, **load_options)
-        self.loaded = held_model(model, tokenizer)
+        self.loaded = require_model(model, tokenizer)
         self._report: Report | None = None  # of the last plain inspect, which `heads`, `plot` and notebooks show
 
     def inspect(self, **options: object) -> Report:

@@ -272,7 +272,7 @@ def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], borde
 
 
 def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
-    """Return the first s components for n queries, those with σ at or below the threshold are zero."""
+    """Return the first s components for n queries; components with σ at or below the threshold are zero."""
     # Strict: a zero matrix has threshold 0, and none of its values is above it.
     above = packed[..., -2, :s] > packed[..., -1, :s]
     first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)

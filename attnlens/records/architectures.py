@@ -10,7 +10,7 @@ TABLE = Path(__file__).with_name("architectures.csv")  # Its first line names th
 
 
 class Architecture(NamedTuple):
-    """Result of the sweep for one model type, built tiny from its own configuration."""
+    """Result of the sweep for one model type, built as a tiny model from its own configuration."""
 
     model_type: str
     read: str  # Analysed part: `whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`

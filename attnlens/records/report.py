@@ -126,7 +126,7 @@ class Summary(Record):
 
 
 class SiteCheck(Record):
-    """Check that attnlens computes one site exactly as the model does (`doctor`)."""
+    """Result of checking that attnlens computes one site exactly as the model does (`doctor`)."""
 
     site: str
     part: Part
@@ -145,7 +145,7 @@ class SiteCheck(Record):
 
 
 class Sight(Record):
-    """An attention output that depends on the wrong tokens (`doctor`)."""
+    """An output that depends on the wrong tokens (`doctor`)."""
 
     kind: Literal["sees", "misses", "differs"]
     """`sees`: the mask hides the token, but the output depends on it; `misses`: the reverse; `differs`: the output

@@ -26,7 +26,7 @@ MOST_FILLED = 1024
 
 @dataclass(frozen=True)
 class MeasureMap:
-    """Measure of every head as maps with rows `Shapes.layers` and columns `Shapes.heads`; NaN for missing values."""
+    """Values of a measure as maps with rows `Shapes.layers` and columns `Shapes.heads`; NaN for missing values."""
 
     name: str  # qualified by source
     info: MeasureInfo  # entry of the registry; its texts are empty for an unknown measure

@@ -136,8 +136,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the low-rank key latents: `group=N|all` (key heads per latent), `rotation=before|after` (compress "
-        "keys before or after RoPE), `metric=attention|output` (what weights the errors: attention alone, or attention "
-        "and the effect on the output in equal parts); join with commas.",
+        "keys before or after RoPE), `metric=attention|output` (weight errors by attention alone, or in equal parts by "
+        "attention and by the effect on the output); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )

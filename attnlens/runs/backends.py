@@ -112,7 +112,7 @@ def largest_error(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A test with what the model in float64 computes on it."""
+    """A mask test, with the outputs of the model in float64."""
 
     case: Case
     targets: list[SiteCall]  # Sites whose keys are those of the perturbed input
@@ -181,7 +181,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
-        """Find what each site must and may see, and the outputs of each piece alone; None if packing is unsupported."""
+        """Find the tokens that each site must and may see, and each piece's outputs; None without packing support."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, required, separated = list[SiteCall](), {}, {}, False
@@ -290,9 +290,9 @@ class Comparison:
     def _explain_rounding(
         self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
     ) -> tuple[float, str] | None:
-        """Explain the error of the first site above the tolerance by twice the rounding of its largest score.
+        """Check whether rounding explains the error of the first site above the tolerance.
 
-        Return the largest error that this explains, and a sentence; None if the error is larger.
+        Return the largest error that it explains (twice the rounding of the largest score) and a sentence, or None.
         """
         first = next((each for each in sites if each.error is None or each.error > tolerance), None)
         if first is None or first.error is None:
@@ -430,9 +430,9 @@ class Comparison:
         return sorted(wrong, key=lambda each: -(each.change or 0.0))
 
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, alone: bool) -> list[MaskCheck]:
-        """Compare a prefill and single steps with the cache with one pass; nothing if the model declares no cache.
+        """Compare cached decoding (a prefill, then single steps) with one pass; [] if the model declares no cache.
 
-        The pass is one in float64; `alone`: one of the backend itself, because the backend differs from float64.
+        The pass runs in float64 or, with `alone`, on the backend itself, because the backend differs from float64.
         """
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
@@ -451,7 +451,7 @@ class Comparison:
     def _decode(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float, *, alone: bool
     ) -> MaskCheck:
-        """Run a prefill and single steps with the cache, and compare each with one pass."""
+        """Run cached decoding (a prefill, then single steps), and compare each output with that of one pass."""
         targets = [each for each in self.reached if each.site.part != "cross" and stream_of(each, inputs) == stream]
         whole: Outputs = {}
         comparable, computing = (model, torch.no_grad()) if alone else (self.reference, self._recomputing())
@@ -532,7 +532,7 @@ def check_backends(
 ) -> tuple[list[BackendCheck], list[str]]:
     """Compare the requested backends, or those that run here, with the model in float64.
 
-    Return them, and notes. Raise ModelError if backends or masks were requested and the model can't be compared.
+    Return comparisons and notes. Raise ModelError if backends or masks were requested and the model can't be compared.
     """
     try:
         comparison = Comparison(loaded, inputs, hooks.survey(loaded.model, inputs), request)

@@ -11,7 +11,7 @@ from attnlens.arguments import public
 from attnlens.models import loading
 from attnlens.records import QueryKey
 from attnlens.runs import checks
-from attnlens.runs.feeding import at_rest, held_model, tensors
+from attnlens.runs.feeding import at_rest, require_model, tensors
 
 
 @public
@@ -25,7 +25,7 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
     Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
     recomputing attention from the capture changes the model's outputs.
     """
-    loaded = held_model(model)
+    loaded = require_model(model)
     inputs = tensors(loaded.model, batch)
     with at_rest(loaded.model):
         survey = checks.survey_model(loaded, inputs)

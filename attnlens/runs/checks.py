@@ -103,13 +103,13 @@ def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.
     try:
         return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
-        with _refusing(loaded, inputs), torch.no_grad():
+        with _convert_errors(loaded, inputs), torch.no_grad():
             hooks.forward(loaded.model, inputs)
         raise
 
 
 @contextmanager
-def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Raise ModelError if the model fails on these inputs."""
     try:
         yield
@@ -153,7 +153,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
     """Measure how much recomputing the attention changes the model's outputs. Raise ModelError if it can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
-    with _refusing(loaded, inputs):
+    with _convert_errors(loaded, inputs):
         return hooks.identity_error(loaded.model, inputs, precise)
 
 
@@ -183,7 +183,7 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
 
 
 def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | None:
-    """Return the sentence that the products of queries and keys overflow a type; None if they do not."""
+    """Return a sentence if a product of a query and a key overflows `dtype`; None if none does."""
     limit = torch.finfo(dtype).max
     products = (each.call.query.double() @ each.call.paired_key.double().mT for each in reached)
     largest = max(float(product.abs().max()) for product in products)
@@ -204,14 +204,14 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
     other = ids.clone()
     other[0, last] = next(variant for variant in texts.plain_ids(loaded.model, 2) if variant != ids[0, last])
-    with _refusing(loaded, inputs), torch.no_grad():
+    with _convert_errors(loaded, inputs), torch.no_grad():
         results = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
     before, after = (of_text(logits_of(result), ids, sees=True)[:, :last].double() for result in results)
     # not >=: predictions that are all 0 depend on nothing
     return tasks[1] if bool((before - after).norm() > LOOKS_AHEAD * before.norm()) else "causal"
 
 
-def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
+def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     """Return the error of recomputed attention; raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:

@@ -58,7 +58,7 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`, or the first halves of inputs of at least median length, or why the model can't continue them.
+    """Return the prompts (default: first halves of inputs of at least median length), or why they can't be continued.
 
     Raise UsageError if the model can't continue `prompts`.
     """
@@ -250,7 +250,7 @@ class Differences:
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
         cosines = torch.cosine_similarity(original, new, dim=-1)
-        means, counts = outputs.owned_means(cosines, owners, int(owners.max()) + 1)
+        means, counts = outputs.average_by_sequence(cosines, owners, int(owners.max()) + 1)
         self.cosines.append(means)
         self.real.append(counts)
         self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)

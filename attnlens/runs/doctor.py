@@ -313,7 +313,7 @@ def _check(
 
 
 def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, *, rounded: bool) -> str:
-    """Return the sentence that the model's own rounding of its scores explains the error; "" if it does not.
+    """Return a sentence if the model's own rounding of its scores explains the error; "" if it does not.
 
     The rounding of float32 softmax in a float64 model is repeated exactly; otherwise, and if an earlier site `rounded`,
     the error is explained if it is at most twice the rounding of the largest score.

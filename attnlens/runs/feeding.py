@@ -217,7 +217,7 @@ def wrap_model(
     return Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
 
 
-def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
     """Wrap a model in memory. Raise UsageError for anything else, such as a model's name."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, Loaded):

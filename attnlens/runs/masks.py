@@ -29,7 +29,7 @@ LONGEST_WINDOW = 128  # Longest window that is tested unless `window` is request
 
 @dataclass(frozen=True)
 class Rule:
-    """Tokens that a site declares to see: all, or those up to the output's own; within a window or chunk, if any."""
+    """Tokens that a site should see: all, or those up to the output's own; within a window or chunk, if any."""
 
     causal: bool
     window: int | None = None
@@ -43,7 +43,7 @@ class Rule:
 
 
 def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
-    """Return what the configuration of a site's module declares; what its mask shows if there is no declaration."""
+    """Return the rule that the configuration declares for a site's module or, by default, the rule its mask shows."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
     causal = part == "decoder"

@@ -91,10 +91,10 @@ def sequence_means(
     values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
     """Average values, one per True in `predicted`, over each sequence with predictions; return means and counts."""
-    return owned_means(values, predicted.nonzero()[:, 0], len(predicted))
+    return average_by_sequence(values, predicted.nonzero()[:, 0], len(predicted))
 
 
-def owned_means(
+def average_by_sequence(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
     """Average the values of each of `count` sequences; return means and counts of the sequences with values."""

@@ -230,7 +230,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Return a unit's value, or a Failure after a second attempt, which errors of the user do not get."""
+    """Return a unit's value, or a Failure after a second attempt; errors of the user are not retried."""
     for _ in range(2):
         try:
             return compute(name)

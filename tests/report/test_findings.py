@@ -237,7 +237,7 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     [
         (("agrees", "agrees"), "Yes: 2 of 2 sites agree", "none"),
         (("agrees", "differs"), "No: 1 of 2 sites differ from the model (site 1)", "problem"),
-        (("agrees", "not checked"), "Not proved: 1 of 2 sites", "problem"),
+        (("agrees", "not checked"), "Not verified: 1 of 2 sites", "problem"),
     ],
 )
 def test_doctor_says_whether_every_site_agrees(verdicts: tuple[Verdict, ...], answer: str, severity: str) -> None:

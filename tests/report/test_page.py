@@ -54,7 +54,7 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
         symmetry = head.measures["weights.symmetry"].value
         assert not absent(page, f">{head.layer}</th><th>{head.head}</th>", f">{symmetry:.3f}<")
     entropy = report.heads[0].measures["tokens.entropy"]
-    headings = ("Most extreme heads (ranks, not tests)", "How it was made")
+    headings = ("Most extreme heads (ranks, not tests)", "How this report was made")
     shown = (f"<td>{entropy.value:.3f}±{entropy.se:.2g}", "COMPLETE: 12 of 12 heads")
     assert not absent(page, *shown, *(f"<h2>{heading}</h2>" for heading in headings))
     assert absent(page, "3 layers × 4 heads", "�") == ["�"]

@@ -3,7 +3,7 @@
 Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, whole matrices, masks, positions),
 `sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (its torch module).
 Inputs: a `records.Call` and a `Kernel`. Outputs: (batch, queries, heads, value_dim), or the attention weights.
-Importers: `models`, `runs` and `lab`. It imports torch, unlike the rest of `kernels`.
+Importers: `models`, `runs` and `lab`. Importing it loads torch, unlike other modules of `kernels`.
 """
 
 from attnlens.choices import Route

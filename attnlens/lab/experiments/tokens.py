@@ -437,7 +437,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     full=ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)),
     quick={"trials": 10, "d": (6, 10)},
     source="Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver "
-    "(the published one reads 5 to 8)",
+    "(the published solver gives 5 to 8)",
 )
 def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Count for each d the singular values above 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens."""

@@ -48,7 +48,7 @@ class Training:
 
 
 def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
-    """Build a new model and its copy with a primal last layer; parameters that both models have start equal."""
+    """Build a new model and a copy with a primal last layer; shared parameters have the same initial values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)

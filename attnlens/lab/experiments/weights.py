@@ -112,7 +112,7 @@ SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ), each split into its parts off and in the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ), each split into components outside and inside the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # [off, in]
     reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere

@@ -28,7 +28,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, HealingRate, Site
 from attnlens.records.provenance import FEWEST_DRAWS
 from attnlens.requests import HealRequest
-from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses, tokens_in
+from attnlens.runs.outputs import average_by_sequence, divergence, owners_of, predictions, token_losses, tokens_in
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -198,7 +198,7 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss, including J² of primal layers (Chen et al. 2023, sec. 3.3)."""
+        """Add `weight` times the loss's gradient to the leaves, with J² of primal layers (Chen et al. 2023, 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -207,7 +207,7 @@ class Healer(SwapSetup):
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
-            return owned_means(losses, owners, texts.sequences_in(inputs))
+            return average_by_sequence(losses, owners, texts.sequences_in(inputs))
 
     def penalty(self, penalties: list[Tensor]) -> Tensor | float:
         """Return η times the sum of the layers' regularisers (convention `code`: their mean); 0 if there are none."""
@@ -424,7 +424,7 @@ def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
-    """Build AdamW without weight decay, because the leaves are changes of weights."""
+    """Build AdamW without weight decay, because the leaves are weight changes, not weights."""
     return torch.optim.AdamW(list(leaves), lr=rate, betas=BETAS, weight_decay=0.0)
 
 
@@ -458,7 +458,7 @@ ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which ga
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate with ENOUGH of the best fall in held-out distance (0 if none), and all tried rates."""
+    """Return the largest rate with at least ENOUGH of the best fall in distance (0 if none), and all tried rates."""
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean
     half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others

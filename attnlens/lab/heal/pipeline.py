@@ -367,7 +367,7 @@ class Descent:
         self.optimiser = adamw(self.healer.leaves, rate)
 
     def advance(self) -> int:
-        """Make one training step and return its number of tokens."""
+        """Take one training step and return its number of tokens."""
         parts = []
         for _ in range(self.per_step):
             self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()

@@ -38,7 +38,7 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 
     The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
     finished work is stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError,
-    IdentityError, and Interrupted, which holds the finished results.
+    IdentityError, and Interrupted, which contains the finished results.
     """
     return rank_work(model, request, progress).finish()
 

@@ -134,7 +134,7 @@ class Losses(NamedTuple):
 
     @classmethod
     def of(cls, differences: Differences) -> Losses:
-        """Return the losses of the original model in a comparison."""
+        """Return the original model's losses from a comparison."""
         return cls(torch.cat(differences.before), torch.cat(differences.counts), differences.sampled)
 
     @property

@@ -286,7 +286,7 @@ def slug(name: str) -> str:
 def prepare_training(
     make: Callable[[], Sequence[StudyTask]], units: Mapping[str, TrainingUnit], store: Store
 ) -> tuple[Mapping[str, object], Compute]:
-    """Return the store's facts and the function that trains a unit; `make` rebuilds the tasks, too large to send."""
+    """Return the store's facts and the function that trains a unit; `make` rebuilds tasks, too large to send."""
     task_of = {task.name: task for task in make()}
     return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 

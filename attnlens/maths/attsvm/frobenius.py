@@ -54,9 +54,9 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
     Att-SVM of Tarzanagh et al. 2023: eliminate equalities, minimise ½λᵀGλ − bᵀλ over the working set, and add each
-    query's most violated constraints, at most `limit` times. Then the status is `inaccurate`, with the gap reached.
-    Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside
-    [1e-50, 1e50]; UnposedError for a problem without constraints.
+    query's most violated constraints, at most `limit` times. If that is too few, the status is `inaccurate`, and the
+    gap is the one reached. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50];
+    UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -199,13 +199,13 @@ class Constraints(UnitConstraints):
         return products
 
     def gram(self, rows: Rows, columns: Int[ndarray, " columns"]) -> Float[ndarray, "k columns"]:
-        """Return ⟨a_c, a_d⟩ outside the equalities' span, for c in rows and d in columns."""
+        """Return ⟨a_c, a_d⟩ without the components in the equalities' span, for c in rows and d in columns."""
         outside: Float[ndarray, "k columns"] = self.unit_gram(rows, columns)
         outside -= self.inner_products(rows) @ self.inner_products(columns).T
         return outside
 
     def scores(self, rows: Rows, loads: Loads) -> Each:
-        """Return ⟨a_c, Σ_r loads_r a_r⟩ outside the equalities' span, for every constraint c."""
+        """Return ⟨a_c, Σ_r loads_r a_r⟩ without the components in the equalities' span, for every constraint c."""
         share = self.solve_root(self.inner_products(rows).T @ loads, transposed=True)
         return self.unit_scores(np.append(rows, self.independent), np.append(loads, -share))
 

@@ -124,11 +124,11 @@ def choose(
 ) -> Selections:
     """Select at most `most` queries with the largest p_max of the head, and the tokens that they select.
 
-    A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight.
-    Omitted are queries that select all visible tokens, queries that see less than half as many tokens as another query
-    of the sequence (early in a causal sequence, p_max is near 1 because there are few tokens), and queries whose least
-    selected and largest other score are equal within TIE, which are counted. There are fewer queries if otherwise
-    constraints exceeded MOST_CONSTRAINTS or equalities MOST_EQUALITIES.
+    A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight. A
+    query is omitted if it selects all visible tokens, or sees less than half as many tokens as another query of the
+    sequence (early in a causal sequence, p_max is near 1 because there are few tokens). Ties, where the least selected
+    and the largest other score are equal within TIE, are omitted and counted. Fewer queries are chosen if the
+    constraints would exceed MOST_CONSTRAINTS, or the equalities MOST_EQUALITIES.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -186,7 +186,7 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
-    """Build the problem whose W select what the head selects: u W z ≥ 1 from O_i to all other tokens, 0 inside O_i.
+    """Build the problem whose solutions W select the head's tokens: u W z ≥ 1 from O_i to other tokens, 0 inside O_i.
 
     Tarzanagh et al. 2023, the generalised SVM. Raises UnposedError if no query was chosen.
     """
@@ -227,7 +227,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; the scale of M has no effect."""
+    """Comparison of a head with the max-margin form that selects the same tokens; it does not depend on M's scale."""
 
     chosen: Selections  # The posed queries and their selected tokens
     posed: HeadProblem  # The selection problem
@@ -246,9 +246,9 @@ class Nearness:
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections, or return the reason why there is no such SVM.
 
-    The scenes are those that the queries were chosen from, or others with the same scores. If sets of several tokens
-    are selected, M − W_fin is compared, where W_fin is the least form with M's score differences inside the sets:
-    trained forms tend to W_fin + R · W_mm, and only M − W_fin can meet the equalities.
+    `scenes` are those from which the queries were chosen, or others with the same scores. If sets of several tokens are
+    selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
+    differences inside the sets. Trained forms tend to W_fin + R · W_mm, so only M − W_fin can meet the equalities.
     """
     try:
         posed = pose(scenes, form, chosen)

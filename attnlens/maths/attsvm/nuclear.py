@@ -365,7 +365,7 @@ def solve_working_set(
 
 
 def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
-    """Scale W to meet the inequalities, then add the shortest correction of the rest; None if none is found."""
+    """Scale W to meet the inequalities, then add the smallest correction for the other violations; None if it fails."""
     # Margins of both signs and equalities b ≠ 0 leave violations that no scale removes.
     W = W * feasible_scale(problem, problem.scores(W))
     for _ in range(3):  # a second correction removes the rounding of a first, large one

@@ -217,7 +217,7 @@ def build_problem(
 
 
 def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, Mask]:
-    """Return the sets with all copies of selected tokens, and a mask of visible tokens without an earlier copy."""
+    """Extend the sets to all copies of their tokens; also return a mask of the first copy of each visible token."""
     same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
     first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
@@ -311,8 +311,8 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
 
 
 def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
-    """Raise UnposedError for a problem without constraints, and UsageError for a tolerance ≤ 0, a limit < 1 and sizes
-    outside [1e-50, 1e50], the largest |number| of a nonzero difference, query or margin: products could overflow.
+    """Raise UnposedError for a problem without constraints; UsageError for a tolerance ≤ 0, a limit < 1, and a nonzero
+    difference, query or margin whose largest |entry| lies outside [1e-50, 1e50], because products could overflow.
     """
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")

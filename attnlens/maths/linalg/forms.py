@@ -184,7 +184,8 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    Used for an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) of σ₁ are rounding.
+    Used for an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) · σ₁ are rounding
+    errors.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -258,7 +259,7 @@ def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*bat
 
 @dataclass(frozen=True)
 class Form:
-    """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, never formed.
+    """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, computed from its factors without forming M.
 
     Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
     (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. The joint

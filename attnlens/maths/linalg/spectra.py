@@ -71,7 +71,7 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
 
 
 def feature_rank(query_key: QueryKey, error: float) -> PerHead:
-    """Return a sufficient number m of features: the rank m of a K with K_ij/Σ_j K_ij within `error` of attention.
+    """Return a sufficient number m of features: the rank of a K whose K_ij/Σ_j K_ij is within `error` of attention.
 
     Sums and errors are over the visible pairs; K is free at hidden pairs (zeros there would give every causal head full
     rank). As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
@@ -276,14 +276,14 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process inheri
 
 
 def singular_values(matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch least"]:
-    """Return σ of dense matrices, descending, min(n, m) of them."""
+    """Return the min(n, m) singular values of dense matrices, descending."""
     return over_heads(torch.linalg.svdvals, matrix)
 
 
 def product_singular_values(
     left: Float[Tensor, "*batch n head_dim"], right: Float[Tensor, "*batch m head_dim"]
 ) -> Float[Tensor, "*batch least"]:
-    """Return σ of A Bᵀ, descending, min(n, m, head_dim) of them, by QR of both factors without forming the product."""
+    """Return the min(n, m, head_dim) σ of A Bᵀ, descending, by QR of both factors without forming the product."""
 
     def decompose(left: Tensor, right: Tensor) -> Tensor:
         return root_singular_values(*(torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right)))

@@ -171,7 +171,7 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently compute a model's attention with `answer`, named `name`. Raises ModelError if that is impossible."""
+    """Permanently compute a model's attention with `answer`, registered as `name`. Raises ModelError if impossible."""
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)
 

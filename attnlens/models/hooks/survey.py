@@ -322,7 +322,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return, in execution order, (path, module) of each element of an outermost module list that runs exactly once."""
+    """Return (path, module) of each element of an outermost module list that runs exactly once, in execution order."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):

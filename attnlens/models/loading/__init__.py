@@ -64,7 +64,7 @@ class Loaded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number type of the weights."""
+        """Data type of the weights."""
         if self.deferred is None:
             return self.model.dtype
         import torch

@@ -100,12 +100,12 @@ def check_loaded(
             if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
                 _refuse_added(where, name, candidate)
     if is_empty:
-        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}: it contains"
+        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}: the file contains"
         raise ModelError(f"{problem} {format_names(sorted(stored))}.", "Use the config.json of these weights.")
 
 
 def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
-    """Raise ModelError, because a tensor's name contains what a wrapper added to its plain name."""
+    """Raise the error for the tensor `name`, which is `plain` with a wrapper's prefix or infix."""
     match = WRAPPER.search(name)
     added = match[0] if match and not name.endswith(plain) else name.removesuffix(plain)
     problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(plain)}."
@@ -209,7 +209,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
     hub = import_module("transformers.integrations.hub_kernels")
     with ExitStack() as undo, silence_logging(), warnings.catch_warnings(action="ignore"):
         if place is not None:
-            undo.enter_context(configs.old_names_replaced())
+            undo.enter_context(configs.accept_old_names())
         if logging.is_progress_bar_enabled():
             logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             undo.callback(logging.enable_progress_bar)
@@ -257,7 +257,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
         sizes = [(size, path) for path, size in configs.fields(place.config) if isinstance(size, int) and size > 1]
         size, path = max(sizes, default=(0, ""))
         largest = f" (the largest setting is {shorten_text(path)} = {format_value(size)})" if sizes else ""
-        problem = f"{place.config_file} describes a far larger model{largest} than the weight files"
+        problem = f"{place.config_file} describes a far larger model{largest} than the weight files contain"
         raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", configs.SAY_BELONGS)
 
     with ExitStack() as stack:
@@ -324,8 +324,8 @@ def build_model(
 ) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
-    `weights` are tensors read from `files`, or stand-ins that have only shapes; if None, transformers itself reads the
-    tensors, whose headers are `stored`. `spread` are transformers' options that spread the model over devices.
+    `weights` are tensors read from `files`, or stand-ins that have only shapes; if None, transformers reads the tensors
+    itself. `stored` are the tensors' headers. `spread` are transformers' options for several devices.
     """
     from transformers import GenerationConfig
 

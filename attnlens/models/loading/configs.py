@@ -59,7 +59,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the part that reads text: of the encoder if two parts read text (MusicGen)."""
+    """Return the configuration of the part that reads text; if two parts do (MusicGen), that of the encoder."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -107,7 +107,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
 
 
 def _explain_tokenizer(place: Location) -> str:
-    """Return why the tokenizer's files can't be read, if they are not what their names say, or need packages."""
+    """Return why the tokenizer can't be read: a placeholder instead of a file, or missing packages; "" if neither."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
     named = {file for pattern in TOKENIZERS for file in place.folder.glob(pattern)}
@@ -190,7 +190,7 @@ def check_config(place: Location) -> None:
         owner, _, name = path.rpartition(".")
         if name in DTYPES and isinstance(value, str):
             dtype = getattr(torch, value.removeprefix("torch."), None)
-            require(value == "auto" or isinstance(dtype, torch.dtype), path, value, "which is not a type of torch")
+            require(value == "auto" or isinstance(dtype, torch.dtype), path, value, "which is not a torch dtype")
         is_rope = owner.endswith(("rope_scaling", "rope_parameters")) and name in ("rope_type", "type")
         if is_rope and isinstance(value, str) and not place.trusts_code:
             require(value in {*ROPE_INIT_FUNCTIONS, *OTHER_ROPES}, path, value, "which transformers does not support")
@@ -209,7 +209,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError if its form is not supported."""
+    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError for an unsupported variant."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))
@@ -252,7 +252,7 @@ def check_counts(place: Location, tensors: int) -> None:
 
 
 @contextmanager
-def old_names_replaced() -> Iterator[None]:
+def accept_old_names() -> Iterator[None]:
     """Patch transformers' reader of config.json to accept longrope's old name `su`, and types `auto` and `torch.…`."""
     from transformers import PreTrainedConfig
 
@@ -273,7 +273,7 @@ def old_names_replaced() -> Iterator[None]:
 
 
 def take_choices(config: object) -> None:
-    """Set CHOICES to None in a config and its nested ones: transformers would run a downloaded kernel named there."""
+    """Set CHOICES to None in a config and nested configs: transformers would run a downloaded kernel that they name."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()

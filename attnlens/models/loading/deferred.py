@@ -83,7 +83,7 @@ class DeferredWeights:
         ]
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
-        """Return some of the stored bytes of each tensor of these modules, to detect changes of the files."""
+        """Return some stored bytes of each tensor of these modules, to detect changes to the files."""
         names = [self._stored_names(module, dict(module.named_parameters())) for module in modules]
         return self.files.sample(dict.fromkeys(chain.from_iterable(names)))
 
@@ -130,7 +130,7 @@ ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes only shapes; tensors never compare equal, so that transformers ties none stored twice."""
+    """Mode that computes only shapes. Tensors never compare equal, so transformers ties no tensors stored twice."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""

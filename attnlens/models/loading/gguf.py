@@ -211,7 +211,7 @@ class Settings:
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 settings = ", ".join([*rope, *self.factors]) or "no rotation"
                 kind = type(model).__name__
-                raise self._refusal(f"sets {settings}, which does not give the {name} of transformers' {kind}")
+                raise self._refusal(f"sets {settings}, which contradicts the {name} of transformers' {kind}")
 
     def _refusal(self, problem: str) -> ModelError:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)

@@ -201,7 +201,7 @@ PLACEHOLDERS = {  # Beginning of a file that stands for another one → what it 
 
 
 def describe_placeholder(path: Path) -> tuple[str, str] | None:
-    """Return problem and remedy if a file contains a pointer or a web page instead of its content; otherwise None."""
+    """Return problem and remedy if a file contains a pointer or a web page instead of data; otherwise None."""
     with readable(path):
         if not path.is_file():
             return None
@@ -521,7 +521,7 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     lacking = "config.json" if CONFIG not in names else f"weights: neither {SINGLE} nor {SHARDED}"
     if folders := folders_below(names, where):
         listed = f"{', '.join(folders[:4])}{f' and {len(folders) - 4} more' if len(folders) > 4 else ''}"
-        problem = f"{where} has no {lacking}, but models lie in folders inside it: {listed}."
+        problem = f"{where} has no {lacking}, but folders inside it contain models: {listed}."
         raise ModelError(problem, f"{say_path.replace('file', 'model', 1)} {folders[-1]}, for example.")
     for kind, file, remedy in _match_formats(sorted({name.partition("/")[0] for name in names})):
         raise ModelError(f"{where} contains {kind} ({shorten_text(file)}), which attnlens does not read.", remedy)

@@ -92,7 +92,7 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device for the model's inputs: that of its first weight that is not offloaded (on `meta`)."""
+    """Return the device for the model's inputs: the device of its first weight that is not offloaded (on `meta`)."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))

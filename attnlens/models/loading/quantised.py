@@ -155,7 +155,8 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
         length, count = shape[axis], grid.shape[axis]
         is_side = isinstance(size, int) and size > 0
         side = size if is_side else {1: length, length: 1}.get(count, 0)
-        require(side > 0 and ceil(length / side) == count, f"{count} scales do not divide {length} codes into {block}")
+        fits = side > 0 and ceil(length / side) == count
+        require(fits, f"the numbers of codes ({length}) and scales ({count}) don't match (blocks: {block})")
         grid = grid.repeat_interleave(min(side, length), axis).narrow(axis, 0, length)
     return grid
 
@@ -207,7 +208,7 @@ def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     require(is_symmetric, f"sym is true, which implies zeros of {middle}, but in the format {form} its zeros differ")
     for zero in (middle - 1, middle + 1):
         is_shifted = bool((zeros == zero).all())
-        require(not is_shifted, f"in the format {form} all its zeros are {zero}, one beside the middle {middle}")
+        require(not is_shifted, f"in the format {form} all its zeros are {zero}, off by one from the middle {middle}")
     has_order = settings.get("desc_act") is not True or ".g_idx" in parts or len(scale) == 1
     require(has_order, "its order of inputs (g_idx) is missing, but desc_act is true")
     return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))

@@ -85,7 +85,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor, to detect changes of the file that its modification time does not show."""
+        """Read some bytes of a tensor, to detect changes to the file that its modification time does not show."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 

@@ -200,7 +200,7 @@ def reads_text(loaded: Loaded) -> bool:
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Return True if the main input is pixels, sound or a series, and so is noise unless there are files."""
+    """Return True if the main input is pixels, sound or a series, which is noise unless files are given."""
     return loaded.kind not in ("text", "seq2seq")
 
 

@@ -408,6 +408,6 @@ def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
 
 
 def move_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Move inputs to the model's device, and convert floating-point inputs to its number type."""
+    """Move inputs to the model's device, and convert floating-point inputs to its dtype."""
     device, dtype = device_of_inputs(model), model.dtype
     return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}

@@ -197,7 +197,7 @@ def thin_text(content: Content, *, spread: bool) -> Content:
 
 
 def _read_text(path: str, name: str) -> str:
-    """Read a file, or standard input (`-`). Raises TextError, which gives `name`, unless the content is UTF-8 text."""
+    """Read a file, or standard input (`-`). Raises TextError, which names `name`, unless the content is UTF-8."""
     if path != "-":
         content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     else:

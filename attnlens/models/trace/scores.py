@@ -72,7 +72,7 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | None:
-    """Return the Product that a call computes from these operands; None if it can't be one of queries and keys."""
+    """Return the Product that a call computes from these operands; None if they can't be queries and keys."""
     function, args, kwargs = call
     if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None

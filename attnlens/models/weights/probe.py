@@ -177,7 +177,7 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
     """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
 
-    Gradients identify these parameters without values, so the values of later projections are never read.
+    Gradients show which parameters matter even if they have no values yet, so later projections are never loaded.
     """
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
@@ -317,7 +317,7 @@ Match = tuple[Tensor, Tensor, Tensor | None]
 def match_columns(
     vectors: Tensor, multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor]
 ) -> list[Match] | None:
-    """Express each column of `vectors`, (draws, columns), by a multiple of a row of the weights; None if any fails."""
+    """Express each column of `vectors`, (draws, columns), as a multiple of a row of the weights; None if any fails."""
     if not bool(vectors.isfinite().all()):
         return None
     candidates = [

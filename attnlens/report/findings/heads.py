@@ -297,7 +297,7 @@ def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
 
 
 def next_commands(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that measure what the findings are worth for the model."""
+    """Yield commands that measure how much the findings matter to the model."""
     report, tests = shapes.report, HeadTests(shapes)
     model = model_argument(report)
     predicts = "LM" in report.model.architecture or "For" in report.model.architecture

@@ -1,4 +1,4 @@
-"""Findings of checks and reproductions: whether attnlens reads a model exactly, and whether results are as published.
+"""Findings of checks and reproductions: is the model read exactly, and are published results reproduced?
 
 A site agrees if the error of its attention is at most the tolerance of `doctor`; a figure is reproduced if it lies
 within the tolerance of its published value.
@@ -33,7 +33,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
         names = join_items([check.site for check in differing], 3)
         answer, severity = f"No: {len(differing)} of {total} differ from the model ({names}).", "problem"
     elif unchecked:
-        answer, severity = f"Not proved: {len(unchecked)} of {total} could not be checked completely.", "problem"
+        answer, severity = f"Not verified: {len(unchecked)} of {total} could not be checked completely.", "problem"
     else:
         answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
         rounded = [check for check in sites if check.rounding is not None]
@@ -195,7 +195,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
 
 
 def study_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the best cell of each task, and how many pairs of cells are ordered as published."""
+    """Yield the best cell of each task, and the number of pairs of cells ordered as published."""
     for study in shapes.report.studies:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]

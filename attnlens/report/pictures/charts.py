@@ -122,7 +122,7 @@ def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: flo
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each of these cells, a quarter of the cell's width or height in size, or less in large cells."""
+    """Draw a dot in each of these cells: a quarter of the cell's width or height, or less if cells are large."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
     offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
@@ -140,7 +140,7 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
-    """Label rows or columns 0 … n − 1 with these names; label only as many as there is room for."""
+    """Label rows or columns 0 … n − 1 with these names, as far as there is room."""
     axis.set_major_locator(IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 

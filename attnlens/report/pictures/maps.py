@@ -389,7 +389,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    Of a single source, a curve by depth forms the first row, or each of two spaces forms a row.
+    With a single source, a curve by depth has the first row to itself, or each of two spaces has its own row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space

@@ -81,7 +81,7 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(report: Report) -> list[str]:
-    """Return at most ten GitHub workflow commands: failed rules that no single head breaks, then the worst heads."""
+    """Return up to ten GitHub workflow commands: failed rules not broken by single heads, then the worst heads."""
     layer = report.model.layer_name
     rule_errors = [
         (check, describe_check(check, layer)) for check in report.checks if not check.passed and not check.breaches

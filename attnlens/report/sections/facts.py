@@ -57,7 +57,7 @@ def count_agreeing(counts: Counter[Origin]) -> str:
 
 
 def state_untested(count: int) -> str:
-    """Return the clause on figures whose tolerance is too wide to count; empty if there are none."""
+    """Return the clause on figures whose tolerance is too wide for a verdict; empty if there are none."""
     return f"; {count} not tested (tolerance above a third of the reference)" if count else ""
 
 
@@ -94,7 +94,7 @@ def population(report: Report, counted: str = "") -> str:
 
 
 def _unit(report: Report) -> str:
-    """Name the unit that was fed: `window`, `line`, or `input` if no text was fed."""
+    """Name the unit that the model read: `window`, `line`, or `input` if it read no text."""
     return "input" if not _texts_in_windows(report) else "line" if report.settings.pack is False else "window"
 
 
@@ -243,4 +243,4 @@ def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
     if view == "verbose":
         items += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
         items.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
-    yield Section("Details" if view == "verbose" else "How it was made", items=items)
+    yield Section("Details" if view == "verbose" else "How this report was made", items=items)

@@ -94,7 +94,7 @@ def kernel_list(
 
 
 def architecture_list(measured: str, architectures: Iterable[Architecture]) -> list[Section]:
-    """List every model type: coverage, route, positions, weights and checks; then what is missing, and why."""
+    """List every model type with its coverage, route, positions, weights and checks; then list reasons for gaps."""
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())

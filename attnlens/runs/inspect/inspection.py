@@ -56,7 +56,7 @@ GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory,
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), times its ‖W_Q‖‖W_K‖ if the measure is proportional to it."""
+    """Return each head's null mean and sd, (heads, 2), multiplied by ‖W_Q‖‖W_K‖ if the measure scales with it."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 

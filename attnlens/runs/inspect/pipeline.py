@@ -166,7 +166,7 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, and verify that recomputed attention changes nothing; units fill `factors`."""
+    """Cut the texts, find the sites, verify that recomputed attention changes nothing; units add to `factors`."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model

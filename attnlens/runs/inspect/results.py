@@ -264,7 +264,7 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads with extreme values of a measure, those most spreads away from the median first.
+    """Return up to eight heads with extreme values of a measure, by decreasing distance from the median in spreads.
 
     Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so weights.*
     list them once.

@@ -87,7 +87,7 @@ class SwapSession:
         """Find and verify the sites, and select those requested. Raise UsageError if any kernel is undefined there."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
-            self.identity_error = checks.proven_whole(self.loaded, self.probe)
+            self.identity_error = checks.require_identity(self.loaded, self.probe)
             checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
             self.sites = tuple(each.site for each in survey.sites)
             self.model_heads = sum(each.call.query.shape[1] for each in survey.sites)

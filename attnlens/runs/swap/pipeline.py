@@ -161,7 +161,7 @@ def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, prog
 
 
 def check_work(model: Model, request: KernelRequest) -> None:
-    """Raise UsageError or OutputError if units of this run can't be kept or computed where the options request it."""
+    """Raise UsageError or OutputError if units of this run can't be kept, or computed where the options say."""
     if isinstance(model, loading.Loaded):
         feeding.refuse_work(request)
     else:
@@ -265,7 +265,7 @@ Part = TypeVar("Part", bound=Outcome)
 
 
 def _set_window(result: KernelResult, window: int, session: SwapSession) -> Swap:
-    """Return a kernel's record with the losses beyond `window` keys in place of those beyond its own window."""
+    """Return a kernel's record with losses beyond `window` keys instead of beyond the kernel's own window."""
 
     def replace_losses(outcome: Part, name: str) -> Part:
         if name not in result["losses"] or outcome.loss is None:

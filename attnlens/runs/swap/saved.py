@@ -151,13 +151,13 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...], hooks.Swaps]:
     """Return the model, sites and kernels of a `--save` folder without swapping. Raise the errors of `load_swapped`."""
     Loading(**loading)  # raises UsageError for invalid values
-    with _refusing(place):
+    with _convert_errors(place):
         facts, fitted = _read_attributes(place)
     loaded = load(str(place), swapped=True, **loading)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
     reached = hooks.survey(loaded.model, inputs)
     sites = tuple(each.site for each in reached)
-    with _refusing(place):
+    with _convert_errors(place):
         _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
         _check_sites(facts, reached)
         swaps = _build_swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()})
@@ -167,7 +167,7 @@ def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...]
 
 
 @contextmanager
-def _refusing(place: Path) -> Iterator[None]:
+def _convert_errors(place: Path) -> Iterator[None]:
     """Turn the errors that a damaged or altered folder causes into a ModelError."""
     try:
         yield

@@ -27,7 +27,7 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Call, Site, SiteSwap, Task
 from attnlens.runs import checks
-from attnlens.runs.feeding import at_rest, held_model, tensors
+from attnlens.runs.feeding import at_rest, require_model, tensors
 from attnlens.runs.outputs import Variant
 
 
@@ -219,7 +219,7 @@ def replaced(
     layers, heads = requests.layer_list("layers", layers), requests.numbers("heads", heads)
     if part is not None:
         checked_name("part", part, PARTS)
-    loaded = held_model(model)
+    loaded = require_model(model)
     with at_rest(loaded.model), torch.no_grad():
         if batch is None:
             try:
@@ -229,7 +229,7 @@ def replaced(
         else:
             inputs = tensors(loaded.model, batch)
         survey = checks.survey_model(loaded, inputs)
-        checks.proven_whole(loaded, inputs)
+        checks.require_identity(loaded, inputs)
         chosen = choose_sites(survey, [new], layers, heads, part)
         sites = tuple(each.site for each in survey.sites)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
@@ -292,7 +292,7 @@ PRIMAL = (
     "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other token "
     "(except through samples)."
 )
-CONSTANT = 1e-4  # largest relative spread of ‖k‖ of equally long keys; 2 eps of the number type if that is larger
+CONSTANT = 1e-4  # largest relative spread of ‖k‖ of equally long keys; 2 eps of the dtype if that is larger
 
 
 def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
