@@ -194,7 +194,8 @@ def test_standard_errors_of_predictions_cover_the_population():
     scales = torch.rand(4000, 1, 1, generator=generator) * 2
     original = 2 * torch.randn(4000, 40, 7, generator=generator, dtype=torch.float64)
     new = original + scales * torch.randn(original.shape, generator=generator)
-    targets = torch.distributions.Categorical(logits=original).sample()
+    probabilities = original.softmax(-1).flatten(0, 1)
+    targets = torch.multinomial(probabilities, 1, generator=generator).view(4000, 40)
     targets[torch.arange(40) >= counts[:, None]] = NOTHING
     true = predictions(original, new, targets)
     for _ in range(samples):
