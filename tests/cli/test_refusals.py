@@ -12,7 +12,7 @@ from program import DEMO, answers_nothing, environment_with, invoke, refused
 from reports import synthetic_report
 from swap_reports import planned
 
-from attnlens.cli.outputs import NO_MODEL, Outputs
+from attnlens.cli.outputs import NO_MODEL, Outputs, find_inputs
 from attnlens.errors import UsageError
 
 OUTPUTS = ("json", "csv", "windows-csv", "figure", "html", "markdown")
@@ -329,7 +329,6 @@ def test_refusals_in_this_process_are_those_of_the_program(tmp_path):
         (["inspect", "a\0b"], "contains a NUL"),
         (["inspect", "--hedas", "2"], "--heads"),
         (["inspect", "--select", "argmax"], "Use select in Python: it is a keyword of the function."),
-        (["ranks", "./none", "--ranks", "none.json"], "none.json"),
         (["inspect", "demo", "--json", "--csv"], "followed by the option --csv"),
     ]
     for words, part in cases:
@@ -338,6 +337,8 @@ def test_refusals_in_this_process_are_those_of_the_program(tmp_path):
     (tmp_path / "m" / "config.json").touch()
     with pytest.raises(UsageError, match="a file of the model"):
         Outputs(json=str(tmp_path / "m" / "config.json")).check({str(tmp_path / "m"): "a file of the model"})
+    with pytest.raises(UsageError, match=r"none\.json"):
+        find_inputs({"ranks": str(tmp_path / "none.json")}, [])
 
 
 def test_refusals_of_a_missing_device_with_a_traceback_and_of_defaults_without_an_end(tmp_path, monkeypatch):

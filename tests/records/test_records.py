@@ -12,6 +12,7 @@ from attnlens import records
 from attnlens.checks.judging import baseline_of
 from attnlens.records import Call, Coverage, Head, HeadChange, Measure, MeasureChange, Null, Site, Text
 from attnlens.records.comparison import heads_with_changes
+from attnlens.records.provenance import convert_plan
 
 SITE = Site("attention", 0, 0, "decoder")
 PLACE = {"site": "s", "layer": 0, "kv_head": 0, "part": "decoder"}
@@ -60,6 +61,11 @@ def test_columns_of_a_baseline_are_as_long_as_its_heads():
 def test_the_first_look_with_the_least_loss_is_tested():
     run = records.StudyRun.model_construct(losses=[3.0, 1.0, 2.0])
     assert records.StudyCell.model_construct(runs=[run]).tested_look == 1
+
+
+def test_the_promise_of_a_plan_of_version_1_becomes_its_estimate():
+    plan = convert_plan({"promised": {"share": 0.01}})
+    assert (plan["estimated"], plan["promised"], [*plan["reasons"]]) == ({"share": 0.01}, None, ["promised"])
 
 
 def test_query_heads_of_a_group_keep_their_key_head_and_keys_their_values():
