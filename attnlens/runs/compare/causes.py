@@ -71,11 +71,11 @@ def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> I
     if diagnosis.unexplained:
         closest, residual = diagnosis.closest or ("", diagnosis.change)
         near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
-        names = tuple(diagnosis.unexplained)
-        reshaped = tuple(name for name in names if first.parts[name].shape != second.parts[name].shape)
-        words = describe_unexplained(names, diagnosis.change, near, reshaped)
+        left = tuple(diagnosis.unexplained)
+        reshaped = tuple(name for name in left if first.parts[name].shape != second.parts[name].shape)
+        words = describe_unexplained(left, diagnosis.change, near, reshaped)
         heads = diagnosis.unexplained_heads
-        yield Unexplained(UNEXPLAINED, words, None, heads, residual, names, False, diagnosis.change, near, reshaped), []
+        yield Unexplained(UNEXPLAINED, words, None, heads, residual, left, False, diagnosis.change, near, reshaped), []
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Found:
     layer: int | None  # None outside of layers
     cause: Cause
     errors: list[float] = field(default_factory=list)  # error of each head if its weights are quantised
-    whole: bool = False  # True if weights are rounded, and the cause holds for all tensors of the layer
+    whole: bool = False  # True if weights are rounded, and the cause holds for all matrices of the layer
 
 
 @dataclass
@@ -258,7 +258,7 @@ class Walk:
 
 def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
     """Return the name of the output matrix, and of the embedding that it is; empty names if it is not tied."""
-    output = model.get_output_embeddings()
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     matrix = getattr(output, "weight", None)
     path = next((path for path, module in model.named_modules() if module is output), "")
     source = next((name for name, part in model.named_parameters() if part is matrix), "")
@@ -318,14 +318,18 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Return True if a cause is a rounding that holds for all tensors of a layer, whichever of them it changes."""
+    """Return True if a cause is a rounding that holds for all matrices of a layer, whichever of them it changes."""
     if cause.hypothesis == "rounding":
         return len(causes) == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
     if name not in TYPES:
         return False
     rounded = blocks[0 if which else 1].values()
-    return all(torch.equal(part, part.to(TYPES[name]).to(part.dtype)) for part in rounded if part.is_floating_point())
+    return all(
+        torch.equal(part, part.to(TYPES[name]).to(part.dtype))
+        for part in rounded
+        if part.is_floating_point() and part.dim() > 1
+    )
 
 
 def _same_heads(first: SiteCall, second: SiteCall) -> bool:
