@@ -76,6 +76,7 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
+ON_FORMS = "W_Q and W_K of "  # Start of the notes on the heads' forms M
 SURELY = 47.2  # Divergence / (divergence under rounding alone) above which p < 1e-3: (Student's t of 5 draws)²
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of a head's form M in the second model to M in the first: equal W_Q and W_K; the same M from other W_Q and
@@ -126,7 +127,9 @@ class BlockChange(Record):
     rounding: Number | None = None
     p: Number | None = None
     q: Number | None = None
-    named: bool = False  # True if q is at most the requested false-discovery rate, over blocks
+    smallest: Number | None = None  # Smallest change of practical size; None in reports of older versions
+    negligible: bool = False  # True if the 90 % interval of the change lies below smallest
+    named: bool = False  # True if q is at most the false-discovery rate, over blocks, and the change is not negligible
 
 
 class Spread(Record):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import damage
@@ -14,10 +17,12 @@ import torch
 
 import attnlens
 from attnlens.models import loading
-from attnlens.records import Comparison
+from attnlens.records import Comparison, Finding, Outcome, PredictionChange
+from attnlens.records.comparison import ON_FORMS
 from attnlens.report.findings import find
 from attnlens.report.shapes import Shapes
 from attnlens.requests import InspectRequest
+from attnlens.runs.compare.changes import SAME_FORMS
 from attnlens.runs.compare.diagnosis import describe_models
 from attnlens.runs.inspect.pipeline import prepare, survey
 from attnlens.runs.progress import silent
@@ -363,8 +368,9 @@ def test_first_lines_and_the_repair_of_a_lost_permutation():
     )
     assert third.evidence == "Repair: permute the rows of W_Q and W_K from interleaved to half-split."
     own_kl = [row for row in report.comparison.rows if row.measure == "compare.own_kl" and row.layer == 0]
+    assert len(own_kl) == 6
     assert all(row.beyond_rounding for row in own_kl)
-    assert all(head.relation == "same form" for head in report.comparison.heads if head.layer == 0)
+    assert [head.relation for head in report.comparison.heads if head.layer == 0] == ["same form"] * 6
 
 
 def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
@@ -375,20 +381,31 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     for name, side in (("first", own), ("second", other)):
         side.model.save_pretrained(tmp_path / name)
         side.tokenizer.save_pretrained(tmp_path / name)
-    paths, present = set[str](), DeferredWeights.present
+    present, read, most = DeferredWeights.present, defaultdict[int, set[str]](set), Counter[int]()
+    in_memory_now = defaultdict[int, list[str]](list)
 
-    def watch(self: DeferredWeights, module: Any, wanted: Any) -> Any:
-        paths.add(self._paths[module])
-        return present(self, module, wanted)
+    @contextmanager
+    def watch(self: DeferredWeights, module: Any, wanted: Any) -> Iterator[None]:
+        path, now = self._paths[module], in_memory_now[id(self)]
+        read[id(self)].add(path)
+        with present(self, module, wanted):
+            now.append(path)
+            layers = {match[1] for match in map(re.compile(r"model\.layers\.(\d+)").match, now) if match}
+            most[id(self)] = max(most[id(self)], len(layers))
+            yield
+            now.remove(path)
 
     monkeypatch.setattr(DeferredWeights, "present", watch)
     options = {"source": "weights", "analyzers": "symmetry"}
     report = attnlens.compare(tmp_path / "first", tmp_path / "second", from_files=True, **options)
     result = report.comparison
     in_memory = attnlens.compare(tmp_path / "first", tmp_path / "second", **options).comparison
-    inside = {"", ".self_attn"}
-    layers = {f"model.layers.{layer}{part}" for layer in (0, 1) for part in inside}
-    assert paths <= layers | {"model.embed_tokens", "model.norm", "lm_head"}
+    layers = {f"model.layers.{layer}" for layer in (0, 1)}
+    outside = {"model.embed_tokens", "model.norm", "lm_head"}
+    assert len(read) == 2
+    for paths in read.values():
+        assert paths - {f"{layer}.self_attn" for layer in layers} == layers | outside
+    assert list(most.values()) == [1, 1]
     assert [(each.hypothesis, each.layers) for each in result.diagnosis] == [
         ("interleaved rows", [1]),
         ("rounded to bfloat16", [0, 1]),
@@ -398,5 +415,232 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     distances = {(row.layer, row.head): row.delta for row in in_memory.rows if row.measure == "compare.form_change"}
     stored = {(row.layer, row.head): row.delta for row in result.rows if row.measure == "compare.form_change"}
     assert stored.keys() == distances.keys()
+    assert len(distances) == 12
     assert all(value == pytest.approx(distances[place], rel=1e-3, abs=1e-9) for place, value in stored.items())
+    assert result.rows
     assert all(row.p is None and not row.named for row in result.rows)
+
+
+def disturb(*names: str) -> Callable[[Any], None]:
+    """Add noise to these tensors, 30 % of their spread."""
+
+    def change(second: Any) -> None:
+        for number, name in enumerate(names):
+            weight = second.get_parameter(name)
+            generator = torch.Generator().manual_seed(number)
+            weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
+
+    return change
+
+
+def round_only(*names: str) -> Callable[[Any], None]:
+    def change(second: Any) -> None:
+        for name in names:
+            second.get_parameter(name).copy_(second.get_parameter(name).bfloat16())
+
+    return change
+
+
+def placed(first: loading.Loaded, second: loading.Loaded) -> list[tuple[list[int], list[str]]]:
+    """The layers and tensors of each cause."""
+    return [(cause.layers, cause.tensors) for cause in described(first, second)["diagnosis"]]
+
+
+DECODER = "model.decoder.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "layer", "part"),
+    [
+        ("bart", f"{DECODER}.self_attn.k_proj.weight", 4, "key.weight"),
+        ("bart", f"{DECODER}.encoder_attn.q_proj.weight", 5, "query.weight"),
+        ("bart", f"{DECODER}.encoder_attn.out_proj.weight", 5, "output.weight"),
+        ("bart", f"{DECODER}.fc1.weight", 4, "fc1.weight"),
+        ("bart", "model.encoder.layers.1.self_attn.q_proj.weight", 1, "query.weight"),
+        ("t5", "decoder.block.1.layer.1.EncDecAttention.q.weight", 5, "query.weight"),
+    ],
+)
+def test_each_tensor_of_a_decoder_is_diagnosed_once_at_its_own_attention(name, tensor, layer, part):
+    own = model(name)
+    assert placed(own, changed(own, disturb(tensor))) == [([layer], [part])]
+
+
+def test_unexplained_tensors_and_roundings_are_merged_only_if_they_are_the_same():
+    own = model("llama")
+    up, keys = (f"model.layers.{{}}.{name}.weight" for name in ("mlp.up_proj", "self_attn.k_proj"))
+    first, second = described(own, changed(own, disturb(up.format(0), keys.format(1))))["diagnosis"]
+    assert (first.layers, first.tensors, second.layers, second.tensors) == (
+        [0],
+        ["mlp.up_proj.weight"],
+        [1],
+        ["key.weight"],
+    )
+    assert (first.text.split()[0], second.text.split()[0]) == ("mlp.up_proj.weight", "W_K")
+    assert placed(own, changed(own, disturb(keys.format(0), keys.format(1)))) == [([0, 1], ["key.weight"])]
+    parts = round_only(up.format(0), keys.format(1))
+    assert placed(own, changed(own, parts)) == [([0], ["mlp.up_proj.weight"]), ([1], ["key.weight"])]
+    (whole,) = described(own, changed(own, cast))["diagnosis"]
+    assert (whole.layers, whole.text) == (
+        [0, 1],
+        "weights are rounded to bfloat16, also model.embed_tokens.weight, model.norm.weight and lm_head.weight outside "
+        "the layers",
+    )
+
+
+@pytest.mark.parametrize(("change", "verb"), [(disturb, "changed by up to"), (round_only, "are rounded to bfloat16")])
+def test_all_tensors_outside_of_layers_are_named(change, verb):
+    own = model("llama")
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    (cause,) = described(own, changed(own, change(*names)))["diagnosis"]
+    assert (cause.layers, cause.tensors) == ([], names)
+    assert cause.text.startswith(f"model.embed_tokens.weight and lm_head.weight {verb}")
+
+
+def fewer_heads(own: loading.Loaded) -> loading.Loaded:
+    """The same tensors, read as three heads of 20 dimensions instead of six of 10."""
+    return changed(own, num_attention_heads=3, num_key_value_heads=1, head_dim=20)
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_the_first_lines_do_not_depend_on_shapes_and_name_the_config(from_files, tmp_path):
+    own = model("llama")
+    sides: list[Any] = [own, loaded.cut(own, 1), fewer_heads(own)]
+    options: dict[str, Any] = {"analyzers": "symmetry", "source": "weights"}
+    if from_files:
+        for number, side in enumerate(sides):
+            side.model.save_pretrained(tmp_path / str(number))
+            side.tokenizer.save_pretrained(tmp_path / str(number))
+        sides, options = [tmp_path / str(number) for number in range(3)], options | {"from_files": True}
+    shorter, wider = (findings(attnlens.compare(sides[0], side, **options)) for side in sides[1:])
+    assert [each.question for each in shorter] == ["Same weights?", "Same config?", "Cause?", "Changed?"]
+    assert shorter[0].answer == "No: 0 of 16 tensors differ."
+    assert "Only in the first model: model.layers.1." in shorter[0].evidence
+    assert shorter[1].answer.startswith("No: num_hidden_layers 2 → 1")
+    assert shorter[2].answer == "The second model has 1 layer instead of 2 (num_hidden_layers)."
+    assert [each.question for each in wider] == ["Same weights?", "Same config?", "Cause?", "Changed?"]
+    assert wider[0].answer == "Yes: all 29 tensors are identical (nothing was merged)."
+    assert "num_attention_heads 6 → 3" in wider[1].answer
+    assert wider[2].answer == "The second model has 3 attention heads instead of 6 (num_attention_heads)."
+    assert wider[2].evidence == "Repair: set num_attention_heads to 6."
+
+
+def findings(report: attnlens.Report) -> list[Finding]:
+    return list(find(Shapes(report)))
+
+
+def test_damage_is_found_in_the_layers_that_both_models_have():
+    own = model("llama")
+    damaged = changed(own, interleave(own, 0))
+    report = attnlens.compare(own, loaded.cut(damaged, 1), analyzers="symmetry", source="weights")
+    assert [(cause.hypothesis, cause.layers) for cause in report.comparison.diagnosis] == [
+        ("another number of layers", []),
+        ("interleaved rows", [0]),
+    ]
+
+
+def test_an_output_matrix_that_is_no_longer_the_embedding():
+    own = changed(model("llama"), tie_word_embeddings=True)
+    assert own.model.lm_head.weight is own.model.model.embed_tokens.weight
+    equal = described(own, changed(own, tie_word_embeddings=False))
+    assert [change.field for change in equal["config"]] == ["tie_word_embeddings"]
+    assert (equal["tensors"].total, equal["tensors"].differ, equal["diagnosis"]) == (29, [], [])
+    assert described(own, changed(own, disturb("model.norm.weight")))["tensors"].total == 28
+    other = changed(own, lambda second: second.lm_head.weight.normal_(), tie_word_embeddings=False)
+    for sides, hypothesis in (((own, other), "output matrix not tied"), ((other, own), "output matrix tied")):
+        found = described(*sides)
+        assert found["tensors"].differ == ["lm_head.weight"]
+        assert [(cause.hypothesis, cause.layers, cause.tensors) for cause in found["diagnosis"]] == [
+            (hypothesis, [], ["lm_head.weight"])
+        ]
+
+
+@pytest.mark.parametrize(("name", "unit"), [("llama", 1.0), ("gemma2", 0.0)])  # Gemma's gain is 1 + w
+def test_the_gain_of_the_last_norm(name, unit):
+    own = model(name)
+
+    def lose(second: Any) -> None:
+        second.model.norm.weight.fill_(unit)
+
+    def shift(second: Any) -> None:
+        second.model.norm.weight.add_(1)
+
+    assert causes(own, changed(own, lose)) == [("gain dropped", [], [])]
+    assert causes(own, changed(own, shift)) == [("gain offset", [], [])]
+    assert causes(own, changed(own, disturb("model.norm.weight"))) == [("not explained", [], [])]
+
+
+def test_predictions_that_are_not_finite_are_a_problem():
+    own = model("llama")
+
+    def break_weight(second: Any) -> None:
+        second.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
+
+    broken = changed(own, break_weight)
+    report = attnlens.compare(own, broken, analyzers="symmetry", windows=2, length=16)
+    (effect,) = (each for each in findings(report) if each.question == "Effect?")
+    assert (effect.answer, effect.severity) == ("The second model's predictions are not finite.", "problem")
+    result, answers = compared(broken, own)
+    assert result.outcome is None
+    assert answers["Note"].startswith("Predictions are not compared: the first model's predictions are not finite.")
+
+
+def test_changes_of_blocks_have_a_practical_size():
+    own = model("llama")
+    small, answers = compared(own, changed(own, rms_norm_eps=1e-5))
+    assert [(block.negligible, block.named, block.smallest) for block in small.blocks] == [(True, False, 1e-3)] * 2
+    assert all(0 < block.change < 1e-4 for block in small.blocks)
+    assert answers["Changed?"] == "None of 12 heads changed by itself."
+    large, _ = compared(own, changed(own, disturb("model.layers.1.mlp.up_proj.weight")))
+    assert [(block.negligible, block.named) for block in large.blocks] == [(True, False), (False, True)]
+
+
+def test_rounding_is_as_notable_in_one_direction_as_in_the_other():
+    own = model("llama")
+    sides = own, changed(own, cast)
+    for first, second in (sides, sides[::-1]):
+        report = attnlens.compare(first, second, analyzers="symmetry", source="weights")
+        assert [each.severity for each in findings(report) if each.question == "Cause?"] == ["notable"]
+
+
+def test_the_effect_is_notable_if_predictions_surely_change():
+    own = model("llama")
+    report = attnlens.compare(own, changed(own, cast), analyzers="symmetry", windows=2, length=16)
+
+    def effect(kl: float, interval: tuple[float, float], same_top: float = 1.0) -> Finding:
+        fields = dict.fromkeys(("largest", "q999", "q99", "q95", "median"), kl)
+        change = PredictionChange(
+            **fields,
+            tokens=9,
+            mean=kl,
+            mean_se=0.002,
+            same_top=same_top,
+            same_top_se=None,
+            perplexity_ratio=None,
+            perplexity_ratio_se=None,
+        )
+        outcome = Outcome(predictions=change, kl=kl, kl_ci95=interval)
+        comparison = report.comparison.model_copy(update={"outcome": outcome})
+        (found,) = (
+            each
+            for each in findings(report.model_copy(update={"comparison": comparison}))
+            if each.question == "Effect?"
+        )
+        return found
+
+    assert effect(0.03, (0.02, 0.04)).answer.startswith("KL 0.030 ± 0.0020 nats per token")
+    assert effect(0.03, (0.02, 0.04)).severity == "notable"
+    assert effect(0.001, (0.0009, 0.002), same_top=0.98).severity == "notable"
+    assert effect(0.03, (0.0, 0.04)).severity == "none"
+    assert effect(0.001, (0.0009, 0.002)).severity == "none"
+
+
+def test_notes_on_other_things_than_forms_are_notes():
+    assert all(note.startswith(ON_FORMS) for note in SAME_FORMS.values())
+    own = model("llama")
+    second = changed(own, disturb("model.layers.0.self_attn.q_proj.weight"))
+    report = attnlens.compare(own, second, analyzers="symmetry", source="weights")
+    note = "The tensors were read twice."
+    comparison = report.comparison.model_copy(update={"notes": [note]})
+    answers = {each.question: each.answer for each in findings(report.model_copy(update={"comparison": comparison}))}
+    assert answers["Note"] == note
+    assert answers["Form M?"].startswith("The query/key form M of 6 heads changed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -128,16 +128,28 @@ def block_path(path: str) -> str:
     return match[1] if match else path
 
 
-def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, factors: object = None) -> Layer:
+def read_layer(
+    model: PreTrainedModel,
+    site: SiteCall,
+    roles: Roles | None,
+    factors: object = None,
+    *,
+    others: Collection[str] = (),
+    rest: bool = True,
+) -> Layer:
     """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
 
-    `factors`: the site's Factors, if they could be read, with its rotation.
+    `factors`: the site's Factors, if they could be read, with its rotation. `others`: module paths of the block's other
+    attention sites, whose tensors are left out. `rest`: False for the tensors below the site's own module only.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
-    parts, offsets = {}, dict(_offsets(block))
-    parameters = {name: part.detach() for name, part in block.named_parameters()}
-    prefix = site.site.path.removeprefix(block_path(site.site.path)).lstrip(".")
-    inside = f"{prefix}." if prefix else ""
+    parts, offsets = {}, dict(norm_offsets(block))
+    inside, *outside = (_prefix_in_block(path) for path in (site.site.path, *others))
+    parameters = {
+        name: part.detach()
+        for name, part in block.named_parameters()
+        if not any(name.startswith(prefix) for prefix in outside) and (rest or name.startswith(inside))
+    }
     used: dict[str, set[int]] = {}
     for role, rows in ({} if roles is None else roles.rows).items():
         for kind in ("weight", "bias"):
@@ -152,7 +164,7 @@ def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, fact
             parts[f"{role}.gain"] = parameters[name] + offsets.get(name, 0.0)
             gains.add(f"{role}.gain")
             used[name] = set()
-    if roles is not None and (output := _find_output(block, module, roles)) is not None:
+    if roles is not None and (output := _find_output(block, module, roles, parameters)) is not None:
         name, columns = output
         weight = parameters[name].T if columns else parameters[name]
         parts["output.weight"] = weight.T.reshape(-1, roles.rows["value"].index.shape[1], weight.shape[0])
@@ -170,6 +182,12 @@ def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, fact
     return Layer(parts, frozenset(gains), pairs)
 
 
+def _prefix_in_block(path: str) -> str:
+    """Return how the names of a module's tensors begin within its block."""
+    prefix = path.removeprefix(block_path(path)).lstrip(".")
+    return f"{prefix}." if prefix else ""
+
+
 def _pairs(rotation: Rotation) -> list[tuple[int, int]]:
     return [(int(first), int(second)) for first, second in rotation.pairs.tolist()]
 
@@ -178,23 +196,29 @@ def _bias_of(name: str) -> str:
     return re.sub(r"weight$", "bias", name)
 
 
-def _offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
+def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the name of each norm's gain w, and what the norm adds to it (1 if it applies 1 + w)."""
     for path, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
-            with torch.no_grad():
-                norm = fit_norm(module)
+            try:
+                with torch.no_grad():
+                    norm = fit_norm(module)
+            except (RuntimeError, ValueError):  # BatchNorm and GroupNorm need inputs with more axes
+                norm = None
             offset = 0.0 if norm is None else float((norm.gain - weight.detach().double()).mean().round())
             yield f"{path}.weight" if path else "weight", offset
 
 
-def _find_output(block: nn.Module, module: nn.Module, roles: Roles) -> tuple[str, bool] | None:
-    """Return the name of W_O in the block, and whether its rows are inputs; the first free matrix of its shape."""
+def _find_output(block: nn.Module, module: nn.Module, roles: Roles, names: Collection[str]) -> tuple[str, bool] | None:
+    """Return the name of W_O in the block, and whether its rows are inputs; the first free matrix of its shape.
+
+    `names`: the tensors of the block that can be W_O.
+    """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
     columns = roles.rows["value"].columns
-    parts = dict(block.named_parameters())
+    parts = {name: part for name, part in block.named_parameters() if name in names}
     own = set(module.parameters())
     inside = [name for name, part in parts.items() if part in own]
     for name in (*inside, *(name for name in parts if name not in inside)):

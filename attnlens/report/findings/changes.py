@@ -27,7 +27,7 @@ from attnlens.records import (
     Rise,
     Swap,
 )
-from attnlens.records.comparison import DISTANCE, UNEXPLAINED
+from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
@@ -38,6 +38,8 @@ Place = tuple[int, int]
 """Layer and head."""
 Names = Callable[[int], str]  # Function that names a layer
 NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
+LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
+"""Mean KL in nats, and share of equal top predictions, beyond which the effect of a difference is notable."""
 MOST_HEADS = 4  # Number of changed heads that are named
 
 
@@ -323,6 +325,9 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if others := changes.others:
         answer += f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'} in other measures"
     severity = "notable" if count or blocks or changes.inherited or others else "none"
+    if comparison.outcome is not None and comparison.outcome.diverged:
+        answer += "; numbers that are not finite cannot be compared"
+        severity = "notable"
     if not comparison.tests and (largest := _largest_form(comparison)) is not None:
         answer = (
             f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {largest.layer}.{largest.head})"
@@ -335,6 +340,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         yield Finding(
             question="Form M?", answer=forms[0], evidence=" ".join(forms[1:]), severity=severity, measures=[FORMS]
         )
+    if notes := [*_notes(comparison, name)]:
+        yield Finding(question="Note", answer=notes[0], evidence=" ".join(notes[1:]), severity=severity)
     if shown := changes.forms | changes.local | others:
         yield _changed_heads(comparison, shown, name)
     yield from _predictions(comparison)
@@ -403,7 +410,7 @@ LONGEST = 32  # Characters of a config field's value that are printed
 
 
 def _value(value: str | None) -> str:
-    return "none" if value is None else shorten_line(clean(value), LONGEST)
+    return "none" if value in (None, "null") else shorten_line(clean(value), LONGEST)
 
 
 MOST_CAUSES = 4  # Number of causes that are printed
@@ -424,9 +431,16 @@ def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
             question="Cause?",
             answer=clean(describe_cause(cause, name)),
             evidence=clean(" ".join(evidence)),
-            severity="none" if cause.harmless else "problem" if cause.repair else "notable",
+            severity=_severity(cause),
             measures=["comparison.diagnosis"],
         )
+
+
+def _severity(cause: DiagnosedCause) -> Literal["none", "notable", "problem"]:
+    """Rate a cause; rounding to a coarser type is notable in either direction."""
+    if "rounded to " in cause.hypothesis:
+        return "notable"
+    return "none" if cause.harmless else "problem" if cause.repair else "notable"
 
 
 def describe_cause(cause: DiagnosedCause, name: Names) -> str:
@@ -454,7 +468,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
-    """Yield sentences on the changed weights, on heads that changed without them, and on the models as a whole."""
+    """Yield sentences on the changed weights, and on heads that changed without them."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
         yield f"The query/key form M of {heads} changed: {_list(changes.forms, name)}."
@@ -462,7 +476,12 @@ def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[st
         heads = format_count(len(changes.local), "head")
         verb = "attends" if len(changes.local) == 1 else "attend"
         yield f"{heads} {verb} differently to the same inputs although M is unchanged: {_list(changes.local, name)}."
-    yield from map(clean, comparison.notes)
+    yield from (clean(note) for note in comparison.notes if note.startswith(ON_FORMS))
+
+
+def _notes(comparison: Comparison, name: Names) -> Iterator[str]:
+    """Yield sentences on the models as a whole, and on measures with a value in only one of them."""
+    yield from (clean(note) for note in comparison.notes if not note.startswith(ON_FORMS))
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
     if lone:
@@ -496,19 +515,28 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
     """Yield the effect on the loss, the predictions and the hidden states, as far as they are known."""
     if (outcome := comparison.outcome) is None:
         return
+    if outcome.diverged:
+        answer = "The second model's predictions are not finite."
+        yield Finding(question="Effect?", answer=answer, severity="problem", measures=["comparison.outcome"])
+        return
     parts, severity = [], "none"
     if (loss := outcome.loss) is not None:
         ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
         parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
-        severity = "problem" if _is_change(loss) and loss.delta > 0 else "none"
         parts += ["An even guess over the vocabulary is better."] * outcome.destroyed
     if (change := outcome.predictions) is not None:
+        error = "" if change.mean_se is None else f" ± {short(change.mean_se)}"
         parts.append(
-            f"KL {short(change.mean)} nats per token (99.9 %: {short(change.q999)}); "
+            f"KL {short(change.mean)}{error} nats per token (99.9 %: {short(change.q999)}); "
             f"same top prediction for {change.same_top:.1%}."
         )
+        large = change.mean >= LARGE_KL or change.same_top < LEAST_AGREEMENT
+        sure = change.mean > 0 if outcome.kl_ci95 is None else outcome.kl_ci95[0] > 0
+        severity = "notable" if large and sure else "none"
     elif outcome.hidden_cosine is not None:
         parts.append(f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}.")
+    if loss is not None and _is_change(loss) and loss.delta > 0:
+        severity = "problem"
     if parts:
         yield Finding(
             question="Effect?",

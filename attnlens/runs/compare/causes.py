@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,8 @@ from attnlens.wording import join_items, short
 def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
     """Yield the differences of scale, softcap and mask."""
     before, after = first.call, second.call
-    if abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
+    same_heads = before.query.shape[1::2] == after.query.shape[1::2]  # else the scale follows from head_dim
+    if same_heads and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
         ratio = after.scale / before.scale
         text = f"scores are scaled by {after.scale:.4g} instead of {before.scale:.4g} (× {ratio:.4g})"
         yield Cause(
@@ -70,12 +71,26 @@ def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> I
     if diagnosis.unexplained:
         closest, residual = diagnosis.closest or ("", diagnosis.change)
         near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
-        words = (
-            f"{name_parts(diagnosis.unexplained)} changed by up to {short(diagnosis.change)}, not explained ({near})"
-        )
-        shapes = [name for name in diagnosis.unexplained if first.parts[name].shape != second.parts[name].shape]
-        words += f"; other shapes: {join_items(shapes, 3)}" if shapes else ""
-        yield Cause(UNEXPLAINED, words, None, diagnosis.unexplained_heads, residual, tuple(diagnosis.unexplained)), []
+        left = tuple(diagnosis.unexplained)
+        reshaped = tuple(name for name in left if first.parts[name].shape != second.parts[name].shape)
+        words = describe_unexplained(left, diagnosis.change, near, reshaped)
+        heads = diagnosis.unexplained_heads
+        yield Unexplained(UNEXPLAINED, words, None, heads, residual, left, False, diagnosis.change, near, reshaped), []
+
+
+@dataclass(frozen=True)
+class Unexplained(Cause):
+    """The parts of a layer that no hypothesis explains."""
+
+    change: float = 0.0  # largest ‖B − A‖/‖B‖
+    near: str = ""  # the closest hypothesis, in words
+    reshaped: tuple[str, ...] = ()  # parts whose shapes differ
+
+
+def describe_unexplained(names: Sequence[str], change: float, near: str, reshaped: Sequence[str]) -> str:
+    """Say that these parts changed without an explanation."""
+    words = f"{name_parts(names)} changed by up to {short(change)}, not explained ({near})"
+    return words + (f"; other shapes: {join_items(reshaped, 3)}" if reshaped else "")
 
 
 def with_spacing(layer: Layer) -> Layer:

@@ -168,6 +168,8 @@ def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[
             with hooks.replace(model, side.all_sites, side.swaps) if side.swaps else nullcontext():
                 passes.append(run(model, batch, tasks[0]))
         before, after = passes
+        if before.logits is not None and not bool(before.logits.isfinite().all()):
+            return None, ["Predictions are not compared: the first model's predictions are not finite."]
         for states, others in ((before.logits, after.logits), (before.hidden, after.hidden)):
             if (None if states is None else states.shape[-1]) != (None if others is None else others.shape[-1]):
                 return None, [f"{OTHER_PREDICTIONS}, or hidden states of different sizes."]
@@ -236,6 +238,7 @@ class Changes:
             return []
         test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
         q = adjust_p_values(test.p).tolist()
+        negligible = test.negligible(significance.SMALLEST_BLOCK).tolist()
         return [
             records.BlockChange(
                 path=path,
@@ -244,7 +247,9 @@ class Changes:
                 rounding=None if test.rounding is None else number_of(test.rounding.size[place]),
                 p=number_of(test.p[place]),
                 q=number_of(q[place]),
-                named=q[place] <= self.fdr,
+                smallest=significance.SMALLEST_BLOCK,
+                negligible=negligible[place],
+                named=q[place] <= self.fdr and not negligible[place],
             )
             for place, (path, _) in enumerate(self.blocks[0])
         ]

@@ -16,28 +16,39 @@ from transformers import PreTrainedModel
 
 from attnlens import records
 from attnlens.maths.diagnosis import Cause, Layer
-from attnlens.maths.diagnosis.layer import name_parts
-from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN
+from attnlens.maths.diagnosis.layer import name_parts, residuals
+from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN, TYPES
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
 from attnlens.records import Site
-from attnlens.records.comparison import UNEXPLAINED
-from attnlens.runs.compare.causes import compare_calls, compare_rotations, diagnose_layers, with_spacing
+from attnlens.runs.compare.causes import (
+    Unexplained,
+    compare_calls,
+    compare_rotations,
+    describe_unexplained,
+    diagnose_layers,
+    with_spacing,
+)
 from attnlens.runs.compare.significance import stored_type
 from attnlens.runs.inspect.inspection import Inspection, SiteFactors
-from attnlens.wording import group_pairs
+from attnlens.wording import group_pairs, short
 
 ATTENTION_FIELD = re.compile(
     r"rope|rotary|window|layer_types|scal|softcap|norm|eps|head|attn|attention|position|alibi|kv|qk|causal|group"
+    r"|layers?$|hidden_size|d_model|n_embd|tie_word_embeddings|is_decoder"
 )
-"""Part of the names of config fields that affect attention."""
+"""Part of the names of config fields that affect attention, or the number and size of the tensors."""
 OTHER_FIELD = re.compile(r"dropout|initializer|implementation|classifier|lm_head|pruned|output_|token|_name")
 """Part of the names of config fields that match ATTENTION_FIELD but don't affect attention."""
 
+SIZES = {
+    "layers": re.compile(r"(^|[._])(num_hidden_layers|num_layers|n_layers?|(en|de)coder_layers|num_decoder_layers)$"),
+    "attention heads": re.compile(r"(^|[._])(num_attention_heads|num_heads|n_heads?|(en|de)coder_attention_heads)$"),
+}
+"""Config fields that set the number of layers and of query heads."""
 
 Sides = tuple[Inspection, Inspection]
 Orders = Mapping[Site, Sequence[int]]
-Found = tuple[int | None, Cause, list[float]]  # layer (None: outside of layers), cause, error of each head
 Visit = Callable[[Site, tuple[SiteFactors, SiteFactors]], None]
 
 
@@ -46,16 +57,21 @@ def describe_models(
 ) -> dict[str, Any]:
     """Return the fields of a Comparison that say what differs between two models, and why.
 
-    `sites` maps the first model's sites to the second's, `order` the first model's heads to the second's. `visit` gets
-    each site's factors. If the weights are in files, at most one layer of each model is in memory.
+    `sites` maps the first model's sites to the second's; sites that only one model has are left out. `order` maps the
+    first model's heads to the second's. `visit` gets each site's factors. If the weights are in files, at most one
+    layer of each model is in memory.
     """
     walk = Walk(sides, order, visit)
     walk.read(sites)
-    return {
-        "config": compare_configs(sides[0].loaded.model, sides[1].loaded.model),
-        "tensors": walk.tensors,
-        "diagnosis": _group(walk.found),
-    }
+    config = compare_configs(sides[0].loaded.model, sides[1].loaded.model)
+    return {"config": config, "tensors": walk.tensors, "diagnosis": [*_compare_sizes(config), *_group(walk.found)]}
+
+
+def match_sites(sides: Sides) -> dict[Site, Site]:
+    """Return the second model's site for each site of the first that both models have, by path and ordinal."""
+    others = {(each.site.path, each.site.ordinal): each.site for each in sides[1].reached}
+    places = ((each.site, (each.site.path, each.site.ordinal)) for each in sides[0].reached)
+    return {site: others[place] for site, place in places if place in others}
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
@@ -63,7 +79,25 @@ def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[rec
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
     names = [name for name in dict.fromkeys([*sides[0], *sides[1]]) if _affects_attention(name)]
     changes = [(name, *(side.get(name) for side in sides)) for name in names]
-    return [records.ConfigChange(field=name, first=a, second=b) for name, a, b in changes if a != b]
+    missing = None, "null"  # a field that is missing, and one that is set to None, mean the same
+    return [
+        records.ConfigChange(field=name, first=first, second=second)
+        for name, first, second in changes
+        if first != second and not (first in missing and second in missing)
+    ]
+
+
+def _compare_sizes(config: Sequence[records.ConfigChange]) -> Iterator[records.DiagnosedCause]:
+    """Yield another number of layers or query heads, as far as the configs state both."""
+    for change in config:
+        name = next((name for name, fields in SIZES.items() if fields.search(change.field)), None)
+        if name is not None and change.first is not None and change.second is not None:
+            unit = name.removesuffix("s") if change.second == "1" else name
+            text = f"the second model has {change.second} {unit} instead of {change.first} ({change.field})"
+            # the layers that one of the models lacks can't be copied by a setting
+            repair = None if name == "layers" else f"set {change.field} to {change.first}"
+            hypothesis = f"another number of {name}"
+            yield records.DiagnosedCause(hypothesis=hypothesis, layers=[], residual=0.0, repair=repair, text=text)
 
 
 def _affects_attention(name: str) -> bool:
@@ -76,6 +110,16 @@ def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield from _list_fields({str(key): part for key, part in value.items()}, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", json.dumps(value, default=str)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cause found in a layer."""
+
+    layer: int | None  # None outside of layers
+    cause: Cause
+    errors: list[float] = field(default_factory=list)  # error of each head if its weights are quantised
+    whole: bool = False  # True if weights are rounded, and the cause holds for all matrices of the layer
 
 
 @dataclass
@@ -91,10 +135,11 @@ class Walk:
 
     def read(self, sites: Mapping[Site, Site]) -> None:
         """Compare all layers and tensors."""
-        by_path = group_pairs((site.path, site.layer) for site in sites)
+        by_path = group_pairs((site.path, other.layer) for site, other in sites.items())
+        in_block = group_pairs((weights.block_path(path), path) for path in by_path)
         reached, others = ({each.site: each for each in side.reached} for side in self.sides)
         for site, other in sites.items():
-            if by_path[site.path][0] != site.layer:
+            if by_path[site.path][0] != other.layer:
                 continue  # a module that several layers share
             with ExitStack() as stack:
                 for side, place in zip(self.sides, (site, other), strict=True):
@@ -102,15 +147,21 @@ class Walk:
                 factors = self._read_factors(0, site), self._read_factors(1, other)
                 self.visit(site, factors)
                 causes = [(cause, list[float]()) for cause in compare_calls(reached[site], others[other])]
-                causes += [(cause, []) for cause in compare_rotations(*factors)]
-                causes += self._diagnose_site((site, other), factors)
-            self.found += [(layer, cause, errors) for cause, errors in causes for layer in by_path[site.path]]
+                if _same_heads(reached[site], others[other]):
+                    causes += [(cause, []) for cause in compare_rotations(*factors)]
+                causes += self._diagnose_site((site, other), factors, in_block[weights.block_path(site.path)])
+                blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
+                self.found += [
+                    Found(layer, cause, errors, _concerns_all(cause, causes, blocks))
+                    for cause, errors in causes
+                    for layer in by_path[site.path]
+                ]
         self._diagnose_rest({weights.block_path(site.path) for site in sites})
 
     @property
     def tensors(self) -> records.TensorChanges:
         """How the tensors of both models correspond."""
-        names, others = (list_tensors(side.weights_model.model) for side in self.sides)
+        names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
         return records.TensorChanges(
@@ -121,6 +172,10 @@ class Walk:
             types=None if types[0] == types[1] else (types[0], types[1]),
         )
 
+    def _tensors_of(self, number: int, site: Site) -> dict[str, Tensor]:
+        """Return the tensors of one side's block that contains a site."""
+        return list_tensors(self.sides[number].weights_model.model.get_submodule(weights.block_path(site.path)))
+
     def _read_factors(self, number: int, site: Site) -> SiteFactors:
         """Return the factors of a site of one side, from the inspection if it has read them."""
         side = self.sides[number]
@@ -129,12 +184,16 @@ class Walk:
         return next(factors for factors, _ in side.read_factors([site]))
 
     def _diagnose_site(
-        self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors]
+        self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
     ) -> Iterator[tuple[Cause, list[float]]]:
-        """Yield the causes of one layer's difference, with the error of each head if its weights are quantised."""
+        """Yield the causes of one layer's difference, with the error of each head if its weights are quantised.
+
+        `in_block`: the attention modules of the first model's block. Each tensor of the block is diagnosed once: those
+        of an attention module at its own site, all others at the first.
+        """
         models = [side.weights_model.model for side in self.sides]
         paths = [weights.block_path(site.path) for site in sites]
-        blocks = [list_tensors(model.get_submodule(path)) for model, path in zip(models, paths, strict=True)]
+        blocks = [self._tensors_of(number, site) for number, site in enumerate(sites)]
         differ = [name for name, part in blocks[0].items() if name in blocks[1] and not _equal(part, blocks[1][name])]
         self.differ += [f"{paths[0]}.{name}" for name in differ]
         if not self._types:
@@ -149,32 +208,88 @@ class Walk:
             return
         roles = weights.locate_roles(models[0], calls[0])
         other_roles = roles if _alike(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
-        first = weights.read_layer(models[0], calls[0], roles, factors[0])
-        second = weights.read_layer(models[1], calls[1], other_roles, factors[1])
+        if not _same_heads(calls[0], calls[1]):
+            roles = other_roles = None  # then tensors are compared by name: no head has a counterpart
+        rest = in_block[0] == sites[0].path
+        others = [path for path in in_block if path != sites[0].path]
+        others_second = [f"{paths[1]}{path.removeprefix(paths[0])}" for path in others]
+        first = weights.read_layer(models[0], calls[0], roles, factors[0], others=others, rest=rest)
+        second = weights.read_layer(models[1], calls[1], other_roles, factors[1], others=others_second, rest=rest)
         order = self.order.get(sites[0], ())
         moved = () if list(order) == sorted(order) else order
         yield from diagnose_layers(with_spacing(first), with_spacing(second), moved)
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers, one at a time: embeddings, the last norm, the head."""
-        models = [side.weights_model.model for side in self.sides]
-        names, others = (list_tensors(model) for model in models)
+        """Diagnose the tensors outside of layers, one at a time: embeddings, the last norm, the output matrix."""
+        names, others = self._stored_names()
         for name in names:
             if name not in others or any(f"{name}.".startswith(f"{block}.") for block in blocks):
                 continue
-            owner, _, own_name = name.rpartition(".")
+            sources = names[name], others[name]
             with ExitStack() as stack:
-                for side in self.sides:
-                    stack.enter_context(present(side, owner, own_name))
-                first, second = (list_tensors(model.get_submodule(owner))[own_name] for model in models)
+                layers = [
+                    _read_tensor(side, name, source, stack) for side, source in zip(self.sides, sources, strict=True)
+                ]
+                first, second = (layer.parts[name] for layer in layers)
                 if _equal(first, second):
                     continue
                 self.differ.append(name)
-                if first.is_floating_point() and second.is_floating_point():
-                    layers = (with_spacing(Layer({name: part})) for part in (first, second))
-                    self.found += [
-                        (None, cause, errors) for cause, errors in diagnose_layers(next(layers), next(layers))
-                    ]
+                if not (first.is_floating_point() and second.is_floating_point()):
+                    continue
+                if sources[0] != sources[1]:
+                    self.found.append(Found(None, _compare_tied(name, sources, first, second)))
+                    continue
+                for cause, errors in diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1])):
+                    self.found.append(Found(None, cause, errors, whole="round" in cause.hypothesis))
+
+    def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return each model's tensors by name, with the names under which their values are stored.
+
+        The two differ for the output matrix of a model that uses its embedding, if the other model stores its own.
+        """
+        models = [side.weights_model.model for side in self.sides]
+        first, second = ({name: name for name in list_tensors(model)} for model in models)
+        outputs = [_tied_output(model) for model in models]
+        for (name, source), names, others in ((outputs[0], first, second), (outputs[1], second, first)):
+            if others.get(name) == name:
+                names.setdefault(name, source)
+        return first, second
+
+
+def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
+    """Return the name of the output matrix, and of the embedding that it is; empty names if it is not tied."""
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    matrix = getattr(output, "weight", None)
+    path = next((path for path, module in model.named_modules() if module is output), "")
+    source = next((name for name, part in model.named_parameters() if part is matrix), "")
+    return ("", "") if not source or source == f"{path}.weight" else (f"{path}.weight", source)
+
+
+def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
+    """Load one tensor, stored as `source`, until `stack` closes; a norm's gain is what the norm applies."""
+    owner, _, own_name = source.rpartition(".")
+    module = side.weights_model.model.get_submodule(owner)
+    is_norm = "Norm" in type(module).__name__
+    stack.enter_context(present(side, owner, None if is_norm else own_name))
+    part = list_tensors(module)[own_name]
+    offsets = dict(weights.norm_offsets(module)) if is_norm else {}
+    if own_name not in offsets:
+        return Layer({name: part})
+    return Layer({name: part + offsets[own_name]}, frozenset({name}))
+
+
+def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Tensor) -> Cause:
+    """Name the cause of another output matrix if only one of the models uses its embedding as the output matrix."""
+    change = float(residuals(first, second, name).max())
+    if sources[0] == name:
+        text = f"the output matrix is the embedding {sources[1]}, instead of the first model's {name}"
+        repair = f"set tie_word_embeddings to false, and copy {name} from the first model"
+        hypothesis = "output matrix tied"
+    else:
+        text = f"the output matrix {name} is not the embedding, as in the first model, but another matrix"
+        repair = f"set tie_word_embeddings to true, or copy {sources[0]} of the first model to {name}"
+        hypothesis = "output matrix not tied"
+    return Cause(hypothesis, f"{text} (changed by {short(change)})", repair, (), change, (name,))
 
 
 def present(side: Inspection, path: str, name: str | None = None) -> AbstractContextManager[None]:
@@ -202,53 +317,94 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
 
 
+def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Return True if a cause is a rounding that holds for all matrices of a layer, whichever of them it changes."""
+    if cause.hypothesis == "rounding":
+        return len(causes) == 1
+    which, _, name = cause.hypothesis.rpartition("rounded to ")
+    if name not in TYPES:
+        return False
+    rounded = blocks[0 if which else 1].values()
+    return all(
+        torch.equal(part, part.to(TYPES[name]).to(part.dtype))
+        for part in rounded
+        if part.is_floating_point() and part.dim() > 1
+    )
+
+
+def _same_heads(first: SiteCall, second: SiteCall) -> bool:
+    """Return True if both calls have the same number of query heads, of the same size."""
+    return first.call.query.shape[1::2] == second.call.query.shape[1::2]
+
+
 def _alike(first: SiteCall, second: SiteCall) -> bool:
     """Return True if both modules are of one class, with parameters of the same shapes."""
     shapes = ({name: part.shape for name, part in each.module.named_parameters()} for each in (first, second))
     return type(first.module) is type(second.module) and next(shapes) == next(shapes)
 
 
-def _group(found: list[Found]) -> list[records.DiagnosedCause]:
-    """Merge equal causes of several layers."""
+def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
+    """Merge equal causes of several layers; unexplained ones, and roundings of some tensors, if the tensors are equal.
+
+    Outside the layers, all unexplained tensors are merged. Roundings of whole layers are merged whatever their tensors.
+    """
     groups: dict[tuple[object, ...], list[Found]] = defaultdict(list)
     for entry in found:
-        cause = entry[1]
-        whole, update = "round" in cause.hypothesis, cause.hypothesis.endswith(LOW_RANK)
-        inside = whole or entry[0] is not None
-        text = "" if whole or update or cause.hypothesis == UNEXPLAINED else cause.text
-        groups[LOW_RANK if update else cause.hypothesis, cause.heads, inside, text].append(entry)
+        cause, inside = entry.cause, entry.layer is not None
+        name, key = cause.hypothesis, (inside, cause.text)
+        if cause.hypothesis.endswith(LOW_RANK):
+            name, key = LOW_RANK, (inside, "")
+        elif entry.whole:
+            key = True, ""
+        elif isinstance(cause, Unexplained):
+            key = inside, name_parts(cause.parts) if inside else ""
+        groups[name, cause.heads, *key].append(entry)
     merged = []
     for entries in groups.values():
-        cause = max((entry[1] for entry in entries), key=lambda cause: cause.residual)
+        cause = max((entry.cause for entry in entries), key=lambda cause: cause.residual)
         merged.append(
             records.DiagnosedCause(
                 hypothesis=cause.hypothesis,
-                layers=sorted({layer for layer, *_ in entries if layer is not None}),
+                layers=sorted({entry.layer for entry in entries if entry.layer is not None}),
                 heads=list(cause.heads),
                 residual=cause.residual,
                 repair=cause.repair,
-                text=_describe([each for _, each, _ in entries], cause),
-                tensors=list(dict.fromkeys(name for _, each, _ in entries for name in each.parts)),
+                text=_describe(entries, cause),
+                tensors=_list_parts(entries),
                 harmless=cause.harmless,
-                head_errors=[float(max(errors)) for errors in zip(*(entry[2] for entry in entries), strict=False)],
+                head_errors=[float(max(errors)) for errors in zip(*(entry.errors for entry in entries), strict=False)],
             )
         )
     return sorted(merged, key=lambda cause: (cause.harmless, "round" in cause.hypothesis))
 
 
-def _describe(causes: Sequence[Cause], typical: Cause) -> str:
+def _list_parts(entries: Iterable[Found]) -> list[str]:
+    """Return the parts that causes concern, each once."""
+    return list(dict.fromkeys(name for entry in entries for name in entry.cause.parts))
+
+
+def _describe(entries: Sequence[Found], typical: Cause) -> str:
     """Return one text for equal causes of several layers, whose tensors and ranks can differ."""
+    causes = [entry.cause for entry in entries]
     if len({cause.text for cause in causes}) == 1:
         return typical.text
+    names = _list_parts(entries)
     if typical.hypothesis.endswith(LOW_RANK):
         ranks = sorted(int(cause.hypothesis.split()[1]) for cause in causes)
         span = str(ranks[0]) if ranks[0] == ranks[-1] else f"{ranks[0]} to {ranks[-1]}"
-        names = name_parts(list(dict.fromkeys(name for cause in causes for name in cause.parts)))
-        return f"{names} are changed by updates of rank {span} {ORIGIN}"
-    if "round" not in typical.hypothesis:
-        return typical.text
+        return f"{name_parts(names)} are changed by updates of rank {span} {ORIGIN}"
+    unexplained = [cause for cause in causes if isinstance(cause, Unexplained)]
+    if unexplained:
+        largest = max(unexplained, key=lambda cause: cause.change)
+        reshaped = list(dict.fromkeys(name for cause in unexplained for name in cause.reshaped))
+        return describe_unexplained(names, largest.change, largest.near, reshaped)
     if typical.hypothesis == "rounding":
-        return "weights are equal up to rounding"
-    if typical.hypothesis.startswith("first "):
-        return f"weights are more precise: the first model's are {typical.hypothesis.removeprefix('first ')}"
-    return f"weights are {typical.hypothesis}"
+        text = "weights are equal up to rounding"
+    elif typical.hypothesis.startswith("first "):
+        text = f"weights are more precise: the first model's are {typical.hypothesis.removeprefix('first ')}"
+    else:
+        text = f"weights are {typical.hypothesis}"
+    outside = _list_parts(entry for entry in entries if entry.layer is None)
+    if len(outside) == len(names):
+        return f"{name_parts(names)} {text.removeprefix('weights ')}"
+    return f"{text}, also {name_parts(outside)} outside the layers" if outside else text

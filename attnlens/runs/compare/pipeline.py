@@ -27,7 +27,7 @@ from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
-from attnlens.runs.compare.diagnosis import describe_models
+from attnlens.runs.compare.diagnosis import describe_models, match_sites
 from attnlens.runs.compare.sides import ComparedModel, Pairing
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
 from attnlens.runs.compare.stored import compare_stored
@@ -284,7 +284,8 @@ def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[
     reports = compute(sides[0])[0], compute(sides[1])[0]
     shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.reached] for side in sides)
     if shapes != other_shapes:
-        return compare_distributions(*reports, fdr), reports[1]
+        comparison = compare_distributions(*reports, fdr)
+        return comparison.model_copy(update=describe_models(sides, match_sites(sides), {})), reports[1]
     return compare_stored(sides, reports, fdr), reports[1]
 
 
@@ -296,9 +297,7 @@ def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, prog
     )
     if shapes != other_shapes:  # masks may differ
         comparison = compare_distributions(first.report, second.report, fdr)
-        if [path for path, *_ in shapes] != [path for path, *_ in other_shapes]:
-            return comparison
-        sites = {before.site: after.site for before, after in zip(first.reached, second.reached, strict=True)}
+        sites = match_sites((first, second))
         return comparison.model_copy(update=describe_models((first, second), sites, {}))
     inputs, others = ([batch.inputs for batch in side.batches] for side in (first, second))
     if [batch.keys() for batch in inputs] == [batch.keys() for batch in others] and all(
