@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -128,10 +129,19 @@ def block_path(path: str) -> str:
     return match[1] if match else path
 
 
-def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, factors: object = None) -> Layer:
+def read_layer(
+    model: PreTrainedModel,
+    site: SiteCall,
+    roles: Roles | None,
+    factors: object = None,
+    *,
+    rest: bool = True,
+    others: Collection[str] = (),
+) -> Layer:
     """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
 
-    `factors`: the site's Factors, if they could be read, with its rotation.
+    `factors`: the site's Factors, if they could be read, with its rotation. `others`: paths of the layer's other
+    attention modules, whose tensors are left out. Without `rest`, all tensors outside of the site's own module are.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(_offsets(block))
@@ -148,16 +158,22 @@ def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, fact
     gains = set[str]()
     for role, norm in ({} if roles is None else roles.gains).items():
         name = f"{inside}{norm}.weight"
+        gains.add(f"{role}.gain")
         if name in parameters:
             parts[f"{role}.gain"] = parameters[name] + offsets.get(name, 0.0)
-            gains.add(f"{role}.gain")
             used[name] = set()
-    if roles is not None and (output := _find_output(block, module, roles)) is not None:
+        else:  # a norm without weights
+            parts[f"{role}.gain"] = torch.ones(parts[f"{role}.weight"].shape[1])
+    output = None if roles is None else _find_output(block, module, roles)
+    if roles is not None and output is not None:
         name, columns = output
         weight = parameters[name].T if columns else parameters[name]
         parts["output.weight"] = weight.T.reshape(-1, roles.rows["value"].index.shape[1], weight.shape[0])
         used[name] = set()
-    for name, part in parameters.items():
+    outside = tuple(f"{other.removeprefix(block_path(site.site.path)).lstrip('.')}." for other in others)
+    kept = [name for name in parameters if not name.startswith(outside) and (rest or name.startswith(inside))]
+    for name in dict.fromkeys([*used, *kept]):
+        part = parameters[name]
         if name not in used:
             parts[name] = part + offsets.get(name, 0.0) if name in offsets else part
             gains |= {name} if name in offsets else set()
@@ -167,7 +183,9 @@ def read_layer(model: PreTrainedModel, site: SiteCall, roles: Roles | None, fact
             if left:
                 parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))
     pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
-    return Layer(parts, frozenset(gains), pairs)
+    headless = {name for name in parts if name in parameters and not name.startswith(inside)}
+    headless |= {_bias_of(output[0])} if output is not None else set()
+    return Layer(parts, frozenset(gains), pairs, headless=frozenset(headless & parts.keys()))
 
 
 def _pairs(rotation: Rotation) -> list[tuple[int, int]]:
@@ -190,14 +208,22 @@ def _offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _find_output(block: nn.Module, module: nn.Module, roles: Roles) -> tuple[str, bool] | None:
-    """Return the name of W_O in the block, and whether its rows are inputs; the first free matrix of its shape."""
+    """Return the name of W_O in the block, and whether its rows are inputs.
+
+    It is the free matrix of its shape inside the module, or else the one whose path shares most with the module's.
+    """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
     columns = roles.rows["value"].columns
     parts = dict(block.named_parameters())
     own = set(module.parameters())
-    inside = [name for name, part in parts.items() if part in own]
-    for name in (*inside, *(name for name in parts if name not in inside)):
+    path = next((path.split(".") for path, each in block.named_modules() if each is module), [])
+
+    def rank(name: str) -> tuple[bool, int]:
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), path, strict=False)))
+        return parts[name] not in own, -shared
+
+    for name in sorted(parts, key=rank):
         part = parts[name]
         if part.dim() == 2 and part not in taken and part.shape[0 if columns else 1] == width:
             return name, columns
