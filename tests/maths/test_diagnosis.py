@@ -500,7 +500,9 @@ def test_factors_near_one_are_written_with_enough_digits():
     assert not any(cause.hypothesis == "scaled" for cause in tiny.causes)
 
 
-@pytest.mark.parametrize(("levels", "bits"), [(2, "1 bit"), (3, "2 bits"), (7, "3 bits"), (15, "4 bits"), (255, "8 bits")])
+@pytest.mark.parametrize(
+    ("levels", "bits"), [(2, "1 bit"), (3, "2 bits"), (7, "3 bits"), (15, "4 bits"), (255, "8 bits")]
+)
 def test_symmetric_grids_have_the_bits_of_their_levels(levels, bits):
     first = draw("whole").with_parts({"mlp.weight": torch.randn(64, 4096, generator=torch.Generator().manual_seed(5))})
     part, half = first.parts["mlp.weight"], (levels - 1) / 2

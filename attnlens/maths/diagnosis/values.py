@@ -77,8 +77,11 @@ def scaled(pair: Pair) -> Iterator[Fit]:
     if not abs(factor - 1) > max(1e-6, ROUNDING * pair.spacing):
         return
     known = _name_factor(factor, pair.head_dim) if pair.name.startswith(("query", "key")) else ""
-    text = f"{{parts}} multiplied by {show_factor(factor)}{known}"
-    yield Fit("scaled", text, f"divide by {show_factor(factor)}", factor * first)
+    # least squares determine the factor up to the mean of the values' rounding
+    error = 2 * ROUNDING * pair.spacing / first.numel() ** 0.5
+    short = (float(f"{factor:.{digits}g}") for digits in range(1, 4))
+    number = show_factor(next((each for each in short if math.isclose(each, factor, rel_tol=error)), factor))
+    yield Fit("scaled", f"{{parts}} multiplied by {number}{known}", f"divide by {number}", factor * first)
 
 
 def _name_factor(factor: float, head_dim: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from itertools import takewhile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
