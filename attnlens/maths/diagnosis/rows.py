@@ -364,8 +364,8 @@ def averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
         return
     (count,), (other,) = counts, others
     if other == count:
-        names = {role: f"{role}.weight" for role in present}
-        present = [role for role, name in names.items() if not torch.equal(first.parts[name], second.parts[name])]
+        weights = {role: f"{role}.weight" for role in present}
+        present = [role for role, name in weights.items() if not torch.equal(first.parts[name], second.parts[name])]
         if not present:
             return
     if other > count and other % count == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosi
 
     `order`: the second layer's head for each head of the first, if it is known that they moved with all their tensors.
     """
+    first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
     if order:
         best.adopt(rows.follow_order(best.first, best.second, order))

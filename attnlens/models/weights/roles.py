@@ -217,7 +217,7 @@ def _find_output(block: nn.Module, module: nn.Module, roles: Roles) -> tuple[str
     columns = roles.rows["value"].columns
     parts = dict(block.named_parameters())
     own = set(module.parameters())
-    path = next((path.split(".") for path, each in block.named_modules() if each is module), [])
+    path = next((path for path, each in block.named_modules() if each is module), "").split(".")
 
     def rank(name: str) -> tuple[bool, int]:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), path, strict=False)))
