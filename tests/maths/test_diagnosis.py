@@ -576,3 +576,14 @@ def test_a_step_before_another_says_what_it_leaves():
     diagnosis = diagnose(first, apply(first, rows, adapt(3)))
     step = next(cause for cause in diagnosis.causes if cause.hypothesis == "interleaved rows")
     assert 0.001 < step.residual < 0.1
+
+
+def test_parts_named_like_a_role_have_no_heads():
+    """In BERT's blocks, tensors of the MLP are called output.dense and output.LayerNorm."""
+    first = draw("whole").with_parts(
+        {"output.dense.weight": torch.randn(WIDTH, 96), "output.LayerNorm.weight": torch.rand(WIDTH)}
+    )
+    changed = {name: part + 0.1 * torch.randn(part.shape) for name, part in first.parts.items() if "output." in name}
+    changed.pop("output.weight")
+    diagnosis = diagnose(first, first.with_parts(changed))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], [*changed])

@@ -67,7 +67,8 @@ class Layer:
 
 def has_heads(name: str) -> bool:
     """Return True if the first axis of this part is heads."""
-    return name.partition(".")[0] in ROLES and not name.endswith(".gain")
+    role, _, kind = name.partition(".")
+    return role in ROLES and kind in ("weight", "bias")  # not BERT's output.dense.weight
 
 
 def count_heads(part: Tensor, name: str) -> int:

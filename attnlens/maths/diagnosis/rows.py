@@ -548,7 +548,11 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
         return
     changed = [(before != after).flatten(1).any(1) for before, after in sides]
-    parts = {name: part.double().clone() for name, part in first.parts.items() if name.split(".")[0] in roles}
+    parts = {
+        name: part.double().clone()
+        for name, part in first.parts.items()
+        if has_heads(name) and name.split(".")[0] in roles
+    }
     found: dict[int, Tensor] = {}
     for key_head in range(kv_heads):
         queries = list(range(key_head * heads // kv_heads, (key_head + 1) * heads // kv_heads))
@@ -610,7 +614,8 @@ def _others_between(layer: Layer, roles: Sequence[str]) -> list[str]:
     """Return the tensors by coordinate of a head, other than gains, that can act between both projections."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
-    return [name for name in layer.parts_along(*sizes) if name.partition(".")[0] not in ROLES]
+    gains = [f"{role}.gain" for role in ROLES]
+    return [name for name in layer.parts_along(*sizes) if name not in gains]
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:

@@ -52,6 +52,7 @@ class Diagnosis:
 
 
 NEAR = 0.5  # share of a difference that a hypothesis must leave at most to be named as the closest
+State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
 
 
 def _is_broken(part: Tensor) -> bool:
@@ -66,9 +67,6 @@ def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
 
 def _is_exact(part: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(part.to(dtype).to(part.dtype), part)
-
-
-State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
 
 
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
