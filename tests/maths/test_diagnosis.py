@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -342,3 +343,247 @@ def test_unrelated_changes_are_not_diagnosed(pairs):
         false += [(seed, kind, name) for name in set(names(diagnosis)) - allowed]
         assert diagnosis.causes or diagnosis.unexplained
     assert len(false) <= pairs // 200, false
+
+
+# --- harmless or not ------------------------------------------------------------------------------------------------
+
+
+def without_gains(layer: Layer) -> Layer:
+    return replace(layer, parts={name: part for name, part in layer.parts.items() if "gain" not in name})
+
+
+def turn_pairs(layer: Layer, angle: float = 0.7) -> Layer:
+    """Rotate the pairs of W_Q and W_K that RoPE rotates, by the same angle."""
+    turn = torch.eye(SIZE)
+    for one, other in ROPE:
+        turn[one, one] = turn[other, other] = math.cos(angle)
+        turn[other, one], turn[one, other] = math.sin(angle), -math.sin(angle)
+    names = [f"{role}.{kind}" for role in ("query", "key") for kind in ("weight", "bias")]
+    return layer.with_parts({name: torch.einsum("ij,hj...->hi...", turn, layer.parts[name]) for name in names})
+
+
+def test_another_basis_is_harmless_only_without_norms():
+    for rope in (True, False):
+        normed = draw("whole", rope=rope)
+        plain = without_gains(normed)
+        (cause,) = diagnose(plain, turn_pairs(plain)).causes
+        assert cause.harmless
+        assert cause.text.endswith("attention is the same")
+        (cause,) = diagnose(normed, turn_pairs(normed)).causes
+        assert not cause.harmless
+        assert "does not commute" in cause.text
+        assert cause.repair is not None
+        norm = plain.with_parts({"attn.q_norm.weight": torch.rand(SIZE)})  # a norm whose role is unknown
+        assert not diagnose(norm, turn_pairs(norm)).causes[0].harmless
+        elsewhere = replace(norm, headless=frozenset({"attn.q_norm.weight"}))
+        assert diagnose(elsewhere, turn_pairs(elsewhere)).causes[0].harmless
+    general = diagnose(plain := without_gains(draw("whole")), plain.with_parts(change_basis(plain))).causes
+    assert not general[0].harmless
+    assert "RoPE" in general[0].text
+
+
+HEADED = {"sinks": (4,), "relative_attention_bias.weight": (32, 4), "head_norm.weight": (48,)}
+
+
+@pytest.mark.parametrize("name", HEADED)
+@pytest.mark.parametrize("known", [False, True])
+def test_reordered_heads_are_harmless_only_if_all_tensors_of_heads_moved(name, known):
+    generator = torch.Generator().manual_seed(1)
+    first = draw("whole").with_parts({name: torch.randn(HEADED[name], generator=generator)})
+    moved = first.with_parts(reorder("query", "key", "value", "output")(first))
+    order = (1, 2, 3, 0) if known else ()
+    (cause,) = diagnose(first, moved, order).causes
+    assert not cause.harmless
+    assert cause.text.endswith(f"but {name} as before")
+    assert name in cause.repair
+    width = 12 if name == "head_norm.weight" else 1
+    both = moved.with_parts({name: first.parts[name].roll(width, -1)})
+    diagnosis = diagnose(first, both, order)
+    assert [(cause.hypothesis, cause.harmless) for cause in diagnosis.causes] == [("reordered heads", True)]
+    assert not diagnosis.unexplained
+    outside = frozenset({name})
+    (cause,) = diagnose(replace(first, headless=outside), replace(moved, headless=outside), order).causes
+    assert cause.harmless
+
+
+def test_gains_over_all_heads_move_with_the_heads():
+    first = draw("grouped")
+    gains = {"query.gain": torch.rand(6 * SIZE), "key.gain": torch.rand(2 * SIZE)}
+    first = first.with_parts(gains)
+    moved = first.with_parts(reorder_groups(first))
+    (cause,) = diagnose(first, moved).causes
+    assert not cause.harmless
+    assert "g_Q and g_K as before" in cause.text
+    both = moved.with_parts(
+        {"query.gain": gains["query.gain"].roll(3 * SIZE), "key.gain": gains["key.gain"].roll(SIZE)}
+    )
+    diagnosis = diagnose(first, both)
+    assert [(cause.hypothesis, cause.harmless) for cause in diagnosis.causes] == [("reordered heads", True)]
+    assert not diagnosis.unexplained
+
+
+@pytest.mark.parametrize("kind", KV_HEADS)
+def test_rows_of_values_reordered_alike_are_harmless(kind):
+    first, order = draw(kind), torch.randperm(SIZE, generator=torch.Generator().manual_seed(2))
+    values = {name: first.parts[name][:, order] for name in ("value.weight", "value.bias")}
+    output = {"output.weight": first.parts["output.weight"][:, order]}
+    (cause,) = diagnose(first, first.with_parts(values | output)).causes
+    assert cause.harmless
+    assert "rows of W_V" in cause.text
+    assert "columns of W_O" in cause.text
+    assert cause.text.endswith("alike: attention's output is the same")
+    for parts in (values, output, values | {"output.weight": first.parts["output.weight"][:, order.flip(0)]}):
+        diagnosis = diagnose(first, first.with_parts(parts))
+        assert diagnosis.causes
+        assert not diagnosis.unexplained
+        assert not any(cause.harmless for cause in diagnosis.causes)
+        assert all(cause.repair for cause in diagnosis.causes)
+    stays = first.with_parts(values | output | {"value.bias": first.parts["value.bias"]})
+    (cause,) = diagnose(first, stays).causes
+    assert not cause.harmless
+    assert "b_V as before" in cause.text
+
+
+@pytest.mark.parametrize("kind", KV_HEADS)
+def test_a_factor_of_values_divided_out_of_the_output_is_harmless(kind):
+    first = draw(kind)
+    scaled = {name: 3 * first.parts[name] for name in ("value.weight", "value.bias")}
+    output = first.parts["output.weight"]
+    (cause,) = diagnose(first, first.with_parts(scaled | {"output.weight": output / 3})).causes
+    assert cause.harmless
+    assert cause.text.startswith("W_V is multiplied by 3 and W_O divided by it")
+    causes = diagnose(first, first.with_parts(scaled | {"output.weight": output / 2})).causes
+    assert not any(cause.harmless for cause in causes)
+
+
+# --- single tensors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_a_cause(number):
+    first = draw("whole")
+    spoiled = rows(first)
+    spoiled["value.weight"] = first.parts["value.weight"].clone()
+    spoiled["value.weight"][2, 3, 4] = number
+    diagnosis = diagnose(first, first.with_parts(spoiled))
+    assert names(diagnosis) == ["interleaved rows", "not finite"]
+    assert not diagnosis.unexplained
+    cause = next(cause for cause in diagnosis.causes if cause.hypothesis == "not finite")
+    assert (cause.parts, cause.heads) == (("value.weight",), (2,))
+    assert cause.text == "W_V contains NaN or infinite numbers"
+    both = first.with_parts({"value.weight": spoiled["value.weight"]})
+    assert diagnose(both, both) == Diagnosis()
+
+
+def test_changed_rows_are_counted():
+    first = draw("whole").with_parts({"embed.weight": torch.randn(200, WIDTH)})
+    rows_of = {name: first.parts[name].clone() for name in ("embed.weight", "value.weight", "mlp.weight")}
+    rows_of["embed.weight"][90:98] += 1
+    rows_of["value.weight"][1, 3:5] *= -1
+    rows_of["mlp.weight"][:, 7] += torch.randn(96)
+    diagnosis = diagnose(first, first.with_parts(rows_of))
+    assert {cause.text: cause.heads for cause in diagnosis.causes} == {
+        "embed.weight is changed in 8 rows only: 90–97": (),
+        "W_V is changed in 2 rows only: 15–16": (1,),
+        "mlp.weight is changed in 1 column only: 7": (),
+    }
+    assert not diagnosis.unexplained
+    dense = first.with_parts(adapt(2, "mlp.weight")(first))  # the control
+    assert names(diagnose(first, dense)) == ["rank 2 update"]
+
+
+def test_factors_near_one_are_written_with_enough_digits():
+    first = draw("whole")
+    (cause,) = diagnose(first, first.with_parts(scale(1.0005, "mlp.weight")(first))).causes
+    assert (cause.text, cause.repair) == ("mlp.weight is multiplied by 1.0005", "divide by 1.0005")
+    tiny = diagnose(first, first.with_parts(scale(1 + 3e-7, "mlp.weight")(first)))
+    assert not any(cause.hypothesis == "scaled" for cause in tiny.causes)
+
+
+@pytest.mark.parametrize(
+    ("levels", "bits"), [(2, "1 bit"), (3, "2 bits"), (7, "3 bits"), (15, "4 bits"), (255, "8 bits")]
+)
+def test_symmetric_grids_have_the_bits_of_their_levels(levels, bits):
+    first = draw("whole").with_parts({"mlp.weight": torch.randn(64, 4096, generator=torch.Generator().manual_seed(5))})
+    part, half = first.parts["mlp.weight"], (levels - 1) / 2
+    if levels == 2:
+        coded = part.sign() * part.abs().mean(1, keepdim=True)
+    else:
+        step = part.abs().amax(1, keepdim=True) / half
+        coded = (part / step).round() * step
+    (cause,) = diagnose(first, first.with_parts({"mlp.weight": coded})).causes
+    assert cause.hypothesis == f"quantised to {bits}"
+    assert cause.text == f"mlp.weight is quantised to {bits} row by row"
+
+
+def test_biases_that_stay_are_named_with_reordered_heads():
+    first, order = draw("whole"), [0, 2, 1, 3]
+    weight = {"query.weight": first.parts["query.weight"][order]}
+    diagnosis = diagnose(first, first.with_parts(weight))
+    (cause,) = diagnosis.causes
+    assert (cause.hypothesis, cause.heads, diagnosis.unexplained) == ("heads out of order", (1, 2), [])
+    assert "but b_Q, " in cause.text
+    assert "as before" in cause.text
+    both = first.with_parts(weight | {"query.bias": first.parts["query.bias"][order]})
+    (cause,) = diagnose(first, both).causes
+    assert "b_Q" not in cause.text
+
+
+def test_exchanged_gains_and_keys_averaged_alone_are_named():
+    first = draw("whole")
+    gains = {"query.gain": first.parts["key.gain"], "key.gain": first.parts["query.gain"]}
+    (cause,) = diagnose(first, first.with_parts(gains)).causes
+    assert (cause.hypothesis, cause.text) == ("exchanged", "g_Q and g_K are exchanged")
+    keys = {}
+    for name in ("key.weight", "key.bias"):
+        part = first.parts[name]
+        keys[name] = part.view(2, 2, *part.shape[1:]).mean(1).repeat_interleave(2, 0)
+    diagnosis = diagnose(first, first.with_parts(keys))
+    assert [(cause.hypothesis, cause.text) for cause in diagnosis.causes] == [
+        ("averaged key heads", "4 key heads were averaged in groups of 2 (W_K)")
+    ]
+    assert not diagnosis.unexplained
+
+
+def scale_heads(layer: Layer) -> Parts:
+    part = layer.parts["query.weight"].clone()
+    part[1:3] *= 0.5
+    return {"query.weight": part}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(scale_heads, "scaled"), (adapt(3), "rank 3 update"), (scale(0.7), "scaled")]
+)
+def test_rounding_after_another_change_is_named(change, expected):
+    first = draw("whole")
+    diagnosis = diagnose(first, apply(first, change, cast(torch.bfloat16)))
+    assert names(diagnosis) == sorted([expected, "rounded to bfloat16"])
+    assert not diagnosis.unexplained
+    if change is scale_heads:
+        assert next(cause for cause in diagnosis.causes if cause.hypothesis == "scaled").heads == (1, 2)
+
+
+@pytest.mark.parametrize("changes", [(adapt(3), quantise(4)), (quantise(8), cast(torch.bfloat16))])
+def test_pairs_beyond_the_search_get_no_wrong_cause(changes):
+    first = draw("whole")
+    diagnosis = diagnose(first, apply(first, *changes))
+    allowed = {"rounded to bfloat16", "quantised to 4 bits", "quantised to 8 bits"}
+    assert {cause.hypothesis for cause in diagnosis.causes} <= allowed
+
+
+def test_a_step_before_another_says_what_it_leaves():
+    first = draw("whole")
+    diagnosis = diagnose(first, apply(first, rows, adapt(3)))
+    step = next(cause for cause in diagnosis.causes if cause.hypothesis == "interleaved rows")
+    assert 0.001 < step.residual < 0.1
+
+
+def test_parts_named_like_a_role_have_no_heads():
+    """In BERT's blocks, tensors of the MLP are called output.dense and output.LayerNorm."""
+    first = draw("whole").with_parts(
+        {"output.dense.weight": torch.randn(WIDTH, 96), "output.LayerNorm.weight": torch.rand(WIDTH)}
+    )
+    changed = {name: part + 0.1 * torch.randn(part.shape) for name, part in first.parts.items() if "output." in name}
+    changed.pop("output.weight")
+    diagnosis = diagnose(first, first.with_parts(changed))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], [*changed])

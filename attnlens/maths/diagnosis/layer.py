@@ -39,6 +39,8 @@ class Layer:
     """Coordinates of a head that RoPE rotates together; empty without RoPE, None if unknown."""
     spacing: Mapping[str, float] = field(default_factory=dict)
     """Relative spacing of the number type in which each part is stored; float32 if missing."""
+    headless: frozenset[str] = frozenset()
+    """Names of parts without heads, whatever their shapes: those outside the attention module, and W_O's bias."""
 
     def with_parts(self, parts: Parts) -> Layer:
         """Return the layer with some parts replaced."""
@@ -54,15 +56,29 @@ class Layer:
         """True if position does not rotate queries and keys."""
         return self.pairs is not None and not self.pairs
 
+    def parts_along(self, *sizes: int) -> list[str]:
+        """Return the names of the attention module's other parts with an axis of one of these sizes.
+
+        They are tensors by head or by coordinate of a head, such as sinks, position biases and norms.
+        """
+        others = [name for name in self.parts if not has_heads(name) and name not in self.headless]
+        return [name for name in others if set(self.parts[name].shape) & set(sizes)]
+
 
 def has_heads(name: str) -> bool:
     """Return True if the first axis of this part is heads."""
-    return name.partition(".")[0] in ROLES and not name.endswith(".gain")
+    role, _, kind = name.partition(".")
+    return role in ROLES and kind in ("weight", "bias")  # not BERT's output.dense.weight
+
+
+def count_heads(part: Tensor, name: str) -> int:
+    """Return the number of heads of this part; 1 if it has none."""
+    return part.shape[0] if has_heads(name) else 1
 
 
 def residuals(first: Tensor, second: Tensor, name: str) -> Float[Tensor, " heads"]:
     """Compute ‖B − A‖/max(‖A‖, ‖B‖) of each head, or of the whole part if it has no heads; 1 if shapes differ."""
-    heads = second.shape[0] if has_heads(name) else 1
+    heads = count_heads(second, name)
     if first.shape != second.shape:
         return torch.ones(heads, dtype=torch.float64)
     before, after = (part.double().reshape(heads, -1) for part in (first, second))

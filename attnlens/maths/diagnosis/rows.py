@@ -11,8 +11,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROLES, Layer, list_names, name_parts, residuals, turn_from
-from attnlens.maths.diagnosis.steps import Step, structural
+from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, has_heads, list_names, name_parts, residuals, turn_from
+from attnlens.maths.diagnosis.steps import Step, show_factor, structural
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -21,6 +21,7 @@ BETTER = 0.5
 """A structural hypothesis is considered if it at least halves the angle between rows of A and B."""
 KINDS = ("weight", "bias")
 PERMUTED = ("query", "key")
+SIDES = (PERMUTED, ("output", "value"))  # pairs of roles with a product in each head; the first has the query heads
 
 
 def _present(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "weight") -> list[str]:
@@ -92,12 +93,18 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
         before, after = (residuals(each, second.parts[name], name).sum() for each in (layer.parts[name], part))
         if kind == "weight" or after < before:
             parts[name] = part
-    gain = layer.parts.get(f"{role}.gain")
-    if gain is not None and len(heads) == len(layer.parts[f"{role}.weight"]) and gain.shape[-1] == len(order):
-        name = f"{role}.gain"
-        part = gain[..., order]
-        if residuals(part, second.parts[name], name) < residuals(gain, second.parts[name], name):
-            parts[name] = part
+    name = f"{role}.gain"
+    gain, count = layer.parts.get(name), len(layer.parts[f"{role}.weight"])
+    if gain is None or gain.numel() not in (len(order), count * len(order)):
+        return parts
+    by_head = gain.reshape(-1, len(order)).clone()  # one row, or one per head
+    if len(by_head) == count:
+        by_head[list(heads)] = by_head[list(heads)][:, order]
+    elif len(heads) == count:
+        by_head = by_head[:, order]
+    moved = by_head.reshape(gain.shape)
+    if residuals(moved, second.parts[name], name) < residuals(gain, second.parts[name], name):
+        parts[name] = moved
     return parts
 
 
@@ -139,9 +146,14 @@ def wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
 
 @structural
 def permuted_rows(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose another order of the rows of W_Q or W_K within heads: interleaved, half-split, reversed, or any other."""
+    """Propose another order of W_Q's or W_K's rows within heads (interleaved, …, or any), or of W_V's and W_O's."""
+    for roles in SIDES:
+        yield from _permuted_rows(first, second, roles)
+
+
+def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
     found: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
-    for role in _present(first, second, roles=PERMUTED):
+    for role in _present(first, second, roles=roles):
         before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
         if before.shape != after.shape:
             continue
@@ -157,10 +169,12 @@ def permuted_rows(first: Layer, second: Layer) -> Iterator[Step]:
             if bool(_is_better(fits, old[head : head + 1])):
                 found["permuted rows"][role][head] = order
     for name, by_role in found.items():
-        yield _row_step(name, by_role, first, second)
+        yield _row_step(name, by_role, first, second, roles)
 
 
-def _row_step(name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, second: Layer) -> Step:
+def _row_step(
+    name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, second: Layer, roles: tuple[str, str]
+) -> Step:
     parts: dict[str, Tensor] = {}
     concerned = set[int]()
     for role, orders in by_role.items():
@@ -169,15 +183,20 @@ def _row_step(name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, se
             heads = [head for head, each in orders.items() if tuple(each.tolist()) == order]
             parts |= _reorder(current, role, heads, torch.tensor(order), second)
             current = first.with_parts(parts)
-        concerned |= set(_query_heads([*orders], first)) if role == "key" else set(orders)
+        concerned |= set(orders) if role == roles[0] else set(_query_heads([*orders], first))
     names = name_parts([f"{role}.weight" for role in by_role])
+    subjects = [f"{'columns' if role == 'output' else 'rows'} of {name_parts([f'{role}.weight'])}" for role in by_role]
+    subject = list_names(subjects) if roles != PERMUTED else f"rows of {names}"
     kind, _, scope = name.partition(" of ")
     words, repair = NAMED.get(kind, ("in another order within heads", None))
     scope = " (of the coordinates that RoPE rotates)" if scope else ""
-    harmless = first.unrotated and _same_orders(by_role, parts, first)
-    left = [part for role in by_role for part in (f"{role}.bias", f"{role}.gain") if _stays(part, parts, first)]
-    stays = f", but {name_parts(left)} as before" if left else ""
-    text = f"the rows of {names} are {words}{scope}{stays}"
+    stays = [part for role in by_role for part in (f"{role}.bias", f"{role}.gain") if _stays(part, parts, first)]
+    stays += [part for part in _others_between(first, roles) if _stays(part, parts, first)]
+    harmless = (roles != PERMUTED or first.unrotated) and not stays and _same_orders(by_role, first, roles)
+    text = f"the {subject} are {words}{scope}"
+    text += f", but {name_parts(stays)} as before" if stays else ""
+    if harmless:
+        text += ", alike: attention is the same" if roles == PERMUTED else ", alike: attention's output is the same"
     whole = len(concerned) == len(first.parts["query.weight"])
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
@@ -189,18 +208,15 @@ def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
     return part is not None and name not in parts and bool((part != part.flatten()[0]).any())
 
 
-def _same_orders(by_role: dict[str, dict[int, Tensor]], parts: dict[str, Tensor], layer: Layer) -> bool:
-    """Return True if queries and keys, with their biases and gains, are reordered alike in every head."""
-    if set(by_role) != set(PERMUTED):
+def _same_orders(by_role: dict[str, dict[int, Tensor]], layer: Layer, roles: tuple[str, str]) -> bool:
+    """Return True if the rows of both roles are reordered alike in every head."""
+    if set(by_role) != set(roles):
         return False
-    if any(_stays(f"{role}.{kind}", parts, layer) for role in PERMUTED for kind in ("bias", "gain")):
-        return False
-    heads, kv_heads = (len(layer.parts[f"{role}.weight"]) for role in PERMUTED)
-    size = layer.parts["query.weight"].shape[1]
-    identity = torch.arange(size)
+    heads, kv_heads = (len(layer.parts[f"{role}.weight"]) for role in roles)
+    queries, keys = (by_role[role] for role in roles)
+    identity = torch.arange(layer.parts[f"{roles[0]}.weight"].shape[1])
     return all(
-        torch.equal(by_role["query"].get(head, identity), by_role["key"].get(head * kv_heads // heads, identity))
-        for head in range(heads)
+        torch.equal(queries.get(head, identity), keys.get(head * kv_heads // heads, identity)) for head in range(heads)
     )
 
 
@@ -221,18 +237,67 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
     return partners.tolist() if bool(clear.all()) else None
 
 
-def follow_order(layer: Layer, order: Sequence[int]) -> Step:
+def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
+    """Return the parts with their heads in these orders by role, and the names of those that did not move too.
+
+    Biases, gains over all heads, and other tensors with an axis of heads move only if that brings them nearer to B.
+    """
+    parts: dict[str, Tensor] = {}
+    stayed = []
+    for role, order in orders.items():
+        if list(order) != sorted(order):
+            parts[f"{role}.weight"] = first.parts[f"{role}.weight"][list(order)]
+    for name, part in first.parts.items():
+        if name not in second.parts or (has_heads(name) and name.endswith(".weight")):
+            continue
+        moved = [each for each in _by_head(first, name, orders) if not torch.equal(each, part)]
+        nearest = min((part, *moved), key=lambda each: float(residuals(each, second.parts[name], name).sum()))
+        if nearest is not part:
+            parts[name] = nearest
+        elif moved:
+            stayed.append(name)
+    return parts, stayed
+
+
+def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
+    """Yield a bias, gain or other tensor with its heads in the order of its role; of any role if it has none."""
+    role, _, kind = name.partition(".")
+    part = layer.parts[name]
+    sizes = {layer.parts[f"{each}.weight"].shape[1] for each in orders}
+    if has_heads(name):
+        if role in orders:
+            yield part[list(orders[role])]
+        return
+    if name in layer.headless:
+        return
+    is_gain = role in ROLES and kind == "gain"
+    used = [orders[role]] if is_gain and role in orders else list(orders.values())
+    for order in used:
+        for size in sizes if is_gain else {1, *sizes}:
+            places = (torch.tensor(list(order))[:, None] * size + torch.arange(size)).flatten()
+            for axis in [axis for axis, length in enumerate(part.shape) if length == len(places)]:
+                yield part.index_select(axis, places.to(part.device))
+
+
+def _reordered_alike(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
+    """Return the step of heads that moved in all matrices: harmless if all other tensors of heads moved too."""
+    parts, stayed = _move_heads(first, second, orders)
+    names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
+    text = f"the heads are in another order, alike in {names}"
+    if not stayed:
+        return Step("reordered heads", f"{text}: attention is the same", None, parts, (), harmless=True)
+    left = name_parts(stayed)
+    return Step("heads out of order", f"{text}, but {left} as before", f"reorder {left} as the heads", parts)
+
+
+def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
     """Return the step that moves query head h to order[h], with its key head, values and output."""
-    parts = {}
-    for role in _present(layer):
-        count = len(layer.parts[f"{role}.weight"])
+    orders = {}
+    for role in _present(first):
+        count = len(first.parts[f"{role}.weight"])
         heads = range(0, len(order), len(order) // count)
-        places = [order[head] * count // len(order) for head in heads]
-        for name in (f"{role}.weight", f"{role}.bias"):
-            if name in layer.parts:
-                parts[name] = layer.parts[name][torch.tensor(places).argsort()]
-    text = f"the heads are in another order, alike in {name_parts([f'{role}.weight' for role in _present(layer)])}"
-    return Step("reordered heads", f"{text}: attention is the same", None, parts, (), harmless=True)
+        orders[role] = torch.tensor([order[head] * count // len(order) for head in heads]).argsort().tolist()
+    return _reordered_alike(first, second, orders)
 
 
 @structural
@@ -246,12 +311,6 @@ def reordered_heads(first: Layer, second: Layer) -> Iterator[Step]:
     if not moved:
         return
     full = {role: moved.get(role) or list(range(len(first.parts[f"{role}.weight"]))) for role in roles}
-    parts = {
-        name: first.parts[name][order]
-        for role, order in moved.items()
-        for name in (f"{role}.weight", f"{role}.bias")
-        if name in first.parts
-    }
     heads, kv_heads = len(first.parts["query.weight"]), len(first.parts["key.weight"])
     groups = [head * kv_heads // heads for head in range(heads)]
 
@@ -263,11 +322,11 @@ def reordered_heads(first: Layer, second: Layer) -> Iterator[Step]:
         return all(full[role][groups[head]] == groups[query[head]] for head in range(heads))
 
     together = "query" in full and all(follow(role) for role in roles if role != "query")
-    names = name_parts([f"{role}.weight" for role in moved])
     if together and set(roles) == set(ROLES):
-        text = f"the heads are in another order, alike in {names}: attention is the same"
-        yield Step("reordered heads", text, None, parts, (), harmless=True)
+        yield _reordered_alike(first, second, full)
         return
+    parts, stayed = _move_heads(first, second, moved)
+    names = name_parts([f"{role}.weight" for role in moved])
     changed = {head for role in moved for head in _moved_heads(full[role], groups, role)}
     where = () if len(changed) == heads else tuple(sorted(changed))
     tiled = torch.arange(heads).view(kv_heads, -1).T.flatten().tolist() if heads % kv_heads == 0 else None
@@ -277,8 +336,13 @@ def reordered_heads(first: Layer, second: Layer) -> Iterator[Step]:
         repair = f"put the heads of {names} into the order of repeated key heads (h // {heads // kv_heads})"
         yield Step("tiled key heads", text, repair, parts, where)
         return
-    others = name_parts([f"{role}.weight" for role in roles if role not in moved])
-    text = f"the heads of {names} are in another order" + (f", but not those of {others}" if others else "")
+    others = [f"{role}.weight" for role in roles if role not in moved]
+    stayed = [name for name in stayed if name.split(".")[0] in moved]
+    text = f"the heads of {names} are in another order"
+    if stayed:
+        text += f", but {name_parts([*stayed, *others])} as before"
+    elif others:
+        text += f", but not those of {name_parts(others)}"
     yield Step("heads out of order", text, f"reorder the heads of {names} as in the first model", parts, where)
 
 
@@ -299,6 +363,11 @@ def averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
     if len(counts) != 1 or len(others) != 1:
         return
     (count,), (other,) = counts, others
+    if other == count:
+        weights = {role: f"{role}.weight" for role in present}
+        present = [role for role, name in weights.items() if not torch.equal(first.parts[name], second.parts[name])]
+        if not present:
+            return
     if other > count and other % count == 0:
         yield from _repeated(first, second, present, other // count)
         return
@@ -394,6 +463,23 @@ def exchanged(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 @structural
+def exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that the gains of the norms of queries and keys are exchanged."""
+    names = ["query.gain", "key.gain"]
+    gains = [layer.parts.get(name) for layer in (first, second) for name in names]
+    if any(gain is None or gain.shape != second.parts[names[0]].shape for gain in gains):
+        return
+    parts = {name: first.parts[other] for name, other in zip(names, names[::-1], strict=True)}
+    old, new = (
+        torch.cat([residuals(layer[name], second.parts[name], name) for name in names])
+        for layer in (first.parts, parts)
+    )
+    if bool(_is_better(new, old).all()):
+        text = f"{name_parts(names)} are exchanged"
+        yield Step("exchanged", text, f"exchange {name_parts(names)}", parts)
+
+
+@structural
 def wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that a fused matrix was split into flat thirds instead of head by head, or the reverse."""
     roles = _present(first, second, roles=("query", "key", "value"))
@@ -449,16 +535,25 @@ CLOSE = 1e-3  # largest relative error of A · A⁻¹
 
 @structural
 def another_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q was multiplied by A within heads and W_K by A⁻ᵀ: the product M is the same."""
-    if _present(first, second, roles=PERMUTED) != list(PERMUTED):
-        return
-    sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in PERMUTED]
+    """Propose that W_Q was multiplied by A within heads and W_K by A⁻ᵀ, or W_O and W_V: their product is the same."""
+    for roles in SIDES:
+        if _present(first, second, roles=roles) == list(roles):
+            yield from _change_basis(first, second, roles)
+
+
+def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
+    """Propose another basis of these two roles, of which the first has the query heads."""
+    sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
         return
     changed = [(before != after).flatten(1).any(1) for before, after in sides]
-    parts = {name: part.double().clone() for name, part in first.parts.items() if name.split(".")[0] in PERMUTED}
-    found, commuting = list[int](), True
+    parts = {
+        name: part.double().clone()
+        for name, part in first.parts.items()
+        if has_heads(name) and name.split(".")[0] in roles
+    }
+    found: dict[int, Tensor] = {}
     for key_head in range(kv_heads):
         queries = list(range(key_head * heads // kv_heads, (key_head + 1) * heads // kv_heads))
         if not bool(changed[1][key_head]) or not bool(changed[0][queries].all()):
@@ -473,19 +568,54 @@ def another_basis(first: Layer, second: Layer) -> Iterator[Step]:
         product = bases[0].mT @ bases[1]
         if float((product - torch.eye(size).to(product)).norm()) > CLOSE * size**0.5:
             continue
-        for role, places, basis in (("query", queries, bases[0]), ("key", [key_head], bases[1])):
+        for role, places, basis in ((roles[0], queries, bases[0]), (roles[1], [key_head], bases[1])):
             for name in (f"{role}.{kind}" for kind in KINDS if f"{role}.{kind}" in parts):
                 part = parts[name][places]
                 parts[name][places] = torch.einsum("ij,hj...->hi...", basis, part)
-        found.append(key_head)
-        commuting &= first.unrotated or _commutes(bases[0], first)
-    if not found:
-        return
-    whole = len(found) == kv_heads
+        found[key_head] = bases[1]
+    if found:
+        where = () if len(found) == kv_heads else _query_heads([*found], first)
+        build = _values_in_another_basis if roles[1] == "value" else _scores_in_another_basis
+        yield build(first, parts, where, [*found.values()])
+
+
+def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
+    """Return the step of W_Q and W_K in another basis: harmless if neither a norm nor the rotation comes between."""
     text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
-    text += ": attention is the same" if commuting else ", which changes attention under RoPE"
-    repair = None if commuting else "undo the change of basis before the rotation"
-    yield Step("another basis", text, repair, parts, () if whole else _query_heads(found, first), commuting)
+    repair = None
+    harmless = False
+    if any(f"{role}.gain" in layer.parts for role in PERMUTED) or _others_between(layer, PERMUTED):
+        text += ", but the norm of queries and keys does not commute with it"
+        repair = "undo the change of basis before the norm"
+    elif not (layer.unrotated or all(_commutes(basis, layer) for basis in bases)):
+        text += ", which changes attention under RoPE"
+        repair = "undo the change of basis before the rotation"
+    else:
+        text, harmless = f"{text}: attention is the same", True
+    return Step("another basis", text, repair, parts, where, harmless)
+
+
+def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
+    """Return the step of W_V and W_O in another basis, such as a factor: harmless if nothing comes between."""
+    factors = [float(basis.diagonal().mean()) for basis in bases]
+    same = max(factors) - min(factors) <= CLOSE * abs(factors[0])
+    unit = [factors[0] * torch.eye(len(basis)).to(basis) for basis in bases]
+    scaled = same and all(bool((a - b).norm() <= CLOSE * a.norm()) for a, b in zip(bases, unit, strict=True))
+    text = "W_V and W_O are in another basis within heads (the same product)"
+    if scaled:
+        text = f"W_V is multiplied by {show_factor(factors[0])} and W_O divided by it"
+    if between := _others_between(layer, ("value", "output")):
+        text += f", but {name_parts(between)} does not commute with it"
+        return Step("another basis", text, "undo the change of basis of W_V and W_O", parts, where)
+    return Step("another basis", f"{text}: attention's output is the same", None, parts, where, harmless=True)
+
+
+def _others_between(layer: Layer, roles: Sequence[str]) -> list[str]:
+    """Return the tensors by coordinate of a head, other than gains, that can act between both projections."""
+    shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
+    sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
+    gains = [f"{role}.gain" for role in ROLES]
+    return [name for name in layer.parts_along(*sizes) if name not in gains]
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:

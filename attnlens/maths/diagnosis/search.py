@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from attnlens.maths.diagnosis import rows, values
-from attnlens.maths.diagnosis.layer import FACTOR, SINGLE, Layer, Parts, has_heads, limit_of, name_parts, residuals
+from attnlens.maths.diagnosis.layer import (
+    FACTOR,
+    ROUNDING,
+    SINGLE,
+    Layer,
+    Parts,
+    count_heads,
+    has_heads,
+    limit_of,
+    name_parts,
+    residuals,
+)
 from attnlens.maths.diagnosis.steps import OF_TENSOR, STRUCTURAL, Fit, Pair, Step
 
 __all__ = ["Cause", "Diagnosis", "diagnose", "rows", "values"]
@@ -44,19 +55,34 @@ NEAR = 0.5  # share of a difference that a hypothesis must leave at most to be n
 State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
 
 
+def _is_broken(part: Tensor) -> bool:
+    return part.is_floating_point() and not bool(part.isfinite().all())
+
+
+def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
+    """Return which heads are only rounded to another type."""
+    exact = [(first.to(kind).double() == second.double()).flatten(1).all(1) for kind in values.TYPES.values()]
+    return torch.stack(exact).any(0)
+
+
+def _is_exact(part: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(part.to(dtype).to(part.dtype), part)
+
+
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
     """Find the hypotheses that turn the first layer into the second: single ones, then pairs.
 
     `order`: the second layer's head for each head of the first, if it is known that they moved with all their tensors.
     """
+    first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
     if order:
-        best.adopt_known(rows.follow_order(first, order))
+        best.adopt(rows.follow_order(best.first, best.second, order))
     best.run()
     if best.left and not order:
-        for step in rows.unconditional(first, second):
+        for step in rows.unconditional(best.first, best.second):
             other = Search(first, second)
-            if other.run_after(step) and (other.left, len(other.causes)) < (best.left, len(best.causes)):
+            if other.run(step) and (other.left, len(other.causes)) < (best.left, len(best.causes)):
                 best = other
     return best.result
 
@@ -72,8 +98,10 @@ class Search:
 
     def __post_init__(self) -> None:
         self.names = [name for name in self.first.parts if name in self.second.parts]
+        self._find_non_finite()
         self.start = {name: self.residual(self.first.parts, name) for name in self.names}
         self.open = {name: residual > 0 for name, residual in self.start.items()}
+        self.open |= {name: self.open[name] & ~broken for name, broken in self.broken.items()}
         self.current = self.first  # the first layer after the causes found so far
 
     def residual(self, parts: Parts, name: str) -> Tensor:
@@ -84,7 +112,8 @@ class Search:
         """Return which heads of a part a prediction does not explain."""
         after = self.residual(parts, name)
         limit = limit_of(name, self.first, self.second)
-        return (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
+        wrong = (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
+        return wrong & ~self.broken[name] if name in self.broken else wrong
 
     @property
     def left(self) -> int:
@@ -99,23 +128,40 @@ class Search:
         change = max((float(self.start[name].max()) for name in left), default=0.0)
         return Diagnosis(self.causes, left, self.closest if left else None, change, heads)
 
-    def run(self) -> None:
-        """Search causes one after another, then a structural one together with one of single tensors."""
-        self._find_structural()
-        self._fit_tensors(self.current, ())
-        self._find_pairs()
-        self._find_rounding()
+    def run(self, step: Step | None = None) -> bool:
+        """Search causes one after another, then a structural one together with one of single tensors.
 
-    def run_after(self, step: Step) -> bool:
-        """Search as `run` does after one structural step; False if no other structural step then explains anything."""
-        self.adopt_known(step)
+        After a first `step`, no such pair is searched: return False if no other structural step explains anything then.
+        """
+        if step is not None:
+            self.adopt(step)
         before = len(self.causes)
         self._find_structural()
-        if len(self.causes) == before:
+        if step is not None and len(self.causes) == before:
             return False
         self._fit_tensors(self.current, ())
+        if step is None:
+            self._find_pairs()
         self._find_rounding()
         return True
+
+    def _find_non_finite(self) -> None:
+        """Name the parts in which only the second layer has NaN or infinite numbers; search on without these heads."""
+        self.broken: State = {}
+        for name in self.names:
+            before, after = self.first.parts[name], self.second.parts[name]
+            if before.shape == after.shape and not bool(after.isfinite().all()):
+                new = (before.isfinite() & ~after.isfinite()).reshape(count_heads(after, name), -1).any(1)
+                self.broken |= {name: new} if bool(new.any()) else {}
+        if self.broken:
+            names, heads = tuple(self.broken), self._query_heads(self.broken)
+            text = f"{name_parts(names)} {'contains' if len(names) == 1 else 'contain'} NaN or infinite numbers"
+            repair = f"copy {name_parts(names)} from the first model"
+            self.causes.append(Cause("not finite", text, repair, heads, 1.0, names))
+        self.first, self.second = (
+            side.with_parts({name: part.nan_to_num(0, 0, 0) for name, part in side.parts.items() if _is_broken(part)})
+            for side in (self.first, self.second)
+        )
 
     def _find_structural(self) -> None:
         """Adopt the structural step that explains most, as long as one explains anything."""
@@ -125,7 +171,7 @@ class Search:
             best = max(range(len(steps)), key=lambda place: gains[place], default=None)
             if best is None or gains[best] <= 0:
                 break
-            self._adopt(steps[best])
+            self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
         """Return how many open heads of parts a prediction explains; −1 if it makes an explained one worse."""
@@ -139,13 +185,16 @@ class Search:
             total += int((self.open[name] & ~after).sum())
         return total
 
-    def _adopt(self, step: Step) -> None:
-        """Add a structural step to the causes."""
-        explained = [name for name in step.parts if name in self.open and bool(self.open[name].any())]
-        self.current = self.current.with_parts(step.parts)
-        residual = max((float(self.residual(step.parts, name).max()) for name in explained), default=0.0)
+    def adopt(self, step: Step, fitted: Sequence[str] | None = None) -> None:
+        """Add a structural step to the causes, with all parts, or with those `fitted` after it and those it helps."""
+        parts = step.parts
+        if fitted is not None:
+            parts = {name: part for name, part in parts.items() if name in fitted or self._helps(name, part)}
+        explained = [name for name in parts if name in self.open and bool(self.open[name].any())]
+        self.current = self.current.with_parts(parts)
         for name in explained:
-            self.open[name] = self.still_open(step.parts, name)
+            self.open[name] = self.still_open(parts, name)
+        residual = max((float(self.residual(parts, name).max()) for name in explained), default=0.0)
         cause = Cause(step.hypothesis, step.text, step.repair, step.heads, residual, tuple(explained), step.harmless)
         self.causes.append(cause)
 
@@ -161,26 +210,31 @@ class Search:
                     break
                 near = residual < NEAR * float(self.start[name].max())
                 if near and (self.closest is None or residual < self.closest[1]):
-                    text = fit.text.format(parts=name_parts([name]), number=fit.number)
+                    plural = "" if fit.number == 1 else "s"
+                    text = fit.text.format(parts=name_parts([name]), number=fit.number, s=plural)
                     self.closest = " and ".join([step.hypothesis for step in before] + [text]), residual
         if not found:
             return False
         for step in before:
-            self._adopt_partially(step, [name for fits in found.values() for name, *_ in fits])
+            self.adopt(step, [name for fits in found.values() for name, *_ in fits])
         for fits in found.values():
             self._adopt_fits(fits)
         return True
 
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
         """Yield each hypothesis on a tensor with the heads it is fitted to, and the residual that it leaves."""
-        chosen = heads.nonzero().flatten()
         first, second = layer.parts[name], self.second.parts[name]
+        if has_heads(name):
+            others = heads & ~_rounded_heads(first, second)
+            heads = others if bool(others.any()) else heads
+        chosen = heads.nonzero().flatten()
         if has_heads(name):
             first, second = first[chosen.to(first.device)], second[chosen.to(second.device)]
         spacings = [side.spacing.get(name, SINGLE) for side in (self.first, self.second)]
         query = self.first.parts.get("query.weight")
         head_dim = 1 if query is None else query.shape[1]
-        pair = Pair(name, first, second, name in self.first.gains, max(spacings), min(spacings), head_dim)
+        is_gain, numbers = name in self.first.gains, tuple(chosen.tolist()) if has_heads(name) else ()
+        pair = Pair(name, first, second, is_gain, max(spacings), min(spacings), head_dim, numbers)
         for hypothesis in OF_TENSOR:
             for fit in hypothesis(pair):
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())
@@ -198,7 +252,8 @@ class Search:
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
         """Add one hypothesis to the causes, with all the tensors it explains."""
         names, fit = tuple(name for name, *_ in fits), fits[0][1]
-        heads = self._query_heads({name: self.open[name] for name in names})
+        numbers = {name: torch.arange(len(self.open[name])) for name in names}
+        heads = self._query_heads({name: torch.isin(numbers[name], chosen.cpu()) for name, _, chosen in fits})
         residual = 0.0
         for name, each, chosen in fits:
             part = self._predict(self.current, name, each, chosen)
@@ -207,7 +262,10 @@ class Search:
             self.open[name] = torch.zeros_like(self.open[name])
         number = max(each.number for _, each, _ in fits)
         subject = f"{name_parts(names)} {'is' if len(names) == 1 else 'are'}"
-        text, hypothesis = fit.text.format(parts=subject, number=number), fit.hypothesis.format(number=number)
+        plural = "" if number == 1 else "s"
+        text, hypothesis = (
+            words.format(parts=subject, number=number, s=plural) for words in (fit.text, fit.hypothesis)
+        )
         harmless = fit.harmless or self._is_key_bias(names)
         text += " (without RoPE, a key bias does not change attention)" if self._is_key_bias(names) else ""
         self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, harmless))
@@ -215,20 +273,6 @@ class Search:
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
         """Return True if only a key bias changed, which adds the same number to all scores of a query."""
         return names == ("key.bias",) and self.first.unrotated and "key.gain" not in self.first.parts
-
-    def adopt_known(self, step: Step) -> None:
-        """Add a step to the causes before the search."""
-        self._adopt_partially(step, list(step.parts))
-
-    def _adopt_partially(self, step: Step, names: list[str]) -> None:
-        """Add a step that explains only together with the next one."""
-        parts = {name: part for name, part in step.parts.items() if name in names or self._helps(name, part)}
-        self.current = self.current.with_parts(parts)
-        for name in parts:
-            if name in self.open:
-                self.open[name] = self.still_open(parts, name)
-        cause = Cause(step.hypothesis, step.text, step.repair, step.heads, 0.0, tuple(parts), step.harmless)
-        self.causes.append(cause)
 
     def _helps(self, name: str, part: Tensor) -> bool:
         before, after = (self.residual(parts, name).sum() for parts in (self.current.parts, {name: part}))
@@ -253,7 +297,11 @@ class Search:
                 continue
             part = self.current.parts[name].to(self.first.parts[name].dtype)
             for kind, dtype in values.TYPES.items():
-                if torch.equal(part.to(dtype).double(), self.second.parts[name].double()):
+                after = self.second.parts[name]
+                left = float(self.residual({name: part}, name).max())
+                coarser = _is_exact(after, dtype) and not _is_exact(self.first.parts[name], dtype)
+                near = coarser and left <= 2 * ROUNDING * torch.finfo(dtype).eps  # factors are fitted to rounded values
+                if near or torch.equal(part.to(dtype).double(), after.double()):
                     by_type[kind].append(name)
                     break
         for kind, names in by_type.items():

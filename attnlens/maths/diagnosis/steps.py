@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Fit:
     """The prediction of a hypothesis on one tensor."""
 
     hypothesis: str
-    text: str  # with {parts}, the tensors concerned, and {number}
+    text: str  # with {parts}, the tensors concerned, {number} and its plural {s}
     repair: str | None
     predicted: Tensor
     harmless: bool = False
@@ -49,6 +50,14 @@ class Pair:
     spacing: float  # relative spacing of the coarser type in which the two are stored
     finer: float  # relative spacing of the finer type
     head_dim: int
+    heads: tuple[int, ...] = ()  # numbers of these heads; empty for a part without heads
+
+
+def show_factor(factor: float) -> str:
+    """Return a factor with at least two digits of its difference from 1."""
+    change = abs(factor - 1)
+    digits = 4 if change == 0 else max(4, 2 - math.floor(math.log10(change)))
+    return f"{factor:.{digits}g}"
 
 
 STRUCTURAL: list[Structural] = []

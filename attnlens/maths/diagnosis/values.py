@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from attnlens.maths.diagnosis.layer import ROUNDING
-from attnlens.maths.diagnosis.steps import Fit, Pair, of_tensor
+from attnlens.maths.diagnosis.steps import Fit, Pair, of_tensor, show_factor
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("", "first ") for kind in TYPES)})
+"""Names of the hypotheses that only the number type of tensors changed."""
 
 
 @of_tensor
@@ -72,11 +74,14 @@ def scaled(pair: Pair) -> Iterator[Fit]:
     first, second = pair.first.double(), pair.second.double()
     size = float(first.square().sum())
     factor = float((first * second).sum()) / size if size > 0 else 1.0
-    if not abs(factor - 1) > 1e-6:
+    if not abs(factor - 1) > max(1e-6, ROUNDING * pair.spacing):
         return
     known = _name_factor(factor, pair.head_dim) if pair.name.startswith(("query", "key")) else ""
-    text = f"{{parts}} multiplied by {factor:.4g}{known}"
-    yield Fit("scaled", text, f"divide by {factor:.4g}", factor * first)
+    # least squares determine the factor up to the mean of the values' rounding
+    error = 2 * ROUNDING * pair.spacing / first.numel() ** 0.5
+    short = (float(f"{factor:.{digits}g}") for digits in range(1, 4))
+    number = show_factor(next((each for each in short if math.isclose(each, factor, rel_tol=error)), factor))
+    yield Fit("scaled", f"{{parts}} multiplied by {number}{known}", f"divide by {number}", factor * first)
 
 
 def _name_factor(factor: float, head_dim: int) -> str:
@@ -136,11 +141,11 @@ def quantised(pair: Pair) -> Iterator[Fit]:
         # ties, the ends of the grid, and rounding of the levels
         is_end = (original < low) | (original > low + step * (levels - 1))
         near = ((original - stored).abs() <= (0.5 + OFF / 2) * step) | (is_end & ((nearest - stored).abs() < step / 2))
-        bits = max(1, math.ceil(math.log2(max(float(levels.max()) - 1, 2))))
+        bits = max(1, math.ceil(math.log2(float(levels.max()))))
         where = f"in groups of {size} values" if size else "row by row"
-        text = f"{{parts}} quantised to {{number}} bits {where}"
+        text = f"{{parts}} quantised to {{number}} bit{{s}} {where}"
         predicted = _like(torch.where(near, stored, nearest).reshape(second.shape), pair)
-        yield Fit("quantised to {number} bits", text, None, predicted, number=bits)
+        yield Fit("quantised to {number} bit{s}", text, None, predicted, number=bits)
         return
 
 
@@ -155,6 +160,39 @@ def _like(rows: Tensor, pair: Pair) -> Tensor:
         return rows.reshape(pair.second.shape)
     heads, size, width = pair.second.shape
     return rows.reshape(width, heads, size).permute(1, 2, 0)
+
+
+@of_tensor
+def replaced(pair: Pair) -> Iterator[Fit]:
+    """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value."""
+    if pair.first.dim() < 2 or pair.name.endswith("bias"):
+        return
+    first, second = (_as_rows(part, pair.name) for part in (pair.first, pair.second))
+    changed = first != second
+    for axis, kind in enumerate(("row", "column")):
+        count, places = changed.shape[axis], changed.any(1 - axis).nonzero().flatten()
+        if 2 * len(places) > count:
+            continue
+        is_inside = kind == ("column" if pair.name == "output.weight" else "row")
+        if pair.heads and is_inside:  # numbers in the whole matrix, not among the heads that differ
+            size = count // len(pair.heads)
+            places = torch.tensor(pair.heads)[places.cpu() // size] * size + places.cpu() % size
+        several = "s" if len(places) > 1 else ""
+        text = f"{{parts}} changed in {len(places)} {kind}{several} only: {_spans(places.tolist())}"
+        yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
+        return
+
+
+def _spans(numbers: list[int]) -> str:
+    """Write ascending numbers as spans: 3, 90–97; at most the first six of them."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = [str(low) if low == high else f"{low}–{high}" for low, high in spans[:6]]
+    return ", ".join(words) + (", …" if len(spans) > 6 else "")
 
 
 RANKS = 64  # most ranks of an update that is looked for

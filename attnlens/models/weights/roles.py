@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -160,11 +161,14 @@ def read_layer(
     gains = set[str]()
     for role, norm in ({} if roles is None else roles.gains).items():
         name = f"{inside}{norm}.weight"
+        gains.add(f"{role}.gain")
         if name in parameters:
             parts[f"{role}.gain"] = parameters[name] + offsets.get(name, 0.0)
-            gains.add(f"{role}.gain")
             used[name] = set()
-    if roles is not None and (output := _find_output(block, module, roles, parameters)) is not None:
+        else:  # a norm without weights
+            parts[f"{role}.gain"] = torch.ones(parts[f"{role}.weight"].shape[1])
+    output = None if roles is None else _find_output(block, module, roles, parameters)
+    if roles is not None and output is not None:
         name, columns = output
         weight = parameters[name].T if columns else parameters[name]
         parts["output.weight"] = weight.T.reshape(-1, roles.rows["value"].index.shape[1], weight.shape[0])
@@ -179,7 +183,9 @@ def read_layer(
             if left:
                 parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))
     pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
-    return Layer(parts, frozenset(gains), pairs)
+    headless = {name for name in parts if name in parameters and not name.startswith(inside)}
+    headless |= {_bias_of(output[0])} if output is not None else set()
+    return Layer(parts, frozenset(gains), pairs, headless=frozenset(headless & parts.keys()))
 
 
 def _prefix_in_block(path: str) -> str:
@@ -211,17 +217,22 @@ def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _find_output(block: nn.Module, module: nn.Module, roles: Roles, names: Collection[str]) -> tuple[str, bool] | None:
-    """Return the name of W_O in the block, and whether its rows are inputs; the first free matrix of its shape.
+    """Return the name of W_O in the block, and whether its rows are inputs; `names`: the tensors that can be W_O.
 
-    `names`: the tensors of the block that can be W_O.
+    It is the free matrix of its shape inside the module, or else the one whose path shares most with the module's.
     """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
     columns = roles.rows["value"].columns
     parts = {name: part for name, part in block.named_parameters() if name in names}
     own = set(module.parameters())
-    inside = [name for name, part in parts.items() if part in own]
-    for name in (*inside, *(name for name in parts if name not in inside)):
+    path = next((path for path, each in block.named_modules() if each is module), "").split(".")
+
+    def rank(name: str) -> tuple[bool, int]:
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), path, strict=False)))
+        return parts[name] not in own, -shared
+
+    for name in sorted(parts, key=rank):
         part = parts[name]
         if part.dim() == 2 and part not in taken and part.shape[0 if columns else 1] == width:
             return name, columns

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from attnlens import records
 from attnlens.maths.diagnosis import Cause, Layer
 from attnlens.maths.diagnosis.layer import name_parts, residuals
-from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN, TYPES
+from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN, PRECISION, TYPES
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
 from attnlens.records import Site
@@ -240,7 +240,7 @@ class Walk:
                     self.found.append(Found(None, _compare_tied(name, sources, first, second)))
                     continue
                 for cause, errors in diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1])):
-                    self.found.append(Found(None, cause, errors, whole="round" in cause.hypothesis))
+                    self.found.append(Found(None, cause, errors, whole=cause.hypothesis in PRECISION))
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
@@ -375,7 +375,7 @@ def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
                 head_errors=[float(max(errors)) for errors in zip(*(entry.errors for entry in entries), strict=False)],
             )
         )
-    return sorted(merged, key=lambda cause: (cause.harmless, "round" in cause.hypothesis))
+    return sorted(merged, key=lambda cause: (cause.harmless, cause.hypothesis in PRECISION))
 
 
 def _list_parts(entries: Iterable[Found]) -> list[str]:
