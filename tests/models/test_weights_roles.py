@@ -50,6 +50,7 @@ def test_the_output_nearest_to_a_module_is_its_own():
         states = torch.randn(1, 1, 32)
         sites = hooks.survey(model, {"input_ids": torch.tensor([[5]]), "encoder_hidden_states": states})
     for site, name in zip(sites, ("attention", "crossattention"), strict=True):
-        layer = weights.read_layer(model, site, weights.locate_roles(model, site), rest=False)
+        others = [other.site.path for other in sites if other is not site]
+        layer = weights.read_layer(model, site, weights.locate_roles(model, site), others=others)
         expected = model.get_parameter(f"encoder.layer.0.{name}.output.dense.weight")
         assert torch.equal(layer.parts["output.weight"].flatten(0, 1), expected.T)
