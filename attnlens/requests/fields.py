@@ -209,7 +209,8 @@ def layer_list(what: str, value: object) -> list[int | str] | None:
 
 def head(value: object) -> tuple[int | str, int]:
     """Parse (layer, head), `3.7` or `decoder.3.7`; a layer of a named part is a string. Raise UsageError otherwise."""
-    written = ".".join(map(str, value)) if isinstance(value, tuple) and isinstance(value[0], str) else value
+    named = isinstance(value, tuple) and isinstance(value[0], str) and not value[0].isdecimal()
+    written = ".".join(map(str, value)) if named and isinstance(value, tuple) else value
     match = (
         re.fullmatch(r"\s*(?:([a-z]+)\.)?([0-9]{1,9})\.([0-9]{1,9})\s*", written) if isinstance(written, str) else None
     )

@@ -185,7 +185,7 @@ def broken():
         ("x/y", "rbf+symmetric", {"fit": True}, "can't be fitted", "Leave out --fit"),
         ("x/y", "hard", {"train": 2}, "no gradient", "swap-kernel"),
         ("x/y", "rbf", {"train": 2, "control": True}, "the original model already makes its own predictions", ""),
-        ("x/y", "rbf", {"train": 2, "learn": "txt"}, "no --learn 'txt'", ""),
+        ("x/y", "rbf", {"train": 2, "learn": "txt"}, "Unknown --learn 'txt'", ""),
         ("x/y", "rbf", {"train": 2, "rank": 0}, "rank=0 is not a whole number", ""),
         ("x/y", "rbf", {"train": 2, "batch": 0}, "batch=0 is not a whole number", ""),
         (headless, "rbf", {"train": 2, "learn": "text"} | READ, "predicts no tokens", ""),

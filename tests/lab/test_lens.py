@@ -32,7 +32,7 @@ def test_methods_return_what_the_functions_return(demo):
 def test_a_model_in_memory_is_used_as_it_is(demo):
     assert attnlens.Lens(demo.model, tokenizer=demo.tokenizer).loaded.model is demo.model
     refused(UsageError, lambda: attnlens.Lens(demo.model).capture("a text"), "has no tokenizer")
-    refused(UsageError, lambda: attnlens.Lens("demo", devise="cpu"), "no option 'devise'")
+    refused(UsageError, lambda: attnlens.Lens("demo", devise="cpu"), "Unknown option 'devise'")
 
 
 def test_heads_plot_and_notebook_show_the_report_of_a_plain_inspect(demo, monkeypatch):
