@@ -327,7 +327,7 @@ REFUSALS = {
     "No cell matches gauss": ["kernels", "--text", "text.txt", "--cells", "language/*", "--cells", "gauss"],
     "None of the selected cells uses --labelled": ["kernels", "--labelled", "two.tsv"],
     "nowhere.tsv": ["kernels", "--pairs", "nowhere.tsv"],
-    "too short": ["kernels", "--text", "short.txt"],
+    "shorter than one window": ["kernels", "--text", "short.txt"],
     "No cell matches": ["primal", "--cells", "classification/*"],
     "Finished units cannot be kept in text.txt": ["kernels", "--work", "text.txt"],
     "not an empty folder": ["kernels", "--save", "."],
