@@ -92,7 +92,7 @@ def test_the_folder_is_a_plain_model_without_pickles_that_only_load_swapped_read
         for path in (folder, folder / "model.safetensors"):
             refused(ModelError, lambda read=read, path=path: read(str(path)), "with another kernel", "load_swapped")
     for option in ("swapped", "name"):
-        with pytest.raises(UsageError, match=f"no option '{option}'"):
+        with pytest.raises(UsageError, match=f"Unknown option '{option}'"):
             load_swapped(folder, **{option: False})
 
 
