@@ -173,13 +173,16 @@ def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """List (name, outcome) pairs: stages, or several kernels, each followed by its controls; shared controls last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
+    # the controls of two kernels differ if their Δ beyond has different windows
+    records = [control.beyond_window for swap in swaps for control in measured_controls(swap)]
+    sharing = len(swaps) > 1 and len({record.window for record in records if record is not None}) < 2
     for swap in swaps:
         stages = swap.stages if len(swaps) == 1 else []
         rows += [(stage.name, stage) for stage in stages]
         rows += [] if stages else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
             name = f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
-            if len(swaps) > 1 and control.role in SHARED:
+            if sharing and control.role in SHARED:
                 shared.setdefault(name, control)
             else:
                 rows.append((name, control))
