@@ -43,13 +43,15 @@ full = pytest.mark.full
 )
 def test_each_effect_is_that_of_a_separate_swap(name, what):
     model = loaded(families.build("bert").bert) if name == "headless" else family(name)
-    swap = swap_kernel(model, "rbf", sweep=what, seed=3, **READ).swap
+    report = swap_kernel(model, "rbf", sweep=what, seed=3, **READ)
+    swap = report.swap
     units = [(effect.layer, effect.head) for effect in swap.sweep]
     heads = {site.layer: site.heads if what == "heads" else [None] for site in swap.sites}
     assert sorted(units) == [(layer, head) for layer in heads for head in heads[layer]]
     for effect in swap.sweep[:: 1 if what == "layers" else 7]:
         chosen = None if effect.head is None else [effect.head]
-        alone = swap_kernel(model, "rbf", layers=[effect.layer], heads=chosen, seed=3, **READ).swap
+        layers = [report.model.layer_name(effect.layer)]
+        alone = swap_kernel(model, "rbf", layers=layers, heads=chosen, seed=3, **READ).swap
         if name in ("whisper", "headless"):
             assert effect.delta == pytest.approx(alone.kl if name == "whisper" else 1 - alone.hidden_cosine, abs=1e-6)
             assert effect.ci95[0] <= effect.delta <= effect.ci95[1]
