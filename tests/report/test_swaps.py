@@ -471,7 +471,7 @@ def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them():
     hollow = [list(line.get_xdata()) for line in below.lines if line.get_markerfacecolor() == "white"]
     assert hollow == [[1024 * step for step in (0, 50, 100, 200, 300, 400)]]
     transfer = "Attention transfer: 900 steps, 921,600 tokens, 10,240 tokens per second, learning rate 1e-2"
-    assert not absent(flowing(swap_report(swap)), "1,024,000 tokens requested", transfer, f"{np.exp(3.55):.1f} at 0")
+    assert not absent(flowing(swap_report(swap)), "1,024,000 tokens requested", transfer)
 
 
 def test_the_map_of_heads_is_centred_marks_what_is_not_significant_and_bears_a_giant():

@@ -99,7 +99,7 @@ def test_a_tower_that_does_not_run_is_skipped_and_attention_that_cannot_be_read_
     led = of_type("led")  # its encoder attends in overlapping chunks
     with pytest.raises(ModelError, match="can't be swapped: its softmax has the axes"):
         attnlens.swap_kernel(led, "exponential", **SWAP)
-    assert attnlens.swap_kernel(led, "exponential", layers=[0], **SWAP).coverage.analysed == 4
+    assert attnlens.swap_kernel(led, "exponential", layers="decoder.0", **SWAP).coverage.analysed == 4
 
 
 def test_the_position_is_rotary_absolute_or_unknown():
