@@ -138,7 +138,7 @@ class Comparison:
             except FAILURES:
                 self.reference = self.model  # it can't run in float64
         self.inputs = dict(inputs)
-        self.reached = [each for each in reached if request.layers is None or each.site.layer in request.layers]
+        self.reached = [each for each in reached if each.site.is_among(request.layers)]
         self.named_backends = None if request.backends is None else request.backends.split(",")
         self.named_masks = None if request.masks is None else request.masks.split(",")
         self.outputs: Outputs = {}
