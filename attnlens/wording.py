@@ -115,6 +115,17 @@ def join_items(items: Iterable[object], limit: int = 6, between: str = ", ") -> 
     return between.join(names[:limit]) + more
 
 
+def format_spans(numbers: Iterable[int], limit: int = 6) -> str:
+    """Format ascending numbers as `0–3, 7`; of more than `limit` spans, print only these and count the others."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return join_items((str(low) if low == high else f"{low}–{high}" for low, high in spans), limit)
+
+
 def big(number: int) -> str:
     """Format a number of parameters: 912, 1.3 M, 22.7 M, 7.24 B."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlens.maths.diagnosis.layer import ROUNDING
 from attnlens.maths.diagnosis.steps import Fit, Pair, of_tensor, show_factor
+from attnlens.wording import format_spans
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -178,21 +179,9 @@ def replaced(pair: Pair) -> Iterator[Fit]:
             size = count // len(pair.heads)
             places = torch.tensor(pair.heads)[places.cpu() // size] * size + places.cpu() % size
         several = "s" if len(places) > 1 else ""
-        text = f"{{parts}} changed in {len(places)} {kind}{several} only: {_spans(places.tolist())}"
+        text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
         yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
         return
-
-
-def _spans(numbers: list[int]) -> str:
-    """Write ascending numbers as spans: 3, 90–97; at most the first six of them."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    words = [str(low) if low == high else f"{low}–{high}" for low, high in spans[:6]]
-    return ", ".join(words) + (", …" if len(spans) > 6 else "")
 
 
 RANKS = 64  # most ranks of an update that is looked for

@@ -8,7 +8,7 @@ false-discovery rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
@@ -32,7 +32,7 @@ from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, format_count, format_number, join_items, short, shorten_line
+from attnlens.wording import clean, format_count, format_number, format_spans, join_items, short, shorten_line
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -449,22 +449,11 @@ def describe_cause(cause: DiagnosedCause, name: Names) -> str:
     numbered = names == [str(layer) for layer in cause.layers]
     where = "outside the layers" if cause.tensors else ""
     if names:
-        where = f"layer{'s' * (len(names) > 1)} {_ranges(cause.layers) if numbered else join_items(names)}"
+        where = f"layer{'s' * (len(names) > 1)} {format_spans(cause.layers) if numbered else join_items(names)}"
     if cause.heads:
-        where += f" {'head' if len(cause.heads) == 1 else 'heads'} {_ranges(cause.heads)}"
+        where += f" {'head' if len(cause.heads) == 1 else 'heads'} {format_spans(cause.heads)}"
     sentence = f"{where}: {cause.text}." if where else f"{cause.text}."
     return sentence[0].upper() + sentence[1:]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Format sorted numbers: 0–3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return join_items([str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs])
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:

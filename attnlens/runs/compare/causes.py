@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from attnlens.maths.diagnosis import Cause, Layer, diagnose
 from attnlens.maths.diagnosis.layer import SINGLE, name_parts, residuals
@@ -18,11 +19,21 @@ from attnlens.runs.inspect.inspection import SiteFactors
 from attnlens.wording import join_items, short
 
 
+def are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors have the same shape and numbers, on any device and in any type."""
+    return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
+
+
+def have_same_heads(first: SiteCall, second: SiteCall) -> bool:
+    """Return True if both calls have the same number of query heads, of the same size."""
+    return first.call.query.shape[1::2] == second.call.query.shape[1::2]
+
+
 def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
     """Yield the differences of scale, softcap and mask."""
     before, after = first.call, second.call
-    same_heads = before.query.shape[1::2] == after.query.shape[1::2]  # else the scale follows from head_dim
-    if same_heads and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
+    # with other heads, the scale follows from head_dim
+    if have_same_heads(first, second) and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
         ratio = after.scale / before.scale
         text = f"scores are scaled by {after.scale:.4g} instead of {before.scale:.4g} (× {ratio:.4g})"
         yield Cause(
@@ -32,12 +43,13 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
         caps = ["none" if call.softcap is None else f"{call.softcap:g}" for call in (before, after)]
         text = f"the softcap of scores is {caps[1]} instead of {caps[0]}"
         yield Cause("another softcap", text, "copy the first model's softcap", (), 0.0, ())
-    masks = [call.visible() for call in (before, after)]
     if before.query.shape[2:3] + before.key.shape[2:3] == after.query.shape[2:3] + after.key.shape[2:3]:
-        keys = before.key.shape[2]
-        seen = [float(keys) if mask is None else float(mask.sum(-1).double().mean()) for mask in masks]
-        if seen[0] != seen[1]:
-            text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {keys})"
+        everything = torch.ones(before.query.shape[2], before.key.shape[2], dtype=torch.bool)
+        masks = [everything if mask is None else mask.cpu() for mask in (before.visible(), after.visible())]
+        if bool((masks[0] != masks[1]).any()):
+            seen = [float(mask.sum(-1).double().mean()) for mask in masks]
+            text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {everything.shape[1]})"
+            text = "queries see other keys, as many on average" if seen[0] == seen[1] else text
             yield Cause("another mask", text, "copy the first model's window and mask settings", (), 0.0, ())
 
 

@@ -20,6 +20,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
 from attnlens.runs.compare import diagnosis, significance
+from attnlens.runs.compare.causes import are_equal
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
 from attnlens.runs.compare.significance import BLOCKS, SMALLEST, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
@@ -81,7 +82,11 @@ def _relation(
             dict(side.loaded.model.get_submodule(first.site.path).named_parameters())
             for side in (pairing.first, pairing.second)
         )
-        if tensors and tensors.keys() == others.keys() and all(_equal(tensors[name], others[name]) for name in tensors):
+        if (
+            tensors
+            and tensors.keys() == others.keys()
+            and all(are_equal(tensors[name], others[name]) for name in tensors)
+        ):
             return "identical"
     if p != p:
         return None
@@ -123,10 +128,6 @@ def describe(
     for group, note in SAME_FORMS.items():
         if names := groups[group]:
             yield note.format(heads=format_count(len(names), "head"), names=join_items(names))
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -23,10 +23,12 @@ from attnlens.models.hooks import SiteCall
 from attnlens.records import Site
 from attnlens.runs.compare.causes import (
     Unexplained,
+    are_equal,
     compare_calls,
     compare_rotations,
     describe_unexplained,
     diagnose_layers,
+    have_same_heads,
     with_spacing,
 )
 from attnlens.runs.compare.significance import stored_type
@@ -147,10 +149,10 @@ class Walk:
                 factors = self._read_factors(0, site), self._read_factors(1, other)
                 self.visit(site, factors)
                 causes = [(cause, list[float]()) for cause in compare_calls(reached[site], others[other])]
-                if _same_heads(reached[site], others[other]):
+                if have_same_heads(reached[site], others[other]):
                     causes += [(cause, []) for cause in compare_rotations(*factors)]
-                causes += self._diagnose_site((site, other), factors, in_block[weights.block_path(site.path)])
                 blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
+                causes += self._diagnose_site((site, other), blocks, factors, in_block[weights.block_path(site.path)])
                 self.found += [
                     Found(layer, cause, errors, _concerns_all(cause, causes, blocks))
                     for cause, errors in causes
@@ -184,17 +186,22 @@ class Walk:
         return next(factors for factors, _ in side.read_factors([site]))
 
     def _diagnose_site(
-        self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
+        self,
+        sites: tuple[Site, Site],
+        blocks: Sequence[Mapping[str, Tensor]],
+        factors: tuple[SiteFactors, SiteFactors],
+        in_block: Sequence[str],
     ) -> Iterator[tuple[Cause, list[float]]]:
         """Yield the causes of one layer's difference, with the error of each head if its weights are quantised.
 
-        `in_block`: the attention modules of the first model's block. Each tensor of the block is diagnosed once: those
-        of an attention module at its own site, all others at the first.
+        `blocks`: the tensors of both blocks. `in_block`: the attention modules of the first model's block. Each tensor
+        is diagnosed once: those of an attention module at its own site, all others at the first.
         """
         models = [side.weights_model.model for side in self.sides]
         paths = [weights.block_path(site.path) for site in sites]
-        blocks = [self._tensors_of(number, site) for number, site in enumerate(sites)]
-        differ = [name for name, part in blocks[0].items() if name in blocks[1] and not _equal(part, blocks[1][name])]
+        differ = [
+            name for name, part in blocks[0].items() if name in blocks[1] and not are_equal(part, blocks[1][name])
+        ]
         self.differ += [f"{paths[0]}.{name}" for name in differ]
         if not self._types:
             self._types = [_type_of(block.values()) for block in blocks]
@@ -208,7 +215,7 @@ class Walk:
             return
         roles = weights.locate_roles(models[0], calls[0])
         other_roles = roles if _alike(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
-        if not _same_heads(calls[0], calls[1]):
+        if not have_same_heads(calls[0], calls[1]):
             roles = other_roles = None  # then tensors are compared by name: no head has a counterpart
         rest = in_block[0] == sites[0].path
         others = [path for path in in_block if path != sites[0].path]
@@ -231,7 +238,7 @@ class Walk:
                     _read_tensor(side, name, source, stack) for side, source in zip(self.sides, sources, strict=True)
                 ]
                 first, second = (layer.parts[name] for layer in layers)
-                if _equal(first, second):
+                if are_equal(first, second):
                     continue
                 self.differ.append(name)
                 if not (first.is_floating_point() and second.is_floating_point()):
@@ -313,10 +320,6 @@ def _type_of(tensors: Iterable[Tensor]) -> str:
     return str(stored_type(max(tensors, key=Tensor.numel))).removeprefix("torch.")
 
 
-def _equal(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
-
-
 def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]) -> bool:
     """Return True if a cause is a rounding that holds for all matrices of a layer, whichever of them it changes."""
     if cause.hypothesis == "rounding":
@@ -330,11 +333,6 @@ def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: 
         for part in rounded
         if part.is_floating_point() and part.dim() > 1
     )
-
-
-def _same_heads(first: SiteCall, second: SiteCall) -> bool:
-    """Return True if both calls have the same number of query heads, of the same size."""
-    return first.call.query.shape[1::2] == second.call.query.shape[1::2]
 
 
 def _alike(first: SiteCall, second: SiteCall) -> bool:
