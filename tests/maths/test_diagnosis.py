@@ -587,3 +587,12 @@ def test_parts_named_like_a_role_have_no_heads():
     changed.pop("output.weight")
     diagnosis = diagnose(first, first.with_parts(changed))
     assert (diagnosis.causes, diagnosis.unexplained) == ([], [*changed])
+
+
+def test_a_key_bias_is_harmless_only_if_softmax_cancels_it():
+    first = draw("plain", rope=False)
+    first = without_gains(first)
+    second = apply(first, fill(0, "key.bias"))
+    for invariant in (True, False):
+        (cause,) = diagnose(replace(first, shift_invariant=invariant), second).causes
+        assert (cause.hypothesis, cause.harmless) == ("bias dropped", invariant)

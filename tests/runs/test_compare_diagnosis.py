@@ -644,3 +644,27 @@ def test_notes_on_other_things_than_forms_are_notes():
     answers = {each.question: each.answer for each in findings(report.model_copy(update={"comparison": comparison}))}
     assert answers["Note"] == note
     assert answers["Form M?"].startswith("The query/key form M of 6 heads changed")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("t5", "encoder.block.1.layer.0.SelfAttention"), ("llama", "model.layers.1.self_attn")]
+)
+def test_heads_that_leave_their_position_bias_behind_are_damage(name, layer):
+    """T5 keeps the bias of all layers in the first one."""
+    own = model(name)
+
+    def roll(second: Any) -> None:
+        attention = second.get_submodule(layer)
+        short = name == "t5"
+        parts = [getattr(attention, part if short else f"{part}_proj") for part in "qkvo"]
+        size = 12 if short else 10  # of a head
+        group = len(parts[0].weight) // len(parts[1].weight)
+        for part, steps in zip(parts[:3], (group, 1, 1), strict=True):
+            for tensor in part.parameters():
+                tensor.copy_(tensor.roll(steps * size, 0))
+        parts[3].weight.copy_(parts[3].weight.roll(group * size, 1))
+
+    (cause,) = described(own, changed(own, roll))["diagnosis"]
+    expected = ("heads out of order", False) if name == "t5" else ("reordered heads", True)
+    assert (cause.hypothesis, cause.harmless) == expected, cause
+    assert ("but position bias as before" in cause.text) is (name == "t5")

@@ -42,6 +42,9 @@ class Layer:
     headless: frozenset[str] = frozenset()
     """Names of parts without heads, whatever their shapes: those outside the attention module, and W_O's bias."""
 
+    shift_invariant: bool = True
+    """False if a number added to all scores of a query changes attention, because of a softcap or sinks."""
+
     def with_parts(self, parts: Parts) -> Layer:
         """Return the layer with some parts replaced."""
         return replace(self, parts={**self.parts, **parts})

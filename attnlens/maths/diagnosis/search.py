@@ -272,7 +272,8 @@ class Search:
 
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
         """Return True if only a key bias changed, which adds the same number to all scores of a query."""
-        return names == ("key.bias",) and self.first.unrotated and "key.gain" not in self.first.parts
+        shifts_rows = self.first.unrotated and "key.gain" not in self.first.parts
+        return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
     def _helps(self, name: str, part: Tensor) -> bool:
         before, after = (self.residual(parts, name).sum() for parts in (self.current.parts, {name: part}))

@@ -111,6 +111,28 @@ def with_spacing(layer: Layer) -> Layer:
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
 
+def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
+    """Return both layers with what their calls show of softcaps, sinks and biases of positions that are not theirs.
+
+    A bias that differs between heads, and is the same in both models, counts as a tensor by head: T5 keeps its table in
+    the first layer, and ALiBi computes the bias. Heads that change places without their bias change attention.
+    """
+    biases = [each.call.bias for each in reached]
+    bias = biases[0]
+    by_head: dict[str, Tensor] = {}
+    fixed = bias is not None and not reached[0].call.relative and not bias.is_meta
+    if fixed and bias is not None and biases[1] is not None and are_equal(bias, biases[1]):
+        heads = bias.double().transpose(0, 1).flatten(1)
+        weights_of_entries = torch.linspace(1, 2, heads.shape[1], dtype=torch.float64, device=heads.device)
+        finite = heads.nan_to_num(0, 0, 0).clamp(min=-1e4)  # hidden keys have −∞ or the least number
+        by_head = {"position bias": finite @ weights_of_entries} if bool((heads != heads[:1]).any()) else {}
+    first, second = (
+        replace(layer.with_parts(by_head), shift_invariant=each.call.softcap is None and each.call.sinks is None)
+        for layer, each in zip(layers, reached, strict=True)
+    )
+    return first, second
+
+
 def with_missing(first: Layer, second: Layer) -> tuple[Layer, Layer]:
     """Return both layers with zeros for biases, and ones for gains, that only one of them has."""
     sides = []

@@ -29,6 +29,7 @@ from attnlens.runs.compare.causes import (
     describe_unexplained,
     diagnose_layers,
     have_same_heads,
+    with_calls,
     with_spacing,
 )
 from attnlens.runs.compare.significance import stored_type
@@ -152,7 +153,8 @@ class Walk:
                 if have_same_heads(reached[site], others[other]):
                     causes += [(cause, []) for cause in compare_rotations(*factors)]
                 blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
-                causes += self._diagnose_site((site, other), blocks, factors, in_block[weights.block_path(site.path)])
+                pair = reached[site], others[other]
+                causes += self._diagnose_site(pair, blocks, factors, in_block[weights.block_path(site.path)])
                 self.found += [
                     Found(layer, cause, errors, _concerns_all(cause, causes, blocks))
                     for cause, errors in causes
@@ -187,7 +189,7 @@ class Walk:
 
     def _diagnose_site(
         self,
-        sites: tuple[Site, Site],
+        reached: tuple[SiteCall, SiteCall],
         blocks: Sequence[Mapping[str, Tensor]],
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
@@ -197,7 +199,7 @@ class Walk:
         `blocks`: the tensors of both blocks. `in_block`: the attention modules of the first model's block. Each tensor
         is diagnosed once: those of an attention module at its own site, all others at the first.
         """
-        models = [side.weights_model.model for side in self.sides]
+        models, sites = [side.weights_model.model for side in self.sides], (reached[0].site, reached[1].site)
         paths = [weights.block_path(site.path) for site in sites]
         differ = [
             name for name, part in blocks[0].items() if name in blocks[1] and not are_equal(part, blocks[1][name])
@@ -222,9 +224,10 @@ class Walk:
         others_second = [f"{paths[1]}{path.removeprefix(paths[0])}" for path in others]
         first = weights.read_layer(models[0], calls[0], roles, factors[0], others=others, rest=rest)
         second = weights.read_layer(models[1], calls[1], other_roles, factors[1], others=others_second, rest=rest)
+        layers = with_calls((first, second), reached)
         order = self.order.get(sites[0], ())
         moved = () if list(order) == sorted(order) else order
-        yield from diagnose_layers(with_spacing(first), with_spacing(second), moved)
+        yield from diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1]), moved)
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
         """Diagnose the tensors outside of layers, one at a time: embeddings, the last norm, the output matrix."""
