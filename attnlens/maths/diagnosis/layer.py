@@ -50,12 +50,12 @@ class Layer:
         return replace(self, parts={**self.parts, **parts})
 
     @property
-    def rotated(self) -> list[int]:
+    def rotated_coordinates(self) -> list[int]:
         """Coordinates of a head that RoPE rotates."""
         return sorted({coordinate for pair in self.pairs or () for coordinate in pair})
 
     @property
-    def unrotated(self) -> bool:
+    def is_unrotated(self) -> bool:
         """True if position does not rotate queries and keys."""
         return self.pairs is not None and not self.pairs
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis import rows, values
+from attnlens.maths.diagnosis import heads as of_heads
+from attnlens.maths.diagnosis import matrices, rows, values
 from attnlens.maths.diagnosis.layer import (
     FACTOR,
     ROUNDING,
@@ -22,9 +23,30 @@ from attnlens.maths.diagnosis.layer import (
     name_parts,
     residuals,
 )
-from attnlens.maths.diagnosis.steps import OF_TENSOR, STRUCTURAL, Fit, Pair, Step
+from attnlens.maths.diagnosis.steps import Fit, OfTensor, Pair, Step, Structural
 
-__all__ = ["Cause", "Diagnosis", "diagnose", "rows", "values"]
+STRUCTURAL: tuple[Structural, ...] = (
+    rows.propose_wrong_head_count,
+    rows.propose_row_order,
+    of_heads.propose_head_order,
+    of_heads.propose_averaged_keys,
+    matrices.propose_exchange,
+    matrices.propose_exchanged_gains,
+    matrices.propose_wrong_split,
+    matrices.propose_transpose,
+    matrices.propose_basis,
+)
+"""Hypotheses on several tensors, in the order in which they are preferred."""
+OF_TENSOR: tuple[OfTensor, ...] = (
+    values.propose_rounding,
+    values.propose_lost_values,
+    values.propose_offset,
+    values.propose_factor,
+    values.propose_grid,
+    values.propose_changed_rows,
+    values.propose_low_rank,
+)
+"""Hypotheses on single tensors, in the order in which they are preferred."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +99,10 @@ def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosi
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
     if order:
-        best.adopt(rows.follow_order(best.first, best.second, order))
+        best.adopt(of_heads.follow_order(best.first, best.second, order))
     best.run()
     if best.left and not order:
-        for step in rows.unconditional(best.first, best.second):
+        for step in matrices.propose_always(best.first, best.second):
             other = Search(first, second)
             if other.run(step) and (other.left, len(other.causes)) < (best.left, len(best.causes)):
                 best = other
@@ -272,7 +294,7 @@ class Search:
 
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
         """Return True if only a key bias changed, which adds the same number to all scores of a query."""
-        shifts_rows = self.first.unrotated and "key.gain" not in self.first.parts
+        shifts_rows = self.first.is_unrotated and "key.gain" not in self.first.parts
         return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
     def _helps(self, name: str, part: Tensor) -> bool:

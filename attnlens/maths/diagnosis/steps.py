@@ -1,14 +1,18 @@
-"""Hypotheses about how one layer became another, in registries: structural ones, and ones about single tensors."""
+"""Predictions of hypotheses about how one layer became another, and helpers that several hypotheses share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, Parts
+from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, turn_from
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,37 @@ def show_factor(factor: float) -> str:
     return f"{factor:.{digits}g}"
 
 
-STRUCTURAL: list[Structural] = []
-"""Hypotheses on several tensors, in the order in which they are preferred."""
-OF_TENSOR: list[OfTensor] = []
-"""Hypotheses on single tensors, in the order in which they are preferred."""
+BETTER = 0.5
+"""A structural hypothesis is considered if it at least halves the angle between rows of A and B."""
+KINDS = ("weight", "bias")
+PERMUTED = ("query", "key")
+SIDES = (PERMUTED, ("output", "value"))  # pairs of roles with a product in each head; the first has the query heads
 
 
-def structural(function: Structural) -> Structural:
-    """Register a structural hypothesis."""
-    STRUCTURAL.append(function)
-    return function
+def present_roles(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "weight") -> list[str]:
+    """Return the roles of which all layers have this kind of part."""
+    return [role for role in roles if all(f"{role}.{kind}" in layer.parts for layer in layers)]
 
 
-def of_tensor(function: OfTensor) -> OfTensor:
-    """Register a hypothesis on single tensors."""
-    OF_TENSOR.append(function)
-    return function
+def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Tensor:
+    """Return which heads are closer to their prediction than to the first model's head, by a factor."""
+    return (new < BETTER * old) & (old > 0)
+
+
+def mean_angles(first: Tensor, second: Tensor) -> Float[Tensor, " heads"]:
+    """Compute the mean sine of the angles between the rows of each head."""
+    return turn_from(first.flatten(0, 1), second.flatten(0, 1)).view(first.shape[:2]).mean(1)
+
+
+def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
+    """Return the query heads that read these key heads."""
+    heads, kv_heads = len(layer.parts["query.weight"]), len(layer.parts["key.weight"])
+    return tuple(head for head in range(heads) if head * kv_heads // heads in key_heads)
+
+
+def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
+    """Return the tensors by coordinate of a head, other than gains, that can act between both projections."""
+    shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
+    sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
+    gains = [f"{role}.gain" for role in ROLES]
+    return [name for name in layer.parts_along(*sizes) if name not in gains]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens.maths.diagnosis.layer import ROUNDING
-from attnlens.maths.diagnosis.steps import Fit, Pair, of_tensor, show_factor
+from attnlens.maths.diagnosis.steps import Fit, Pair, show_factor
 from attnlens.wording import format_spans
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("",
 """Names of the hypotheses that only the number type of tensors changed."""
 
 
-@of_tensor
-def rounded(pair: Pair) -> Iterator[Fit]:
+def propose_rounding(pair: Pair) -> Iterator[Fit]:
     """Propose that B is A rounded to a coarser type, or differs from A by at most one spacing of its type."""
     first, second = pair.first.double(), pair.second.double()
     if torch.equal(first, second):
@@ -39,8 +38,7 @@ def rounded(pair: Pair) -> Iterator[Fit]:
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
 
 
-@of_tensor
-def lost(pair: Pair) -> Iterator[Fit]:
+def propose_lost_values(pair: Pair) -> Iterator[Fit]:
     """Propose a dropped or added bias or gain: B is 0 (or, for a gain, 1) where A is not, or the reverse."""
     neutral = 1.0 if pair.is_gain else 0.0
     bias = pair.name.endswith("bias")
@@ -57,8 +55,7 @@ def lost(pair: Pair) -> Iterator[Fit]:
         yield Fit(f"{kind} added", text, f"remove the {kind}", pair.second)
 
 
-@of_tensor
-def shifted(pair: Pair) -> Iterator[Fit]:
+def propose_offset(pair: Pair) -> Iterator[Fit]:
     """Propose that B is the gain A + 1 or A − 1: one program stores a norm's gain g, the other 1 + g."""
     if not pair.is_gain:
         return
@@ -69,8 +66,7 @@ def shifted(pair: Pair) -> Iterator[Fit]:
         yield Fit("gain offset", text, f"{verb} the gain", pair.first.double() + step)
 
 
-@of_tensor
-def scaled(pair: Pair) -> Iterator[Fit]:
+def propose_factor(pair: Pair) -> Iterator[Fit]:
     """Propose that B is c · A for one number c, by least squares."""
     first, second = pair.first.double(), pair.second.double()
     size = float(first.square().sum())
@@ -121,8 +117,7 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> tuple[Ten
     return low, torch.where(found > 0, span / found.clamp(min=1), 1.0), found + 1
 
 
-@of_tensor
-def quantised(pair: Pair) -> Iterator[Fit]:
+def propose_grid(pair: Pair) -> Iterator[Fit]:
     """Propose a grid: each row (or group of values) of B has at most 2^b levels, and B is the level nearest to A."""
     if pair.first.dim() < 2:
         return
@@ -163,8 +158,7 @@ def _like(rows: Tensor, pair: Pair) -> Tensor:
     return rows.reshape(width, heads, size).permute(1, 2, 0)
 
 
-@of_tensor
-def replaced(pair: Pair) -> Iterator[Fit]:
+def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
     """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value."""
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
@@ -189,8 +183,7 @@ LOW_RANK = " update"  # end of this hypothesis's name
 ORIGIN = "(as by LoRA, or by a few training steps on little text)"
 
 
-@of_tensor
-def low_rank(pair: Pair) -> Iterator[Fit]:
+def propose_low_rank(pair: Pair) -> Iterator[Fit]:
     """Propose an update of low rank (LoRA): the singular values of B − A fall to rounding after the first r."""
     if pair.first.dim() < 2:
         return

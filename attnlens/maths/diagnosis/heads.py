@@ -1,0 +1,195 @@
+"""Structural hypotheses on whole heads: another order, averaged, repeated or tiled key heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, has_heads, name_parts, residuals
+from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean_angles, present_roles
+
+
+def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
+    """Return the head of A that each head of B is, if heads moved and the match is clear."""
+    units = [torch.nn.functional.normalize(part.double().flatten(1), dim=1) for part in (second, first)]
+    cosines = units[0] @ units[1].mT
+    sines = (1 - cosines.square()).clamp(min=0).sqrt()
+    partners = torch.from_numpy(linear_sum_assignment(-cosines.cpu().numpy())[1])
+    numbers = torch.arange(len(partners))
+    moved = partners != numbers
+    if not bool(moved.any()):
+        return None
+    clear = are_better(sines[numbers, partners][moved], sines[numbers, numbers][moved])
+    return partners.tolist() if bool(clear.all()) else None
+
+
+def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
+    """Return the parts with their heads in these orders by role, and the names of those that did not move too.
+
+    Biases, gains over all heads, and other tensors with an axis of heads move only if that brings them nearer to B.
+    """
+    parts: dict[str, Tensor] = {}
+    stayed = []
+    for role, order in orders.items():
+        if list(order) != sorted(order):
+            parts[f"{role}.weight"] = first.parts[f"{role}.weight"][list(order)]
+    for name, part in first.parts.items():
+        if name not in second.parts or (has_heads(name) and name.endswith(".weight")):
+            continue
+        moved = [each for each in _by_head(first, name, orders) if not torch.equal(each, part)]
+        nearest = min((part, *moved), key=lambda each: float(residuals(each, second.parts[name], name).sum()))
+        if nearest is not part:
+            parts[name] = nearest
+        elif moved:
+            stayed.append(name)
+    return parts, stayed
+
+
+def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
+    """Yield a bias, gain or other tensor with its heads in the order of its role; of any role if it has none."""
+    role, _, kind = name.partition(".")
+    part = layer.parts[name]
+    sizes = {layer.parts[f"{each}.weight"].shape[1] for each in orders}
+    if has_heads(name):
+        if role in orders:
+            yield part[list(orders[role])]
+        return
+    if name in layer.headless:
+        return
+    is_gain = role in ROLES and kind == "gain"
+    used = [orders[role]] if is_gain and role in orders else list(orders.values())
+    for order in used:
+        for size in sizes if is_gain else {1, *sizes}:
+            places = (torch.tensor(list(order))[:, None] * size + torch.arange(size)).flatten()
+            for axis in [axis for axis, length in enumerate(part.shape) if length == len(places)]:
+                yield part.index_select(axis, places.to(part.device))
+
+
+def _reordered_alike(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
+    """Return the step of heads that moved in all matrices: harmless if all other tensors of heads moved too."""
+    parts, stayed = _move_heads(first, second, orders)
+    names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
+    text = f"the heads are in another order, alike in {names}"
+    if not stayed:
+        return Step("reordered heads", f"{text}: attention is the same", None, parts, (), harmless=True)
+    left = name_parts(stayed)
+    return Step("heads out of order", f"{text}, but {left} as before", f"reorder {left} as the heads", parts)
+
+
+def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
+    """Return the step that moves query head h to order[h], with its key head, values and output."""
+    orders = {}
+    for role in present_roles(first):
+        count = len(first.parts[f"{role}.weight"])
+        heads = range(0, len(order), len(order) // count)
+        orders[role] = torch.tensor([order[head] * count // len(order) for head in heads]).argsort().tolist()
+    return _reordered_alike(first, second, orders)
+
+
+def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose another order of heads: alike in q, k, v and o (harmless), or not (damage)."""
+    roles = [
+        r for r in present_roles(first, second) if first.parts[f"{r}.weight"].shape == second.parts[f"{r}.weight"].shape
+    ]
+    orders = {role: _match_heads(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles}
+    moved = {role: order for role, order in orders.items() if order is not None}
+    if not moved:
+        return
+    full = {role: moved.get(role) or list(range(len(first.parts[f"{role}.weight"]))) for role in roles}
+    heads, kv_heads = len(first.parts["query.weight"]), len(first.parts["key.weight"])
+    groups = [head * kv_heads // heads for head in range(heads)]
+
+    def follow(role: str) -> bool:
+        """Return True if this role's heads are ordered as the query heads are."""
+        query = full["query"]
+        if role == "output":
+            return full[role] == query
+        return all(full[role][groups[head]] == groups[query[head]] for head in range(heads))
+
+    together = "query" in full and all(follow(role) for role in roles if role != "query")
+    if together and set(roles) == set(ROLES):
+        yield _reordered_alike(first, second, full)
+        return
+    parts, stayed = _move_heads(first, second, moved)
+    names = name_parts([f"{role}.weight" for role in moved])
+    changed = {head for role in moved for head in _moved_heads(full[role], groups, role)}
+    where = () if len(changed) == heads else tuple(sorted(changed))
+    tiled = torch.arange(heads).view(kv_heads, -1).T.flatten().tolist() if heads % kv_heads == 0 else None
+    back = torch.arange(heads).view(-1, kv_heads).T.flatten().tolist() if heads % kv_heads == 0 else None
+    if set(moved) <= {"query", "output"} and 1 < kv_heads < heads and moved.get("query") in (tiled, back):
+        text = f"the heads of {names} are grouped as if key heads were tiled (h mod {kv_heads}), not repeated"
+        repair = f"put the heads of {names} into the order of repeated key heads (h // {heads // kv_heads})"
+        yield Step("tiled key heads", text, repair, parts, where)
+        return
+    others = [f"{role}.weight" for role in roles if role not in moved]
+    stayed = [name for name in stayed if name.split(".")[0] in moved]
+    text = f"the heads of {names} are in another order"
+    if stayed:
+        text += f", but {name_parts([*stayed, *others])} as before"
+    elif others:
+        text += f", but not those of {name_parts(others)}"
+    yield Step("heads out of order", text, f"reorder the heads of {names} as in the first model", parts, where)
+
+
+def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[int]:
+    """Return the query heads that a moved head of this role belongs to."""
+    moved = {place for place, head in enumerate(order) if place != head}
+    if role in ("query", "output"):
+        return moved
+    return {head for head, group in enumerate(groups) if group in moved}
+
+
+def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that key heads (and value heads) were averaged in groups, repeated or tiled."""
+    present = present_roles(first, second, roles=("key", "value"))
+    counts = {first.parts[f"{role}.weight"].shape[0] for role in present}
+    others = {second.parts[f"{role}.weight"].shape[0] for role in present}
+    if len(counts) != 1 or len(others) != 1:
+        return
+    (count,), (other,) = counts, others
+    if other == count:
+        weights = {role: f"{role}.weight" for role in present}
+        present = [role for role, name in weights.items() if not torch.equal(first.parts[name], second.parts[name])]
+        if not present:
+            return
+    if other > count and other % count == 0:
+        yield from _repeated(first, second, present, other // count)
+        return
+    for group in [size for size in range(2, count + 1) if count % size == 0]:
+        kept = count // group
+        if other not in (kept, count):
+            continue
+        parts, fits = {}, []
+        for role in present:
+            for name in (f"{role}.{kind}" for kind in KINDS if f"{role}.{kind}" in first.parts):
+                part = first.parts[name]
+                mean = part.double().view(kept, group, *part.shape[1:]).mean(1)
+                parts[name] = mean if other == kept else mean.repeat_interleave(group, 0)
+            after = second.parts[f"{role}.weight"]
+            fits.append(mean_angles(parts[f"{role}.weight"], after))
+        if float(torch.cat(fits).max()) < BETTER / 2:
+            names = name_parts([f"{role}.weight" for role in present])
+            text = f"{count} key heads were averaged in groups of {group} ({names})"
+            yield Step("averaged key heads", text, None, parts)
+
+
+def _repeated(first: Layer, second: Layer, roles: Sequence[str], times: int) -> Iterator[Step]:
+    names = name_parts([f"{role}.weight" for role in roles])
+    for tiled in (False, True):
+        parts = {}
+        for name in (f"{role}.{kind}" for role in roles for kind in KINDS):
+            if name in first.parts:
+                part = first.parts[name]
+                parts[name] = torch.cat([part] * times) if tiled else part.repeat_interleave(times, 0)
+        fits = [mean_angles(parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
+        if float(torch.cat(fits).max()) < BETTER / 2:
+            if tiled:
+                text = f"the key heads of {names} are tiled {times} times; each must be repeated {times} times in a row"
+                yield Step("tiled key heads", text, "repeat each key head (repeat_interleave)", parts)
+            else:
+                yield Step(
+                    "repeated key heads", f"each key head of {names} is repeated {times} times", None, parts, (), True
+                )

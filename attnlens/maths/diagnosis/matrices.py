@@ -1,0 +1,266 @@
+"""Structural hypotheses on whole matrices: exchanged, wrongly split, transposed, or in another basis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, list_names, name_parts, residuals, turn_from
+from attnlens.maths.diagnosis.steps import (
+    BETTER,
+    KINDS,
+    PERMUTED,
+    SIDES,
+    Step,
+    are_better,
+    mean_angles,
+    present_roles,
+    query_heads_of,
+    show_factor,
+    tensors_between,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None) -> dict[str, Tensor]:
+    """Return each role's parts, taken from the role that `sources` maps it to; biases and gains only if nearer then.
+
+    `heads`: the heads that are taken from there (None: all, with the gains).
+    """
+    parts: dict[str, Tensor] = {}
+    for role, source in sources.items():
+        for kind in (*KINDS, "gain") if heads is None else KINDS:
+            name, old = f"{role}.{kind}", f"{source}.{kind}"
+            if name in layer.parts and old in layer.parts:
+                part, after = layer.parts[old], second.parts[name]
+                if heads is not None:
+                    part = layer.parts[name].index_copy(0, torch.tensor(heads), part[list(heads)])
+                nearer = residuals(part, after, name).sum() < residuals(layer.parts[name], after, name).sum()
+                if kind == "weight" or nearer:
+                    parts[name] = part
+    return parts
+
+
+def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that W_Q, W_K and W_V are exchanged, in all heads or (W_Q and W_K) in some."""
+    roles = present_roles(first, second, roles=("query", "key", "value"))
+    shapes = {first.parts[f"{role}.weight"].shape for role in roles}
+    if len(shapes) != 1 or len(roles) < 2:
+        return
+    old = {role: mean_angles(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles}
+    for order in list(permutations(roles))[1:]:
+        sources = {role: source for role, source in zip(roles, order, strict=True) if role != source}
+        new = {r: mean_angles(first.parts[f"{s}.weight"], second.parts[f"{r}.weight"]) for r, s in sources.items()}
+        better = torch.stack([are_better(new[role], old[role]) for role in sources]).all(0)
+        whole = bool(better.all())
+        if not whole and (set(sources) != {"query", "key"} or not bool(better.any())):
+            continue
+        heads = better.nonzero().flatten().tolist()
+        parts = _renamed(first, sources, second, None if whole else heads)
+        names = name_parts([f"{role}.weight" for role in sources])
+        kept = [f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts]
+        stays = f", but not {name_parts(kept)}" if kept else ""
+        text, repair = f"{names} are exchanged{stays}", f"exchange {names}"
+        if len(sources) == 3:
+            places = [
+                f"{name_parts([f'{role}.weight'])} holds {name_parts([f'{sources[role]}.weight'])}" for role in sources
+            ]
+            text, repair = (
+                f"{names} are in another order ({list_names(places)})",
+                "split the fused matrix in the right order",
+            )
+        yield Step("exchanged", text, repair, parts, () if whole else tuple(heads))
+
+
+def propose_exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that the gains of the norms of queries and keys are exchanged."""
+    names = ["query.gain", "key.gain"]
+    gains = [layer.parts.get(name) for layer in (first, second) for name in names]
+    if any(gain is None or gain.shape != second.parts[names[0]].shape for gain in gains):
+        return
+    parts = {name: first.parts[other] for name, other in zip(names, names[::-1], strict=True)}
+    old, new = (
+        torch.cat([residuals(layer[name], second.parts[name], name) for name in names])
+        for layer in (first.parts, parts)
+    )
+    if bool(are_better(new, old).all()):
+        text = f"{name_parts(names)} are exchanged"
+        yield Step("exchanged", text, f"exchange {name_parts(names)}", parts)
+
+
+def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that a fused matrix was split into flat thirds instead of head by head, or the reverse."""
+    roles = present_roles(first, second, roles=("query", "key", "value"))
+    shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
+    if len(roles) < 3 or len(shapes) != 1:
+        return
+    for flat in (True, False):
+        parts = _split_step(first, flat).parts
+        pairs = [(first.parts[f"{r}.weight"], parts[f"{r}.weight"], second.parts[f"{r}.weight"]) for r in roles]
+        better = torch.stack(
+            [are_better(mean_angles(new, after), mean_angles(before, after)) for before, new, after in pairs]
+        )
+        unchanged = torch.stack([mean_angles(before, after) == 0 for before, _, after in pairs])
+        if bool(better.any()) and bool((better | unchanged).all()):
+            yield _split_step(first, flat)
+
+
+def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
+    """Return q, k and v of a fused matrix stored head by head but split in flat thirds (`flat`), or the reverse."""
+    parts: dict[str, Tensor] = {}
+    roles = ("query", "key", "value")
+    for kind in KINDS:
+        if not all(f"{role}.{kind}" in layer.parts for role in roles):
+            continue
+        three = torch.stack([layer.parts[f"{role}.{kind}"] for role in roles])  # (3, heads, head_dim, …)
+        by_head = three.transpose(0, 1)
+        mixed = by_head.reshape(three.shape) if flat else three.reshape(by_head.shape).transpose(0, 1)
+        parts |= {f"{role}.{kind}": mixed[place] for place, role in enumerate(roles)}
+    return parts
+
+
+def propose_transpose(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose transposed square matrices."""
+    parts: dict[str, Tensor] = {}
+    for name, part in first.parts.items():
+        if name not in second.parts or part.dim() < 2 or second.parts[name].shape != part.shape:
+            continue
+        matrix = part.flatten(0, -2)
+        if matrix.shape[0] != matrix.shape[1] or torch.equal(part, second.parts[name]):
+            continue
+        after = second.parts[name].flatten(0, -2)
+        if float(turn_from(matrix.T, after).mean()) < BETTER * float(turn_from(matrix, after).mean()):
+            parts[name] = matrix.T.reshape(part.shape)
+    if parts:
+        verb = "is" if len(parts) == 1 else "are"
+        yield Step(
+            "transposed", f"{name_parts([*parts])} {verb} transposed", f"transpose {name_parts([*parts])}", parts
+        )
+
+
+WIDEST = 1e3  # largest condition of a change of basis that is recognised
+CLOSE = 1e-3  # largest relative error of A · A⁻¹
+
+
+def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that W_Q was multiplied by A within heads and W_K by A⁻ᵀ, or W_O and W_V: their product is the same."""
+    for roles in SIDES:
+        if present_roles(first, second, roles=roles) == list(roles):
+            yield from _change_basis(first, second, roles)
+
+
+def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
+    """Propose another basis of these two roles, of which the first has the query heads."""
+    sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
+    heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
+    if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
+        return
+    changed = [(before != after).flatten(1).any(1) for before, after in sides]
+    parts = {
+        name: part.double().clone()
+        for name, part in first.parts.items()
+        if has_heads(name) and name.split(".")[0] in roles
+    }
+    found: dict[int, Tensor] = {}
+    for key_head in range(kv_heads):
+        queries = list(range(key_head * heads // kv_heads, (key_head + 1) * heads // kv_heads))
+        if not bool(changed[1][key_head]) or not bool(changed[0][queries].all()):
+            continue
+        query, other = (part[queries].double().transpose(0, 1).flatten(1) for part in sides[0])
+        key, other_key = (part[key_head].double() for part in sides[1])
+        bases = [
+            torch.linalg.lstsq(before.mT, after.mT).solution.mT for before, after in ((query, other), (key, other_key))
+        ]
+        if not bool(torch.stack(bases).isfinite().all()) or float(torch.linalg.cond(bases[0])) > WIDEST:
+            continue
+        product = bases[0].mT @ bases[1]
+        if float((product - torch.eye(size).to(product)).norm()) > CLOSE * size**0.5:
+            continue
+        for role, places, basis in ((roles[0], queries, bases[0]), (roles[1], [key_head], bases[1])):
+            for name in (f"{role}.{kind}" for kind in KINDS if f"{role}.{kind}" in parts):
+                part = parts[name][places]
+                parts[name][places] = torch.einsum("ij,hj...->hi...", basis, part)
+        found[key_head] = bases[1]
+    if found:
+        where = () if len(found) == kv_heads else query_heads_of([*found], first)
+        build = _values_in_another_basis if roles[1] == "value" else _scores_in_another_basis
+        yield build(first, parts, where, [*found.values()])
+
+
+def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
+    """Return the step of W_Q and W_K in another basis: harmless if neither a norm nor the rotation comes between."""
+    text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
+    repair = None
+    harmless = False
+    if any(f"{role}.gain" in layer.parts for role in PERMUTED) or tensors_between(layer, PERMUTED):
+        text += ", but the norm of queries and keys does not commute with it"
+        repair = "undo the change of basis before the norm"
+    elif not (layer.is_unrotated or all(_commutes(basis, layer) for basis in bases)):
+        text += ", which changes attention under RoPE"
+        repair = "undo the change of basis before the rotation"
+    else:
+        text, harmless = f"{text}: attention is the same", True
+    return Step("another basis", text, repair, parts, where, harmless)
+
+
+def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
+    """Return the step of W_V and W_O in another basis, such as a factor: harmless if nothing comes between."""
+    factors = [float(basis.diagonal().mean()) for basis in bases]
+    same = max(factors) - min(factors) <= CLOSE * abs(factors[0])
+    unit = [factors[0] * torch.eye(len(basis)).to(basis) for basis in bases]
+    scaled = same and all(bool((a - b).norm() <= CLOSE * a.norm()) for a, b in zip(bases, unit, strict=True))
+    text = "W_V and W_O are in another basis within heads (the same product)"
+    if scaled:
+        text = f"W_V is multiplied by {show_factor(factors[0])} and W_O divided by it"
+    if between := tensors_between(layer, ("value", "output")):
+        text += f", but {name_parts(between)} does not commute with it"
+        return Step("another basis", text, "undo the change of basis of W_V and W_O", parts, where)
+    return Step("another basis", f"{text}: attention's output is the same", None, parts, where, harmless=True)
+
+
+def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
+    """Return True if a change of basis acts on each rotated pair as a rotation and a factor."""
+    allowed = torch.zeros_like(basis)
+    if layer.pairs is None:
+        return False
+    for first, second in layer.pairs:
+        mean = (basis[first, first] + basis[second, second]) / 2
+        turn = (basis[second, first] - basis[first, second]) / 2
+        allowed[first, first] = allowed[second, second] = mean
+        allowed[second, first], allowed[first, second] = turn, -turn
+    still = [place for place in range(len(basis)) if place not in set(layer.rotated_coordinates)]
+    for place in still:
+        allowed[place, still] = basis[place, still]
+    return float((basis - allowed).norm()) <= CLOSE * float(basis.norm())
+
+
+def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
+    """Yield structural steps that are tried before others, whether or not they bring the layer nearer by themselves."""
+    roles = present_roles(first, second, roles=("query", "key", "value"))
+    shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
+    if len(shapes) != 1 or len(roles) < 2:
+        return
+    kinds = (*KINDS, "gain")
+    gains = {"query.gain", "key.gain"} & first.parts.keys()
+    for exchanged_kinds in (kinds, KINDS) if gains else (KINDS,):
+        parts = {
+            f"{role}.{kind}": first.parts[f"{other}.{kind}"]
+            for role, other in (("query", "key"), ("key", "query"))
+            for kind in exchanged_kinds
+            if f"{other}.{kind}" in first.parts and f"{role}.{kind}" in first.parts
+        }
+        yield Step("exchanged", "W_Q and W_K are exchanged", "exchange W_Q and W_K", parts)
+    if len(roles) == 3:
+        yield from (_split_step(first, flat) for flat in (True, False))
+
+
+def _split_step(layer: Layer, flat: bool) -> Step:
+    wrong, right = ("in flat thirds", "head by head") if flat else ("head by head", "in flat thirds")
+    text = f"the fused matrix of queries, keys and values was split {wrong} instead of {right}"
+    return Step("wrong split", text, f"split the fused matrix {right}", split_wrongly(layer, flat=flat))
