@@ -282,14 +282,15 @@ class Differences:
         if not torch.cat((*self.divergences, *self.after)).isfinite().all():
             return {"diverged": True}, dict.fromkeys(names, DIVERGED)
         counts = torch.cat(self.counts)
-        kl, interval = _mean(torch.cat(self.divergences), counts, self.sampled, (0.0, math.inf), seed)
+        _, interval = _mean(torch.cat(self.divergences), counts, self.sampled, (0.0, math.inf), seed)
+        predictions = self._prediction_change()
         fields: dict[str, object] = {
-            "kl": max(kl, 0.0),  # if both are equal, a mean of rounding errors of either sign
+            "kl": predictions.mean,
             "kl_ci95": interval,
-            "top1_agreement": float((torch.cat(self.agreeing) * counts).sum() / counts.sum()),
+            "predictions": predictions,
+            "top1_agreement": predictions.same_top,
         }
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
-        fields["predictions"] = self._prediction_change()
         if not self.noise:
             loss, perplexity = self._changes(seed)
             by_text = []
@@ -326,7 +327,7 @@ class Differences:
         ratio = None if self.noise or change > outputs.LARGEST_LOSS else math.exp(change)
         return PredictionChange(
             tokens=len(tokens),
-            mean=max(mean, 0.0),
+            mean=max(mean, 0.0),  # if both are equal, a mean of rounding errors of either sign
             mean_se=mean_se,
             largest=float(tokens.max()),
             q999=q999,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
-PROBED = 6  # Number of tokens in a test, of which each is perturbed in its own row of a batch
+PROBED = 6  # Number of tokens in a test; row r of the batch perturbs one of them
 ORDERED = 16  # The same number in the tests `causal` and `bidirectional`, whose faults can depend on the position
 PADS = 2  # Number of padding tokens
 DOCUMENTS = (2, 2, 2)  # Tokens of each packed document

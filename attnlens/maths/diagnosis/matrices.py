@@ -156,7 +156,7 @@ def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose another basis of these two roles, of which the first has the query heads."""
+    """Propose another basis of these two roles; the first has the query heads."""
     sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:

@@ -72,7 +72,7 @@ SIDES = (PERMUTED, ("output", "value"))  # pairs of roles with a product in each
 
 
 def present_roles(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "weight") -> list[str]:
-    """Return the roles of which all layers have this kind of part."""
+    """Return the roles that have this kind of part in all layers."""
     return [role for role in roles if all(f"{role}.{kind}" in layer.parts for layer in layers)]
 
 

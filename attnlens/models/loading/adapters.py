@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -141,10 +141,8 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
         say_base = f"Give the adapter's base model as MODEL: {shorten_text(base or 'the model it was trained on')}."
         config = _build_config(settings, settings_file, model, modules, say_base)
         _check_shared(model, {*whole, *(f"{path}.weight" for path in modules)})
-        biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
-        if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole)):
-            problem = f"{settings_file} declares trained biases, but the adapter lacks {format_names(lost)}."
-            raise ModelError(problem, SAY_AGAIN)
+        if settings.get("bias", "none") != "none":
+            _refuse_lost_biases(settings_file, model, modules, whole)
         parameters = {name: model.get_parameter(name) for name in whole}
         originals = {name: parameter.data for name, parameter in parameters.items()}
 
@@ -179,6 +177,16 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
             files=[File(name=file.name, sha256=sha256(file)) for file in (settings_file, tensors_file)],
         )
         return Adapted(info, layers, originals, unplaced)
+
+
+def _refuse_lost_biases(
+    settings_file: Path, model: PreTrainedModel, modules: Iterable[str], present: Collection[str]
+) -> None:
+    """Raise ModelError if a bias of an adapted module was trained, as the settings declare, but is not present."""
+    biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
+    if lost := sorted(biases.difference(present)):
+        problem = f"{settings_file} declares trained biases, but the adapter lacks {format_names(lost)}."
+        raise ModelError(problem, SAY_AGAIN)
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:

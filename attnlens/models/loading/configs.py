@@ -119,7 +119,7 @@ def _explain_tokenizer(place: Location) -> str:
     pieces = [file.name for file in models if file.read_bytes()[:1] == b"\n"]
     if pieces and not (is_sentencepiece_available() and is_protobuf_available()):
         packages = "the packages sentencepiece and protobuf (pip install sentencepiece protobuf)"
-        return f"{pieces[0]} is a SentencePiece model, which needs {packages}, and there is no tokenizer.json"
+        return f"{pieces[0]} is a SentencePiece model, which needs {packages}, and tokenizer.json is missing"
     return ""
 
 

@@ -322,7 +322,7 @@ class KernelResult(TypedDict):
 
     swap: Swap
     plan: Plan | None
-    window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
+    window: int | str  # keys beyond which losses are reported for this kernel, or why it is unknown
     notes: list[str]  # notes for the settings of the report
     losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
