@@ -77,6 +77,7 @@ def read_baseline(path: str | Path) -> Baseline:
 
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
 ON_FORMS = "W_Q and W_K of "  # Start of the notes on the heads' forms M
+SMALLEST_SHARE = 0.01  # Smallest change of practical size of a measure, in interquartile ranges over heads
 SURELY = 47.2  # Divergence / (divergence under rounding alone) above which p < 1e-3: (Student's t of 5 draws)²
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of a head's form M in the second model to M in the first: equal W_Q and W_K; the same M from other W_Q and

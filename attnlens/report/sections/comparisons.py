@@ -10,6 +10,7 @@ import numpy as np
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, select_adapter_analyzers
 from attnlens.records import Comparison, Head, MeasureChange, Report, StudyCell, StudyColumn, StudyPair, StudyTable
+from attnlens.records.comparison import DISTANCE, SMALLEST_SHARE
 from attnlens.records.studies import LEVEL
 from attnlens.report.sections.layers import place_columns
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table, View, build_table, section
@@ -201,7 +202,6 @@ def study_rows(report: Report) -> list[Row]:
 
 LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
 """Distance between corresponding heads → title of its column."""
-ENOUGH_HEADS = 4  # Least number of heads for which the spread of a measure over heads is used as the unit of changes
 EXPLAINED = (
     "own KL: each block of the second model gets the first model's hidden states, so only that block's own change "
     "counts. KL as run includes the effect of earlier blocks."
@@ -216,9 +216,8 @@ def rank_distances(comparison: Comparison) -> list[str]:
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
     """Return each measure's interquartile range over the first model's heads; omit ranges of 0 or of too few heads."""
-    values = group_pairs((row.measure, row.before) for row in comparison.rows if row.before is not None)
-    ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
-    return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
+    rows = (row for row in comparison.rows if not row.measure.startswith(DISTANCE))
+    return {row.measure: row.smallest / SMALLEST_SHARE for row in rows if row.smallest is not None}
 
 
 @section(20, "comparison")

@@ -18,6 +18,7 @@ from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, 
 from attnlens.models import texts, weights
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.records import Head, MeasureChange, QueryKey, Site
+from attnlens.records.comparison import SMALLEST_SHARE
 from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, Pass, compare_blocks, form_distances, run_pass
 from attnlens.runs.inspect import sequences
 from attnlens.runs.progress import Tell
@@ -30,7 +31,6 @@ SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGL
 """Smallest distances of practical size: nats, a share of ‖M‖, and degrees (0.001 of a radian). A change of basis within
 a head that is exact in real numbers changes M by about eps · cond in floating point, which matters to no reader."""
 SMALLEST_BLOCK = 1e-3  # smallest change of a block's output of practical size, as a share of its norm
-SMALLEST_SHARE = 0.01  # smallest change of practical size of a measure, in interquartile ranges over heads
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
 POWER = 0.8  # probability with which the smallest detectable change is named
 
