@@ -146,7 +146,7 @@ def test_the_stored_type_of_a_weight_is_the_coarsest_that_holds_it():
 def test_a_change_that_is_the_same_in_every_window_is_certain():
     differences = torch.stack([torch.zeros(12), torch.full((12,), -4), normal(12)], 1).double()
     assert judged(differences).p[:2].tolist() == [1.0, 0.0]
-    loose = Rounding(torch.full((3,), 4.0, dtype=torch.float64), 5)
+    loose = Rounding(torch.full((3,), 4.0, dtype=torch.float64), torch.full((3,), 5.0))
     assert float(judged(differences, loose).p[1]) > 0.3
 
 
@@ -165,7 +165,7 @@ def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
     jumping = significance.combine_rounding(drawn[:5], drawn[5:], squared=False)
     delta = torch.full((32,), 0.1, dtype=torch.float64)
     assert float(significance.rounding_p_values(delta, jumping).min()) > 0.01
-    own = Rounding(drawn.square().mean(0).sqrt(), 5)
+    own = Rounding(drawn.square().mean(0).sqrt(), torch.full((32,), 5.0))
     assert float(significance.rounding_p_values(delta, own).min()) < 1e-10, "the control: each head's own draws"
 
 

@@ -470,7 +470,13 @@ def _largest_angles(first: Tensor, second: Tensor) -> Tensor:
 
 def _column_basis(factor: Tensor) -> Tensor:
     """Return orthonormal columns that span the column space of the factor."""
-    left, values, _ = torch.linalg.svd(factor, full_matrices=False)
-    # Strict: a zero factor spans nothing.
-    basis: Tensor = left[:, values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]]
+    basis, root = torch.linalg.qr(factor)
+    if not _significant(torch.linalg.svdvals(root), factor).all():  # a QR decomposition does not separate the rank
+        left, values, _ = torch.linalg.svd(factor, full_matrices=False)
+        basis = left[:, _significant(values, factor)]
     return basis
+
+
+def _significant(values: Tensor, factor: Tensor) -> Tensor:
+    # Strict: a zero factor spans nothing.
+    return values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]

@@ -285,12 +285,11 @@ class Changes:
         for batch in first.batches:
             self.progress("attention rows", start, total)
             original = run_pass(first, batch.inputs, self.blocks[0])
-            passes = original, run_pass(second, batch.inputs)
-            self.pairing.add_divergences(values, ROWS, passes, batch, start)
+            passes = {ROWS: run_pass(second, batch.inputs)}
             if self.blocks[1]:
-                passes = original, run_pass(second, batch.inputs, self.blocks[1], original)
-                self.pairing.add_divergences(values, OWN_ROWS, passes, batch, start)
-                block_changes.append(compare_blocks(passes, self.blocks[0], batch))
+                passes[OWN_ROWS] = run_pass(second, batch.inputs, self.blocks[1], original)
+                block_changes.append(compare_blocks((original, passes[OWN_ROWS]), self.blocks[0], batch))
+            self.pairing.add_divergences(values, original, passes, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)
         rows = arrange_by_measure(values.means, first.heads, total)
@@ -302,10 +301,11 @@ class Changes:
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)
-            drawn.append(significance.draw_weights(side, generator))
+            drawn.append(significance.draw_weights(side, significance.DRAWS, generator))
             if tell is not None:
                 cut = replace(side.cut, sequences=min(significance.FEW, self.pairing.first.design.count))
-                drawn[-1] |= significance.draw_tokens(side, cut, self.blocks[number], generator, tell)
+                blocks = self.blocks[number]
+                drawn[-1] |= significance.draw_tokens(side, cut, blocks, significance.DRAWS, generator, tell)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
             first, second = drawn[0][name], drawn[1][name]

@@ -192,36 +192,45 @@ class Pairing:
         return torch.tensor([places[partner] for partner in partners])
 
     def add_divergences(
-        self, values: SequenceValues, name: str, passes: tuple[Pass, Pass], batch: texts.Batch, start: int
+        self, values: SequenceValues, original: Pass, others: Mapping[str, Pass], batch: texts.Batch, start: int
     ) -> None:
-        """Add the divergence between both passes' attention rows to `values` under `name`, from sequence `start` on."""
+        """Add the divergences of attention rows in other passes to `values`, by name, from sequence `start` on."""
         for first, second in self.sites.items():
-            before, after = passes[0].calls.get(first), passes[1].calls.get(second)
-            if before is not None and after is not None:  # own-kernel sites of a saved swap are not visited
-                rows = self.divergence(first, (before, after), batch.inputs)
-                numbers = sequences.sequence_numbers(len(rows), batch, start)
-                values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
+            before = original.calls.get(first)
+            # sites of a saved swap that keep their own kernel are not visited
+            after = {name: other.calls[second] for name, other in others.items() if second in other.calls}
+            if before is not None and after:
+                rows = self.divergences(first, before, list(after.values()), batch.inputs)
+                numbers = sequences.sequence_numbers(len(before.query), batch, start)
+                shape = rows[0].shape[1]
+                values.add(first, dict(zip(after, rows, strict=True)), numbers, range(shape), shape)
 
-    def divergence(self, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Average Σ_j p log(p/p') of a site's two calls over the queries that see keys; NaN if none does."""
-        parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
-        wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
-        calls = [hiding_padding(call, inputs) for call in wide]
-        swaps = self.first.swaps.get(first), self.second.swaps.get(self.sites[first])
-        means = calls[0].query.new_full(calls[0].query.shape[:2], torch.nan)
-        for batch, queries, keys in real_parts(calls[0].allowed, len(means), first.part):
-            real = [call.sequences(batch, queries, keys) for call in calls]
-            step = max(1, sequences.PIECE_BYTES // (8 * means.shape[1] * real[0].query.shape[2] * real[0].key.shape[2]))
+    def divergences(
+        self, first: Site, call: Call, others: Sequence[Call], inputs: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        """Average Σ_j p log(p/p') of a site's call and each other over queries that see keys; NaN if none does."""
+        original, *calls = (
+            hiding_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
+            for each in (call, *others)
+        )
+        swap, other_swap = self.first.swaps.get(first), self.second.swaps.get(self.sites[first])
+        means = original.query.new_full((len(calls), *original.query.shape[:2]), torch.nan)
+        for batch, queries, keys in real_parts(original.allowed, len(original.query), first.part):
+            real, *real_others = (each.sequences(batch, queries, keys) for each in (original, *calls))
+            step = max(1, sequences.PIECE_BYTES // (8 * means.shape[2] * real.query.shape[2] * real.key.shape[2]))
             for start in range(0, len(batch), step):
                 part = range(start, min(start + step, len(batch)))
-                pieces = (call.sequences(part, slice(None), slice(None)) for call in real)
-                p, q = (_attention_rows(piece, swap) for piece, swap in zip(pieces, swaps, strict=True))
-                terms = p * (p.clamp(min=FLOOR).log() - q[:, list(self.order[first])].clamp(min=FLOOR).log())
-                # rounding can make the divergence of equal rows negative
-                means[[batch[row] for row in part]] = terms.sum(-1).mean(-1).clamp(min=0)
-        return means.cpu()
+                p = _attention_rows(real.sequences(part, slice(None), slice(None)), swap)
+                logarithm = p.clamp(min=FLOOR).log()
+                for row, other in zip(means, real_others, strict=True):
+                    q = _attention_rows(other.sequences(part, slice(None), slice(None)), other_swap)
+                    terms = p * (logarithm - q[:, list(self.order[first])].clamp(min=FLOOR).log())
+                    # rounding can make the divergence of equal rows negative
+                    row[[batch[place] for place in part]] = terms.sum(-1).mean(-1).clamp(min=0)
+        return list(means.cpu())
 
 
+WIDE = ("query", "key", "value", "bias")  # parts of a call that are converted to float64
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
 """Names of block inputs that are hidden states; a block's first input is one under any name."""

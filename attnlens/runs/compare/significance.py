@@ -40,7 +40,7 @@ class Rounding:
     """The effect on a measure of rounding the weights, estimated from draws."""
 
     size: Float[Tensor, " heads"]  # root mean square of the changes; mean of divergences, which are squares
-    freedom: int  # number of draws per model
+    freedom: Float[Tensor, " heads"]  # degrees of freedom of the size
     squared: bool = False  # True for a divergence
 
 
@@ -65,16 +65,16 @@ class ChangeTest:
         """Compute the change that a test at `level` detects with probability POWER; NaN if no error is known."""
         least = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
-            least = torch.fmax(least, self.se * _detectable_errors(level, self.freedom))
+            least = torch.fmax(least, self.se * _detectable_errors(level, torch.tensor(self.freedom)))
         if self.rounding is not None:
             errors = _detectable_errors(level, self.rounding.freedom)
             least = torch.fmax(least, self.rounding.size * (errors**2 if self.rounding.squared else errors))
         return torch.where(least > 0, least, torch.nan)
 
 
-def _detectable_errors(level: float, freedom: int) -> float:
+def _detectable_errors(level: float, freedom: Tensor) -> Tensor:
     """Return the number of standard errors by which a change must exceed 0 to be detected with probability POWER."""
-    return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
+    return torch.as_tensor(stats.t.isf(level / 2, freedom.numpy()) + stats.t.ppf(POWER, freedom.numpy()))
 
 
 def test_windows(
@@ -114,10 +114,10 @@ def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], f
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute P(|t| ≥ |delta|/size) with one degree of freedom per draw; NaN if rounding never moved the measure."""
+    """Compute P(|t| ≥ |delta|/size) by Student's t; NaN if rounding never moved the measure."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
-    p = torch.from_numpy(2 * stats.t.sf(scores, rounding.freedom))
+    p = torch.from_numpy(2 * stats.t.sf(scores, rounding.freedom.numpy()))
     return torch.where(rounding.size > 0, p, torch.nan)
 
 
@@ -131,7 +131,8 @@ def combine_rounding(
 ) -> Rounding:
     """Combine the rounding of both models: add the mean squares of their draws, or the means if draws are `squared`.
 
-    A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore at
+    The degrees of freedom of the sum are Welch's and Satterthwaite's: those of all draws if rounding moves both models
+    alike, those of one model's draws if it moves that model only. A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore at
     least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
@@ -141,8 +142,11 @@ def combine_rounding(
     draws = draws[~draws.isnan()]
     # of n squared standard normal numbers, one exceeds isf(0.5/n)² on average
     least = float(draws.max()) / stats.norm.isf(0.5 / len(draws)) ** 2 if len(draws) else 0.0
-    total = means.nansum(0).clamp(min=least).masked_fill(means.isnan().all(0), torch.nan)
-    return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
+    total = means.nansum(0)
+    counts = torch.tensor([[len(first)], [len(second)]])
+    freedom = total.square() / (means.square() / counts).nansum(0)
+    total = total.clamp(min=least).masked_fill(means.isnan().all(0), torch.nan)
+    return Rounding(total if squared else total.sqrt(), freedom.nan_to_num(nan=float(counts.min())), squared)
 
 
 Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and their partners in the second
@@ -225,12 +229,12 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
     return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
 
 
-DRAWS = 5
-"""Number of random roundings of each model's weights: each draw costs forward passes, and rounding is tested by
-Student's t with as many degrees of freedom."""
-FEW = 2
-"""Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each
-costs 2 × DRAWS passes per model."""
+DRAWS = 3
+"""Number of random roundings of each model's weights. Fewer draws cost fewer forward passes and lose power, but no
+coverage, because Student's t has as many degrees of freedom (benchmarks/rounding.py)."""
+FEW = 1
+"""Number of windows on which the effect of rounding on tokens.* is measured. Its mean square on one window is at least
+that of the mean over windows, and each window costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
 """Name of the change ‖o' − o‖/‖o‖ of block outputs if both models receive the first model's input states; one value per
 block, not per head."""
@@ -302,20 +306,20 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
     return places, torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
-def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
+def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Sample the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
     analyzers = side.analyzers_of("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
         factors = side.factors_of(site)
         if isinstance(factors, weights.Factors):
-            changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
+            changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), draws, generator)
             tables |= {(site.name, name): values for name, values in changes.items()}
-    return sequences.arrange_by_measure(tables, side.heads, DRAWS)
+    return sequences.arrange_by_measure(tables, side.heads, draws)
 
 
 def _draw_site_changes(
-    factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
+    factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Sample how rounding changes one site's scalars, and how far it moves the site's forms; shape (draws, heads)."""
     form = factors.query_key
@@ -333,7 +337,7 @@ def _draw_site_changes(
         return by_name
 
     before, drawn = scalars(form), list[dict[str, Tensor]]()
-    for _ in range(DRAWS):
+    for _ in range(draws):
         query, key = (move_values(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
         rounded = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         changes = {name: values - before[name] for name, values in scalars(rounded).items()}
@@ -342,9 +346,12 @@ def _draw_site_changes(
 
 
 def draw_tokens(
-    side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
+    side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], draws: int, generator: torch.Generator, tell: Tell
 ) -> dict[str, Tensor]:
-    """Sample the effect of rounding on means of tokens.* over a few windows, on attention rows (KL), and on blocks."""
+    """Sample the effect of rounding on means of tokens.* over windows, on attention rows (KL), and on blocks.
+
+    Each table has the shape (draws, heads), or (draws, blocks).
+    """
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
@@ -359,14 +366,14 @@ def draw_tokens(
                 if finite := sequences.finite_heads(query_key):
                     numbers = sequences.sequence_numbers(len(call.query), batch, start)
                     values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
-            for name, others in compared.items():
-                identity.add_divergences(values, name, (recorded[number], others[number]), batch, start)
+            others = {name: passes[number] for name, passes in compared.items()}
+            identity.add_divergences(values, recorded[number], others, batch, start)
             start += batch.size
         return sequences.arrange_by_measure(values.means, side.heads, batches.sequences)
 
     before = measure(recorded, {})
     types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
-    for _ in range(DRAWS):
+    for _ in range(draws):
         with move_weights(types, generator):
             passes = [run_pass(side, batch.inputs) for batch in batches]
             block_passes = []
