@@ -2,11 +2,11 @@
 
 python benchmarks/rounding.py [--quick] [--model demo] [--draws 48] [--json FILE]
 
-The weights of one model are rounded at random many times. The difference between two roundings is a change that rounding
-explains. Each row is the share of such changes, over all heads and repetitions, whose p-value is below 5 % and 0.1 %,
-with the p-values computed from other draws as `compare` computes them. A share at most as large as its level holds. The
-last columns are the median smallest change detected at 0.1 %, as a multiple of that of ten draws, and the processor time
-of a comparison's draws. In bfloat16, the weights are rounded to it first.
+The weights of one model are rounded at random many times. The difference between two roundings is a change that
+rounding explains. Each row is the share of such changes, over all heads and repetitions, whose p-value is below 5 %
+and 0.1 %, with the p-values computed from other draws as `compare` computes them. A share at most as large as its
+level holds. The last columns are the median smallest change detected at 0.1 %, as a multiple of that of ten draws,
+and the processor time of a comparison's draws. In bfloat16, the weights are rounded to it first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from attnlens.analyzers.registry import OWN_ROWS, ROWS
 from attnlens.models import hooks, loading
 from attnlens.requests import InspectRequest
 from attnlens.runs.compare import significance
-from attnlens.runs.compare.significance import combine_rounding, draw_tokens, draw_weights, rounding_p_values
 from attnlens.runs.compare.sides import ComparedModel
+from attnlens.runs.compare.significance import combine_rounding, draw_tokens, draw_weights, rounding_p_values
 from attnlens.runs.inspect.pipeline import prepare
 from attnlens.runs.progress import silent
 

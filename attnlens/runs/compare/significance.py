@@ -131,9 +131,11 @@ def combine_rounding(
 ) -> Rounding:
     """Combine the rounding of both models: add the mean squares of their draws, or the means if draws are `squared`.
 
-    The degrees of freedom of the sum are Welch's and Satterthwaite's: those of all draws if rounding moves both models
-    alike, those of one model's draws if it moves that model only. A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore at
-    least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
+    The degrees of freedom of the sum are Welch's and Satterthwaite's: those of all draws if rounding moves both
+    models alike, those of one model's draws if it moves that model only.
+
+    A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore
+    at least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
