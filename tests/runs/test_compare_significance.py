@@ -158,6 +158,22 @@ def test_the_least_divergence_is_beyond_what_rounding_makes():
     assert bool((test.least_change(0.05) > test.delta).all())
 
 
+@pytest.mark.parametrize(("ratio", "freedom"), [(1.0, 6), (1000.0, 3)])
+def test_p_values_for_rounding_hold_their_level_with_three_draws_per_model(ratio, freedom):
+    count, level = 1000, 0.01
+    drawn, delta = normal(6, count), normal(count, seed=1) * (1 + ratio**2) ** 0.5
+    drawn[3:] *= ratio
+    sizes = [significance.combine_rounding(drawn[:3, [n]], drawn[3:, [n]], squared=False) for n in range(count)]
+    p = [float(significance.rounding_p_values(delta[[n]], size)) for n, size in enumerate(sizes)]
+    assert sum(value < level for value in p) <= stats.binom.ppf(0.999, count, level)
+    normal_p = [2 * stats.norm.sf(float(delta[n].abs() / size.size)) for n, size in enumerate(sizes)]
+    assert sum(value < level for value in normal_p) > stats.binom.ppf(0.999, count, level), "the control"
+    same = torch.ones(3, 1)
+    assert float(significance.combine_rounding(same, ratio * same, squared=False).freedom) == pytest.approx(
+        freedom, 1e-3
+    )
+
+
 def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
     """One draw in a hundred jumps by 0.1, the others move by 1e-4: a jump of 0.1 is nothing new."""
     drawn = 1e-4 * normal(10, 32)
