@@ -186,7 +186,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     return report_of(
         "doctor",
         "doctor",
-        model=loaded.info,
+        model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in reached)}),
         settings=feeding.record_length(settings, loaded, reached),
         coverage=coverage,
         summary=_summary(loaded, reached, identity, verdict),

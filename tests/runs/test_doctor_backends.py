@@ -13,6 +13,9 @@ from transformers.modeling_utils import AttentionInterface
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
+from attnlens.report import export
+from attnlens.report.findings import find
+from attnlens.report.shapes import Shapes
 
 PLAIN = {"length": 16, "windows": 2}
 
@@ -73,6 +76,25 @@ def test_a_causal_mask_off_by_one_in_one_backend_is_named(monkeypatch):
     ]
     assert all(fault.token == fault.output + 1 for fault in faults)
     assert masks["causal"].count == 2 * 15
+
+
+def test_faults_of_models_with_several_parts_name_the_layer_of_its_part(monkeypatch):
+    def shift(options):
+        mask = options["mask_function"]
+        return {"mask_function": lambda b, h, q, k: mask(b, h, q + 1, k), "allow_is_causal_skip": False}
+
+    plant(monkeypatch, shift)
+    report = attnlens.doctor(family("t5"), masks="causal", **PLAIN)
+    (masks,) = (each.masks for each in report.backends if each.backend == "sdpa")
+    (number, *_) = (fault.layer for fault in masks[0].faults)
+    name = report.model.layer_name(number)
+    assert name.startswith("decoder.")
+    assert number != int(name.removeprefix("decoder."))
+    texts = {form: export.WRITERS[form](report) for form in ("junit", "markdown", "html")}
+    texts["screen"] = " ".join(finding.answer for finding in find(Shapes(report)))
+    for form, text in texts.items():
+        assert f"layer {name} (decoder.block." in text, form
+        assert f"layer {number} " not in text, form
 
 
 @pytest.mark.parametrize("only", [True, False])

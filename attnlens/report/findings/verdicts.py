@@ -11,7 +11,7 @@ from shlex import quote
 
 from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, StudyTable
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.checked import describe_fault
+from attnlens.report.sections.checked import Names, describe_fault
 from attnlens.report.sections.facts import count_agreeing, state_untested
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
@@ -42,22 +42,22 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
             answer = f"Yes, up to the model's own rounding at {len(rounded)} of {total}."
             largest, severity = f"{clean(worst.site)}: {clean(worst.reason or '')}.", "notable"
     yield Finding(question="Read correctly?", answer=answer, evidence=largest, severity=severity)
-    yield from _backend_findings(shapes.report.backends or [])
+    yield from _backend_findings(shapes.report.backends or [], shapes.report.model.layer_name)
 
 
-def _backend_findings(backends: Sequence[BackendCheck]) -> Iterator[Finding]:
+def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator[Finding]:
     """Yield whether the attention backends compute the same outputs, and whether their masks are as declared."""
     ran = [each for each in backends if each.verdict != "not run"]
     if not ran:
         return
     wrong = [each for each in ran if not is_close(each)]
     if wrong:
-        parts = [f"{each.backend} {describe_error(each)}" for each in wrong]
+        parts = [f"{each.backend} {describe_error(each, name)}" for each in wrong]
         answer, severity = f"No: {join_items(parts, 3, '; ')}.", "problem"
     else:
         names = join_items([each.backend for each in ran])
         answer, severity = f"Yes: {names} {'agrees' if len(ran) == 1 else 'agree'} with float64.", "none"
-        rounded = [f"{each.backend} {describe_error(each)}" for each in ran if each.verdict == "rounds"]
+        rounded = [f"{each.backend} {describe_error(each, name)}" for each in ran if each.verdict == "rounds"]
         if rounded:
             answer, severity = f"Up to rounding: {join_items(rounded, 3, '; ')}.", "notable"
     errors = [each.output_error for each in ran if each.output_error is not None]
@@ -68,7 +68,7 @@ def _backend_findings(backends: Sequence[BackendCheck]) -> Iterator[Finding]:
         return
     faults = [(each, mask) for each in ran for mask in each.masks if mask.verdict == "differs"]
     if faults:
-        named = [f"{each.backend}, {mask.mask}: {describe_mask(mask)}" for each, mask in faults]
+        named = [f"{each.backend}, {mask.mask}: {describe_mask(mask, name)}" for each, mask in faults]
         answer, severity = f"No: {join_items(named, 2, '; ')}.", "problem"
     else:
         answer, severity = f"Yes: every output sees what is declared ({join_items(tested, 8)}).", "none"
@@ -82,11 +82,14 @@ def is_close(check: BackendCheck) -> bool:
     return check.output_error is not None and check.output_error <= (check.tolerance or 0)
 
 
-def describe_error(check: BackendCheck) -> str:
-    """Describe how far a backend's outputs are from float64, and the first site where they are."""
+def describe_error(check: BackendCheck, name: Names = str) -> str:
+    """Describe how far a backend's outputs are from float64, and the first site where they are.
+
+    `name` returns the name of a layer.
+    """
     tolerance = check.tolerance or 0
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
-    where = "" if first is None else f", first in layer {first.layer} ({clean(first.site)})"
+    where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
     if check.output_error is None:
         return (
             f"has outputs that are not finite{where}: {check.reason}"
@@ -97,14 +100,17 @@ def describe_error(check: BackendCheck) -> str:
     return f"differs from float64 by {check.output_error:.0e}{cause}"
 
 
-def describe_mask(mask: MaskCheck) -> str:
-    """Describe the first fault of a mask and count the others; without a fault, the error of the outputs."""
+def describe_mask(mask: MaskCheck, name: Names = str) -> str:
+    """Describe the first fault of a mask and count the others; without a fault, the error of the outputs.
+
+    `name` returns the name of a layer.
+    """
     if not mask.faults:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"
     more = f" and {mask.count - 1} more" if mask.count > 1 else ""
     held = f"; {mask.reason}" if mask.reason else ""
-    return f"{describe_fault(mask.faults[0])}{more}{held}"
+    return f"{describe_fault(mask.faults[0], name)}{more}{held}"
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:

@@ -153,7 +153,7 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
 
     The screen shows one fault per backend and mask.
     """
-    backends = shapes.report.backends or []
+    backends, layer_name = shapes.report.backends or [], shapes.report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
     masks = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
     titles = [each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})" for each in ran]
@@ -165,12 +165,12 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
         found = {
             title: mask for title, each in zip(titles, ran, strict=True) for mask in each.masks if mask.mask == name
         }
-        rows.append({"": name, **{title: format_mask(mask) for title, mask in found.items()}})
+        rows.append({"": name, **{title: format_mask(mask, layer_name) for title, mask in found.items()}})
     if ran:
         note = "Errors against float64 (masks: up to 16 tokens); same token: most likely one."
         yield Section("Backends and masks", table=build_table(rows, {""}, {""}, fit="folded"), notes=(note,))
     faults = [
-        f"{each.backend}, {mask.mask}: {describe_fault(fault)}"
+        f"{each.backend}, {mask.mask}: {describe_fault(fault, layer_name)}"
         for each in ran
         for mask in each.masks
         for fault in mask.faults[: 1 if view == "screen" else None]
@@ -199,8 +199,11 @@ def format_share(check: BackendCheck) -> str:
     return NO_VALUE if share is None else f"{math.floor(1000 * share) / 10:g} %"
 
 
-def format_mask(mask: MaskCheck) -> str:
-    """Format the outcome of one test: its error, or the largest fault of the first layer with a fault."""
+def format_mask(mask: MaskCheck, name: Names = str) -> str:
+    """Format the outcome of one test: its error, or the largest fault of the first layer with a fault.
+
+    `name` returns the name of a layer.
+    """
     if mask.verdict == "not checked":
         return NO_VALUE
     if not mask.faults or mask.faults[0].token is None:
@@ -209,13 +212,16 @@ def format_mask(mask: MaskCheck) -> str:
         return error if mask.verdict == "agrees" else f"DIFFERS {format_error(mask.error)}"
     first = mask.faults[0]
     verb = "sees" if first.kind == "sees" else "misses"
-    where = "" if first.layer is None else f", layer {first.layer}"
+    where = "" if first.layer is None else f", layer {name(first.layer)}"
     return f"{first.output} {verb.upper()} {first.token}{where}"
 
 
-def describe_fault(fault: Sight) -> str:
-    """Describe an output that depends on the wrong tokens: which output, which token, which layer."""
-    where = "the model's output" if fault.layer is None else f"layer {fault.layer} ({clean(fault.site or '')})"
+def describe_fault(fault: Sight, name: Names = str) -> str:
+    """Describe an output that depends on the wrong tokens: which output, which token, which layer.
+
+    `name` returns the name of a layer.
+    """
+    where = "the model's output" if fault.layer is None else f"layer {name(fault.layer)} ({clean(fault.site or '')})"
     if fault.kind == "differs":
         size = "is not finite" if fault.change is None else f"differs by {fault.change:.0e}"
         return f"token {fault.output} {size} in {where}"
@@ -225,7 +231,7 @@ def describe_fault(fault: Sight) -> str:
 
 def doctor_checks(report: Report) -> list[Check]:
     """Return one check per site, backend and tested mask, for JUnit."""
-    checks = []
+    checks, name = [], report.model.layer_name
     for site in report.doctor:
         errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
         checks.append(_outcome(f"reads {site.site}", "the model's attention", site.passed, max(errors, default=None)))
@@ -237,7 +243,8 @@ def doctor_checks(report: Report) -> list[Check]:
             checks.append(_outcome(f"{each.backend}: outputs", wanted, passed, each.output_error))
         for mask in each.masks:
             if mask.verdict != "not checked":
-                wanted = "; ".join(map(describe_fault, mask.faults)) or mask.reason or "outputs as declared"
+                faults = [describe_fault(fault, name) for fault in mask.faults]
+                wanted = "; ".join(faults) or mask.reason or "outputs as declared"
                 checks.append(_outcome(f"{each.backend}: {mask.mask}", wanted, mask.verdict == "agrees", mask.error))
     return checks
 
