@@ -200,6 +200,39 @@ def change_basis(layer: Layer) -> Parts:
     return parts
 
 
+def scale_each(layer: Layer, axes: int = 1, *names: str) -> Parts:
+    """A factor of its own for each head (`axes` 1) or row (2)."""
+    generator = torch.Generator().manual_seed(6)
+    parts = {}
+    for name in names or ("query.weight",):
+        part = layer.parts[name]
+        factors = 0.5 + torch.rand(part.shape[:axes], generator=generator)
+        for each in (name, name.replace("weight", "bias"))[: 3 - axes]:
+            parts[each] = layer.parts[each] * factors.view(*factors.shape, *[1] * (layer.parts[each].dim() - axes))
+    return parts
+
+
+def scale_columns(layer: Layer) -> Parts:
+    factors = 0.5 + torch.rand(WIDTH, generator=torch.Generator().manual_seed(6))
+    return {f"{role}.weight": layer.parts[f"{role}.weight"] * factors for role in ("query", "key", "value")}
+
+
+def quantise_columns(layer: Layer) -> Parts:
+    matrix = layer.parts["mlp.weight"].T
+    return {"mlp.weight": quantise(4)(layer.with_parts({"mlp.weight": matrix}))["mlp.weight"].T}
+
+
+def exchange_key_and_value(layer: Layer) -> Parts:
+    return {f"{a}.weight": layer.parts[f"{b}.weight"] for a, b in (("key", "value"), ("value", "key"))}
+
+
+def adapt_strongly(layer: Layer) -> Parts:
+    generator, matrix = torch.Generator().manual_seed(9), layer.parts["mlp.weight"]
+    factors = [torch.randn(side, 4, generator=generator) for side in matrix.shape]
+    update = factors[0] @ factors[1].T
+    return {"mlp.weight": matrix + 0.5 * update * matrix.norm() / update.norm()}
+
+
 def swap_gates(layer: Layer) -> Parts:
     part = layer.parts["key.weight"].clone()
     part[0] = part[0][torch.randperm(SIZE, generator=torch.Generator().manual_seed(4))]
@@ -233,6 +266,12 @@ SINGLES: dict[str, tuple[Change, str, list[str]]] = {
     "fp16": (cast(torch.float16), "both", ["rounded to float16"]),
     "basis": (change_basis, "both", ["another basis"]),
     "key zeroed": (fill(0, "key.weight"), "both", ["zeros"]),
+    "gain zeroed": (fill(0, "query.gain"), "both", ["zeros"]),
+    "factor per head": (scale_each, "both", ["heads scaled"]),
+    "factor per row": (lambda layer: scale_each(layer, 2), "both", ["rows scaled"]),
+    "factor per column": (scale_columns, "both", ["columns scaled"]),
+    "4 bits by column": (quantise_columns, "both", ["quantised to 4 bits"]),
+    "key and value exchanged": (exchange_key_and_value, "both", ["exchanged"]),
 }
 
 
@@ -279,6 +318,9 @@ PAIRS = [
     ("exchanged", "bf16"),
     ("exchanged", "interleaved"),
     ("flat split", "interleaved"),
+    ("flat split", "bf16"),
+    ("factor per head", "bf16"),
+    ("factor per head", "interleaved"),
     ("exchanged", "scaled"),
     ("LoRA", "1 + g"),
     ("scaled", "bias dropped of keys"),
@@ -569,6 +611,62 @@ def test_pairs_beyond_the_search_get_no_wrong_cause(changes):
     diagnosis = diagnose(first, apply(first, *changes))
     allowed = {"rounded to bfloat16", "quantised to 4 bits", "quantised to 8 bits"}
     assert {cause.hypothesis for cause in diagnosis.causes} <= allowed
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("group", [0, 64])
+def test_a_grid_is_found_in_values_rounded_after_dequantisation(kind, bits, group):
+    first = draw("whole").with_parts({"mlp.weight": torch.randn(48, 256, generator=torch.Generator().manual_seed(7))})
+    part = first.parts["mlp.weight"]
+    values = part.reshape(-1, group or 256)
+    step = values.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    coded = ((values / step).round() * step).reshape(part.shape)
+    second = first.with_parts({"mlp.weight": coded.to(kind).float()})
+    spacing = {"mlp.weight": max(torch.finfo(kind).eps, torch.finfo(torch.float32).eps)}
+    diagnosis = diagnose(first, replace(second, spacing=spacing))
+    where = f"in groups of {group} values" if group else "row by row"
+    assert [cause.text for cause in diagnosis.causes] == [f"mlp.weight is quantised to {bits} bits {where}"]
+    noisy = coded + 0.3 * step.mean() * torch.randn(coded.shape, generator=torch.Generator().manual_seed(8))
+    assert not diagnose(first, first.with_parts({"mlp.weight": noisy.to(kind).float()})).causes
+
+
+def test_an_update_before_quantisation_is_named_with_its_rank():
+    first = draw("whole").with_parts({"mlp.weight": torch.randn(96, 128, generator=torch.Generator().manual_seed(7))})
+    only = {"mlp.weight": apply(first, adapt_strongly, quantise(4)).parts["mlp.weight"]}
+    (cause,) = diagnose(first, first.with_parts(only)).causes
+    assert cause.hypothesis == "rank 4 update, quantised to 4 bits"
+    assert cause.text == "mlp.weight is changed by an update of rank 4, then quantised to 4 bits row by row"
+
+    def retrain(layer: Layer) -> Parts:
+        return {"mlp.weight": layer.parts["mlp.weight"] + 0.5 * torch.randn(96, 128)}
+
+    only = {"mlp.weight": apply(first, retrain, quantise(4)).parts["mlp.weight"]}
+    diagnosis = diagnose(first, first.with_parts(only))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["mlp.weight"])
+
+
+def test_small_training_steps_from_rounded_weights_are_not_lost_precision():
+    exact = draw("whole")
+    rounded = apply(exact, cast(torch.bfloat16))
+    causes = diagnose(rounded, replace(exact, spacing={})).causes
+    assert {cause.hypothesis for cause in causes} == {"first rounded to bfloat16"}
+    generator = torch.Generator().manual_seed(3)
+    steps = {
+        name: part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for name, part in rounded.parts.items()
+    }
+    assert not diagnose(rounded, replace(rounded.with_parts(steps), spacing={})).causes
+
+
+def test_tensors_without_heads_in_the_place_of_others_are_named():
+    generator = torch.Generator().manual_seed(4)
+    extra = {name: torch.randn(96, WIDTH, generator=generator) for name in ("mlp.gate.weight", "mlp.up.weight")}
+    first = draw("whole").with_parts(extra)
+    swapped = {"mlp.gate.weight": extra["mlp.up.weight"], "mlp.up.weight": extra["mlp.gate.weight"]}
+    (cause,) = diagnose(first, first.with_parts(swapped)).causes
+    assert cause.text == "mlp.gate.weight and mlp.up.weight are exchanged"
+    (cause,) = diagnose(first, first.with_parts({"mlp.up.weight": extra["mlp.gate.weight"]})).causes
+    assert (cause.hypothesis, cause.text) == ("misplaced", "mlp.up.weight holds the values of mlp.gate.weight")
 
 
 def test_a_step_before_another_says_what_it_leaves():

@@ -45,6 +45,11 @@ class Layer:
     shift_invariant: bool = True
     """False if a number added to all scores of a query changes attention, because of a softcap or sinks."""
 
+    offsets: Mapping[str, float] = field(default_factory=dict)
+    """What the norm adds to its stored weight to make a gain, if not 0; such gains are in float64, to be exact."""
+
+    inputs_first: frozenset[str] = frozenset()  # names of the matrices whose rows are inputs (Conv1D of GPT-2)
+
     def with_parts(self, parts: Parts) -> Layer:
         """Return the layer with some parts replaced."""
         return replace(self, parts={**self.parts, **parts})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, list_names, name_parts, residuals, turn_from
+from attnlens.maths.diagnosis.layer import FACTOR, Layer, Parts, has_heads, list_names, name_parts, residuals, turn_from
 from attnlens.maths.diagnosis.steps import (
     BETTER,
     KINDS,
@@ -49,13 +49,16 @@ def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer, heads: Seq
 
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that W_Q, W_K and W_V are exchanged, in all heads or (W_Q and W_K) in some."""
-    roles = present_roles(first, second, roles=("query", "key", "value"))
-    shapes = {first.parts[f"{role}.weight"].shape for role in roles}
-    if len(shapes) != 1 or len(roles) < 2:
-        return
-    old = {role: mean_angles(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles}
-    for order in list(permutations(roles))[1:]:
-        sources = {role: source for role, source in zip(roles, order, strict=True) if role != source}
+    shapes = {
+        role: first.parts[f"{role}.weight"].shape
+        for role in present_roles(first, second, roles=("query", "key", "value"))
+        if first.parts[f"{role}.weight"].shape == second.parts[f"{role}.weight"].shape
+    }
+    old = {role: mean_angles(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in shapes}
+    for order in list(permutations(shapes))[1:]:
+        sources = {role: source for role, source in zip(shapes, order, strict=True) if role != source}
+        if any(shapes[role] != shapes[source] for role, source in sources.items()):
+            continue
         new = {r: mean_angles(first.parts[f"{s}.weight"], second.parts[f"{r}.weight"]) for r, s in sources.items()}
         better = torch.stack([are_better(new[role], old[role]) for role in sources]).all(0)
         whole = bool(better.all())
@@ -76,6 +79,43 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
                 "split the fused matrix in the right order",
             )
         yield Step("exchanged", text, repair, parts, () if whole else tuple(heads))
+
+
+def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that tensors other than W_Q, W_K, W_V and W_O hold the values of other ones: gate and up, two norms."""
+    names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
+    old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
+    sources: dict[str, str] = {}
+    for name in (name for name in names if old[name] > 0):
+        alike = [
+            other
+            for other in names
+            if other != name
+            and first.parts[other].shape == first.parts[name].shape
+            and (other in first.gains) == (name in first.gains)
+        ]
+        new = {other: float(residuals(first.parts[other], second.parts[name], name)) for other in alike}
+        nearest = min(new, key=lambda other: new[other], default=name)
+        if nearest != name and new[nearest] < old[name] / FACTOR:
+            sources[name] = nearest
+    parts = {name: first.parts[source] for name, source in sources.items()}
+    for name, source in sources.items():
+        if sources.get(source) == name:
+            if name < source:
+                both = name_parts([name, source])
+                pair = {each: parts[each] for each in (name, source)}
+                yield Step("exchanged", f"{both} are exchanged", f"exchange {both}", pair)
+        else:
+            text = f"{name_parts([name])} holds the values of {name_parts([source])}"
+            yield Step("misplaced", text, f"copy {name_parts([name])} from the first model", {name: parts[name]})
+
+
+def _can_be_misplaced(name: str, part: Tensor, second: Layer) -> bool:
+    """Return True for tensors without heads whose values differ from each other."""
+    is_gain_of_heads = name.partition(".")[0] in PERMUTED and name.endswith("gain")
+    comparable = name in second.parts and second.parts[name].shape == part.shape
+    varies = part.numel() > 1 and bool((part != part.flatten()[0]).any())
+    return comparable and varies and not has_heads(name) and not is_gain_of_heads
 
 
 def propose_exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
@@ -106,7 +146,8 @@ def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
         better = torch.stack(
             [are_better(mean_angles(new, after), mean_angles(before, after)) for before, new, after in pairs]
         )
-        unchanged = torch.stack([mean_angles(before, after) == 0 for before, _, after in pairs])
+        # some heads stay in their place, and can be rounded
+        unchanged = torch.stack([mean_angles(before, new) == 0 for before, new, _ in pairs])
         if bool(better.any()) and bool((better | unchanged).all()):
             yield _split_step(first, flat)
 

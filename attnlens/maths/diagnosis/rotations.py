@@ -17,7 +17,7 @@ def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"
     """Describe how RoPE's frequencies differ; None if they are equal.
 
     With θ_p = base^(−p/pairs), another base gives ratios θ'_p/θ_p that are a power in p, and linear scaling gives a
-    constant ratio; other curves (llama3, yarn, dynamic scaling) are piecewise.
+    constant ratio; both together a power times a constant; other curves (llama3, yarn, dynamic scaling) are piecewise.
     """
     if first.shape != second.shape:
         return f"RoPE rotates {2 * len(second)} coordinates of a head instead of {2 * len(first)}"
@@ -29,13 +29,17 @@ def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"
     ratios = (after / before).log()
     if float((ratios - ratios.mean()).abs().max()) <= SAME:
         return f"RoPE's positions are multiplied by {_figures(math.exp(float(ratios.mean())))} (linear scaling)"
-    logs = before.log()
-    if len(logs) > 1 and float(logs[-1]) != 0:
-        # θ = base^(−x): the first pair has x = 0 in both models, and log θ' is a multiple of log θ
-        power = float((logs * after.log()).sum() / logs.square().sum())
-        if float((after.log() - power * logs).abs().max()) <= SAME * len(logs):
+    # θ = base^(−x): the first pair has x = 0, so its ratio is the linear scaling
+    scaling = float(ratios[0]) if abs(float(ratios[0])) > SAME else 0.0
+    logs, scaled_logs = before.log(), after.log() - scaling
+    if len(logs) > (2 if scaling else 1) and float(logs[-1]) != 0:
+        # with another base, log θ' is a multiple of log θ
+        power = float((logs * scaled_logs).sum() / logs.square().sum())
+        if float((scaled_logs - power * logs).abs().max()) <= SAME * len(logs):
             bases = [_find_base(part) for part in (before, after)]
-            return f"RoPE's base is {_figures(bases[1])} instead of {_figures(bases[0])}"
+            text = f"RoPE's base is {_figures(bases[1])} instead of {_figures(bases[0])}"
+            factor = _figures(math.exp(scaling))
+            return f"{text}, and positions are multiplied by {factor} (linear scaling)" if scaling else text
     low, high = (_figures(math.exp(float(each))) for each in (ratios.min(), ratios.max()))
     return f"RoPE's frequencies are multiplied by {low} to {high}, depending on the pair (as by llama3 or yarn scaling)"
 

@@ -32,6 +32,7 @@ STRUCTURAL: tuple[Structural, ...] = (
     of_heads.propose_averaged_keys,
     matrices.propose_exchange,
     matrices.propose_exchanged_gains,
+    matrices.propose_misplaced,
     matrices.propose_wrong_split,
     matrices.propose_transpose,
     matrices.propose_basis,
@@ -44,6 +45,7 @@ OF_TENSOR: tuple[OfTensor, ...] = (
     values.propose_factor,
     values.propose_grid,
     values.propose_changed_rows,
+    values.propose_factors,
     values.propose_low_rank,
 )
 """Hypotheses on single tensors, in the order in which they are preferred."""
@@ -85,10 +87,6 @@ def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
     """Return which heads are only rounded to another type."""
     exact = [(first.to(kind).double() == second.double()).flatten(1).all(1) for kind in values.TYPES.values()]
     return torch.stack(exact).any(0)
-
-
-def _is_exact(part: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(part.to(dtype).to(part.dtype), part)
 
 
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
@@ -256,7 +254,19 @@ class Search:
         query = self.first.parts.get("query.weight")
         head_dim = 1 if query is None else query.shape[1]
         is_gain, numbers = name in self.first.gains, tuple(chosen.tolist()) if has_heads(name) else ()
-        pair = Pair(name, first, second, is_gain, max(spacings), min(spacings), head_dim, numbers)
+        pair = Pair(
+            name,
+            first,
+            second,
+            is_gain,
+            spacing=max(spacings),
+            finer=min(spacings),
+            second_spacing=spacings[1],
+            head_dim=head_dim,
+            heads=numbers,
+            inputs_first=name in self.first.inputs_first,
+            offset=self.first.offsets.get(name, 0.0),
+        )
         for hypothesis in OF_TENSOR:
             for fit in hypothesis(pair):
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())
@@ -318,11 +328,11 @@ class Search:
         for name in self.names:
             if not bool((self.residual(self.current.parts, name) > 0).any()) or bool(self.open[name].any()):
                 continue
-            part = self.current.parts[name].to(self.first.parts[name].dtype)
+            part, offset = self.current.parts[name].to(self.first.parts[name].dtype), self.first.offsets.get(name, 0.0)
+            left = float(self.residual({name: part}, name).max())
+            before, part, after = (each - offset for each in (self.first.parts[name], part, self.second.parts[name]))
             for kind, dtype in values.TYPES.items():
-                after = self.second.parts[name]
-                left = float(self.residual({name: part}, name).max())
-                coarser = _is_exact(after, dtype) and not _is_exact(self.first.parts[name], dtype)
+                coarser = values.is_exact(after, dtype) and not values.is_exact(before, dtype)
                 near = coarser and left <= 2 * ROUNDING * torch.finfo(dtype).eps  # factors are fitted to rounded values
                 if near or torch.equal(part.to(dtype).double(), after.double()):
                     by_type[kind].append(name)

@@ -53,8 +53,11 @@ class Pair:
     is_gain: bool
     spacing: float  # relative spacing of the coarser type in which the two are stored
     finer: float  # relative spacing of the finer type
+    second_spacing: float  # relative spacing of the second's type
     head_dim: int
     heads: tuple[int, ...] = ()  # numbers of these heads; empty for a part without heads
+    inputs_first: bool = False  # True if the rows of a matrix are its inputs
+    offset: float = 0.0  # what a norm adds to its stored weight to make this gain
 
 
 def show_factor(factor: float) -> str:

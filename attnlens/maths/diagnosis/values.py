@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROUNDING
+from attnlens.maths.diagnosis.layer import ROUNDING, SINGLE
 from attnlens.maths.diagnosis.steps import Fit, Pair, show_factor
 from attnlens.wording import format_spans
 
@@ -23,19 +24,44 @@ PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("",
 
 def propose_rounding(pair: Pair) -> Iterator[Fit]:
     """Propose that B is A rounded to a coarser type, or differs from A by at most one spacing of its type."""
-    first, second = pair.first.double(), pair.second.double()
+    first, second = pair.first.double() - pair.offset, pair.second.double() - pair.offset
     if torch.equal(first, second):
         return
     for name, kind in TYPES.items():
-        if torch.equal(pair.first.to(kind).double(), second):
+        if torch.equal(first.to(kind).double(), second):
             yield Fit(f"rounded to {name}", f"{{parts}} rounded to {name}", None, pair.second)
             return
-        if torch.equal(pair.second.to(kind).double(), first):
+        if torch.equal(second.to(kind).double(), first) and _is_rounding_error(second - first, first, kind):
             text = f"{{parts}} more precise: the first model's numbers are rounded to {name}"
             yield Fit(f"first rounded to {name}", text, None, pair.second, harmless=True)
             return
     if bool(((second - first).abs() <= pair.finer * torch.maximum(first.abs(), second.abs())).all()):
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
+
+
+UNIFORM = 0.15, 1.63  # largest Kolmogorov–Smirnov statistic of rounding errors: a constant, and times n^(−1/2)
+
+
+def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
+    """Return True if errors are uniform up to half a unit in the last place, as those of rounding.
+
+    Small training steps from weights of this type round to these weights too, but have other sizes.
+    """
+    used = rounded != 0
+    if not bool(used.any()):
+        return True
+    if kind == torch.float16 and is_exact(rounded, torch.bfloat16):
+        return False
+    half_units = torch.ldexp(torch.full_like(rounded[used], torch.finfo(kind).eps / 4), torch.frexp(rounded[used])[1])
+    shares = (errors[used].abs() / half_units).sort().values
+    expected = torch.linspace(0, 1, len(shares), dtype=shares.dtype, device=shares.device)
+    constant, factor = UNIFORM
+    return float((shares - expected).abs().max()) <= constant + factor * len(shares) ** -0.5
+
+
+def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a type represents all values exactly."""
+    return torch.equal(part.to(dtype).to(part.dtype), part)
 
 
 def propose_lost_values(pair: Pair) -> Iterator[Fit]:
@@ -44,7 +70,9 @@ def propose_lost_values(pair: Pair) -> Iterator[Fit]:
     bias = pair.name.endswith("bias")
     gone, new = (bool((part == neutral).all()) for part in (pair.second, pair.first))
     kind = "gain" if pair.is_gain else "bias" if bias else "weight"
-    if gone:
+    if pair.is_gain and bool((pair.second == 0).all()):
+        yield Fit("zeros", "{parts} all 0", "copy the gain from the first model", pair.second)
+    elif gone:
         text = (
             "{parts} lost: all gains are 1" if pair.is_gain else "{parts} dropped: all 0" if bias else "{parts} all 0"
         )
@@ -94,64 +122,125 @@ BITS = 8  # most bits of a grid that is looked for
 GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or so many consecutive values of a row
 SAMPLE = 64  # groups of values that are tested first
 GAPS = (1, 2, 3)  # steps between the two nearest levels that a group uses
-OFF = 0.2  # largest distance from a level, in steps: dequantised values can be rounded to bfloat16
+OFF = 0.1  # largest distance from a level, in steps, apart from the rounding of dequantised values
+RADII = (4, 8, 16, 32, 64, 128, 256)  # levels around 0 from which the step is fitted, more and more precisely
+LEAST_VALUES = 8  # values of a row, column or head from which a grid or a factor is fitted
 
 
-def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return each group's lowest level, step and number of levels if its values lie on equally spaced levels."""
+@dataclass(frozen=True)
+class Grid:
+    """Equally spaced levels of groups of values, (groups, 1) each."""
+
+    low: Tensor  # lowest level
+    step: Tensor
+    levels: Tensor  # number of levels
+
+    @property
+    def bits(self) -> int:
+        """Number of bits of the group with most levels."""
+        return max(1, math.ceil(math.log2(float(self.levels.max()))))
+
+    def nearest(self, values: Float[Tensor, "groups size"]) -> Tensor:
+        """Round values to the nearest level."""
+        places = ((values - self.low) / self.step).round()
+        return self.low + self.step * places.clamp(min=torch.zeros(()), max=self.levels - 1)
+
+
+def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
+    """Find each group's equally spaced levels, at most 2^BITS; None if a group has none.
+
+    Values are rounded to a type with this relative spacing, so the step is known best from the values near 0.
+    """
     ordered = values.double().sort(dim=-1).values
-    low, span = ordered[:, 0], ordered[:, -1] - ordered[:, 0]
+    noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
+    doubt = noise[:, 1:] + noise[:, :-1]
     gaps = ordered.diff(dim=-1)
-    noise = 2 * spacing * ordered.abs().amax(-1, keepdim=True)
-    step = gaps.masked_fill(gaps <= noise, torch.inf).amin(-1)
-    if not bool(step.isfinite().any()):
+    # a gap of one level is longer or shorter by the rounding of its ends
+    longest, places = (gaps + doubt).masked_fill(gaps <= 2 * doubt, torch.inf).min(-1, keepdim=True)
+    if not bool(longest.isfinite().any()):
         return None
-    found = torch.full_like(low, torch.nan)  # number of steps between the lowest and the highest value
+    smallest = torch.where(longest.isfinite(), gaps.gather(1, places), 1.0)
+    anchor = ordered.gather(1, ordered.abs().argmin(-1, keepdim=True))
+    step, low, levels = (torch.full_like(longest, torch.nan) for _ in range(3))
     for share in GAPS:  # few values may leave every second level empty
-        intervals = torch.where(step.isfinite(), (share * span / step).round(), 0.0)
-        places = (ordered - low[:, None]) * (intervals / span.clamp(min=torch.finfo(span.dtype).tiny))[:, None]
-        fits = ((places - places.round()).abs() <= OFF).all(1) & (intervals <= 2**BITS)
-        found = torch.where(found.isnan() & fits, intervals, found)
-    if bool(found.isnan().any()):
-        return None
-    return low, torch.where(found > 0, span / found.clamp(min=1), 1.0), found + 1
+        tried = _fit_step(ordered - anchor, smallest / share)
+        places = ((ordered - anchor) / tried).round()
+        near = (ordered - anchor - places * tried).abs() <= OFF * tried + noise
+        intervals = places[:, -1:] - places[:, :1]
+        fits = step.isnan() & near.all(1, keepdim=True) & (intervals < 2**BITS)
+        step, levels = torch.where(fits, tried, step), torch.where(fits, intervals + 1, levels)
+        low = torch.where(fits, anchor + places[:, :1] * tried, low)
+    return None if bool(step.isnan().any()) else Grid(low, step, levels)
+
+
+def _fit_step(offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"]) -> Tensor:
+    """Fit the step to the levels' distances from the level next to 0, by least squares."""
+    for radius in RADII:
+        places = (offsets / step).round()
+        places = torch.where(places.abs() <= radius, places, 0.0)
+        size = places.square().sum(-1, keepdim=True)
+        step = torch.where(size > 0, (places * offsets).sum(-1, keepdim=True) / size.clamp(min=1), step)
+    return step
 
 
 def propose_grid(pair: Pair) -> Iterator[Fit]:
-    """Propose a grid: each row (or group of values) of B has at most 2^b levels, and B is the level nearest to A."""
+    """Propose a grid: each row, group of values or column of B has at most 2^b levels, and B is the level nearest to A.
+
+    Before, A can have been changed by an update of low rank.
+    """
     if pair.first.dim() < 2:
         return
-    first, second = (_as_rows(part, pair.name) for part in (pair.first, pair.second))
-    for size in GROUPS:
-        if size and (second.shape[1] % size or second.shape[1] == size):
+    rows = [_as_rows(part, pair).double() for part in (pair.first, pair.second)]
+    for where, first, second in _list_groups(*rows):
+        if find_grid(second[:SAMPLE], pair.second_spacing) is None:
             continue
-        grouped = second.reshape(-1, size or second.shape[1])
-        if find_grid(grouped[:SAMPLE], pair.spacing) is None:
-            continue
-        grid = find_grid(grouped, pair.spacing)
+        grid = find_grid(second, pair.second_spacing)
         if grid is None:
             continue
-        low, step, levels = (part[:, None] for part in grid)
-        original, stored = first.double().reshape(grouped.shape), grouped.double()
-        nearest = low + step * ((original - low) / step).round().clamp(min=torch.zeros(()), max=levels - 1)
+        nearest, step, top = grid.nearest(first), grid.step, grid.low + grid.step * (grid.levels - 1)
         # ties, the ends of the grid, and rounding of the levels
-        is_end = (original < low) | (original > low + step * (levels - 1))
-        near = ((original - stored).abs() <= (0.5 + OFF / 2) * step) | (is_end & ((nearest - stored).abs() < step / 2))
-        bits = max(1, math.ceil(math.log2(float(levels.max()))))
-        where = f"in groups of {size} values" if size else "row by row"
+        is_end = (first < grid.low) | (first > top)
+        margin = (0.5 + OFF) * step + pair.spacing * second.abs() / 2
+        near = ((first - second).abs() <= margin) | (is_end & ((nearest - second).abs() <= margin))
         text = f"{{parts}} quantised to {{number}} bit{{s}} {where}"
-        predicted = _like(torch.where(near, stored, nearest).reshape(second.shape), pair)
-        yield Fit("quantised to {number} bit{s}", text, None, predicted, number=bits)
+        predicted = _ungroup(torch.where(near, second, nearest), where, pair)
+        yield Fit("quantised to {number} bit{s}", text, None, predicted, number=grid.bits)
+        if not bool(near.all()):
+            yield from _adapted_grid(rows, second, grid, where, pair)
         return
 
 
-def _as_rows(part: Tensor, name: str) -> Tensor:
+COLUMNS = "column by column"
+
+
+def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the values of both matrices by row, by group of values in a row, and by column; with the words for it."""
+    for size in GROUPS:
+        if not size:
+            yield "row by row", first, second
+        elif second.shape[1] % size == 0 and second.shape[1] > size:
+            yield f"in groups of {size} values", first.reshape(-1, size), second.reshape(-1, size)
+    if len(second) >= LEAST_VALUES:
+        yield COLUMNS, first.T, second.T
+
+
+def _ungroup(groups: Tensor, where: str, pair: Pair) -> Tensor:
+    """Return grouped values in the shape of the part."""
+    rows = groups.T if where == COLUMNS else groups.reshape(-1, _as_rows(pair.second, pair).shape[1])
+    return _like(rows, pair)
+
+
+def _as_rows(part: Tensor, pair: Pair) -> Tensor:
     """Return a matrix as it is multiplied: one row per output."""
-    return part.permute(2, 0, 1).flatten(1) if name == "output.weight" else part.flatten(0, -2)
+    if pair.name == "output.weight":
+        return part.permute(2, 0, 1).flatten(1)
+    return part.T if pair.inputs_first else part.flatten(0, -2)
 
 
 def _like(rows: Tensor, pair: Pair) -> Tensor:
     """Return rows in the shape of the part."""
+    if pair.inputs_first:
+        return rows.T
     if pair.name != "output.weight":
         return rows.reshape(pair.second.shape)
     heads, size, width = pair.second.shape
@@ -162,7 +251,7 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
     """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value."""
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
-    first, second = (_as_rows(part, pair.name) for part in (pair.first, pair.second))
+    first, second = (_as_rows(part, pair) for part in (pair.first, pair.second))
     changed = first != second
     for axis, kind in enumerate(("row", "column")):
         count, places = changed.shape[axis], changed.any(1 - axis).nonzero().flatten()
@@ -178,6 +267,36 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
         return
 
 
+def propose_factors(pair: Pair) -> Iterator[Fit]:
+    """Propose that each head, row or column was multiplied by a factor of its own, by least squares."""
+    for kind, first, second in _list_scaled(pair):
+        size = first.square().sum(1, keepdim=True)
+        factors = torch.where(size > 0, (first * second).sum(1, keepdim=True) / size.clamp(min=TINY), 1.0)
+        span = f"{float(factors.min()):.3g} to {float(factors.max()):.3g}"
+        predicted = factors * first
+        rows = predicted.T if kind == "column" else predicted
+        by_head = kind == "head"
+        shaped = rows.reshape(pair.second.shape) if by_head else _like(rows, pair)
+        yield Fit(f"{kind}s scaled", f"{{parts}} multiplied by a factor for each {kind} ({span})", None, shaped)
+
+
+TINY = torch.finfo(torch.float64).tiny
+
+
+def _list_scaled(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield both parts as matrices with the values of a head, row or column in each row, and its name."""
+    parts = [part.double() for part in (pair.first, pair.second)]
+    if len(pair.heads) > 1 and parts[0][0].numel() >= LEAST_VALUES:
+        first, second = (part.flatten(1) for part in parts)
+        yield "head", first, second
+    if pair.first.dim() < 2 or pair.name.endswith("bias"):
+        return
+    first, second = (_as_rows(part, pair) for part in parts)
+    if min(first.shape) >= LEAST_VALUES:
+        yield "row", first, second
+        yield "column", first.T, second.T
+
+
 RANKS = 64  # most ranks of an update that is looked for
 LOW_RANK = " update"  # end of this hypothesis's name
 ORIGIN = "(as by LoRA, or by a few training steps on little text)"
@@ -188,19 +307,69 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
     if pair.first.dim() < 2:
         return
     first, second = (part.double().flatten(0, -2) for part in (pair.first, pair.second))
-    change, least = second - first, min(first.shape)
-    most = min(RANKS, least // 4)
+    change, most = second - first, _largest_rank(first)
     if most < 1:
         return
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(change.shape[1], min(least, most + 8), generator=generator, dtype=torch.float64)
-    basis = torch.linalg.qr(change @ directions.to(change.device)).Q
-    left, values, right = torch.linalg.svd(basis.mT @ change, full_matrices=False)
+    left, values, right = _leading_directions(change, most + 8)
     rounding = ROUNDING * pair.spacing * float(second.norm()) * sum(side**-0.5 for side in change.shape)
     rank = int((values > 2 * rounding).sum())
     if not 1 <= rank <= most:
         return
-    update = (basis @ left[:, :rank]) * values[:rank] @ right[:rank]
+    update = left[:, :rank] * values[:rank] @ right[:rank]
     text = f"{{parts}} changed by an update of rank {{number}} {ORIGIN}"
     predicted = (first + update).reshape(pair.second.shape)
     yield Fit("rank {number} update", text, None, predicted, number=rank)
+
+
+def _largest_rank(matrix: Tensor) -> int:
+    return min(RANKS, min(matrix.shape) // 4)
+
+
+def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first singular vectors and values of a matrix, from random products with it."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(matrix.shape[1], min(*matrix.shape, count), generator=generator, dtype=torch.float64)
+    basis = torch.linalg.qr(matrix @ directions.to(matrix.device)).Q
+    # one more product with the matrix makes directions just above the noise precise
+    basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q
+    left, values, right = torch.linalg.svd(basis.mT @ matrix, full_matrices=False)
+    return basis @ left, values, right
+
+
+CLEAR = 1.2  # least singular value of an update before quantisation, relative to the largest of the grid's errors
+AGREEMENT = 0.05  # largest relative difference of the grid's errors from those of uniform rounding
+
+
+def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str, pair: Pair) -> Iterator[Fit]:
+    """Propose that A was changed by an update of low rank, and then rounded to the grid.
+
+    Rounding leaves errors of up to half a step, uniform and independent. In units of the step, B − A is then of rank r,
+    plus noise of variance 1/12, whose singular values are at most (√rows + √columns)/√12.
+    """
+    first, second = rows
+    steps = grid.step.expand(levels.shape)
+    by_row = (steps.T if where == COLUMNS else steps.reshape(first.shape)).square().mean(1, keepdim=True).sqrt()
+    change, most = (second - first) / by_row, _largest_rank(first)
+    if most < 1:
+        return
+    left, values, right = _leading_directions(change, most + 8)
+    noise = sum(side**0.5 for side in change.shape) / 12**0.5
+    rank = int((values > noise).sum())
+    if not 1 <= rank <= most or float(values[rank - 1]) < CLEAR * noise:
+        return
+    update = left[:, :rank] * values[:rank] @ right[:rank]
+    errors = float((change - update).square().mean().sqrt())
+    expected = math.prod(1 - rank / side for side in change.shape) ** 0.5 / 12**0.5
+    if abs(errors / expected - 1) > AGREEMENT:
+        return
+    # the errors of the update are less than a step, so values can lie on the neighbouring level
+    updated = first + update * by_row
+    grouped = updated.T if where == COLUMNS else updated.reshape(levels.shape)
+    near = (grouped - levels).abs() <= 1.5 * grid.step
+    text = f"{{parts}} changed by an update of rank {{number}}, then quantised to {_count_bits(grid.bits)} {where}"
+    predicted = _ungroup(torch.where(near, levels, grid.nearest(grouped)), where, pair)
+    yield Fit(f"rank {{number}} update, quantised to {_count_bits(grid.bits)}", text, None, predicted, number=rank)
+
+
+def _count_bits(bits: int) -> str:
+    return f"{bits} bit" if bits == 1 else f"{bits} bits"

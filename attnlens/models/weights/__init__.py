@@ -6,4 +6,4 @@ finds the maps of its heads among its weights.
 """
 
 from attnlens.models.weights.query_key_maps import Factors, Traits, Turns, factors, frequencies, rebuild, rotations
-from attnlens.models.weights.roles import Roles, block_path, locate_roles, norm_offsets, read_layer
+from attnlens.models.weights.roles import Roles, add_offset, block_path, locate_roles, norm_offsets, read_layer

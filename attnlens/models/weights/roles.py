@@ -124,8 +124,11 @@ def _find_gains(probe: Probe, inputs: tuple[Tensor, Tensor], units: Norms, befor
 
 
 def block_path(path: str) -> str:
-    """Return the path of the layer that contains an attention module: up to its last number, else the module's own."""
-    match = re.match(r"(.*\.\d+)(\.|$)", path)
+    """Return the path of the layer that contains an attention module: up to its last number, else the module's own.
+
+    T5 numbers the attention and the MLP within its blocks, too: block.0.layer.1.
+    """
+    match = re.match(r"(.*\.block\.\d+)(\.)layer\.\d+\.", path) or re.match(r"(.*\.\d+)(\.|$)", path)
     return match[1] if match else path
 
 
@@ -158,12 +161,13 @@ def read_layer(
             if name in parameters and (kind == "weight" or name != inside + rows.name):
                 parts[f"{role}.{kind}"] = rows.read(parameters[name])
                 used.setdefault(name, set()).update(rows.index.flatten().tolist())
-    gains = set[str]()
+    gains, added = set[str](), dict[str, float]()  # names of the gains, and what norms add to them
     for role, norm in ({} if roles is None else roles.gains).items():
         name = f"{inside}{norm}.weight"
         gains.add(f"{role}.gain")
         if name in parameters:
-            parts[f"{role}.gain"] = parameters[name] + offsets.get(name, 0.0)
+            parts[f"{role}.gain"] = add_offset(parameters[name], offsets.get(name, 0.0))
+            added[f"{role}.gain"] = offsets.get(name, 0.0)
             used[name] = set()
         else:  # a norm without weights
             parts[f"{role}.gain"] = torch.ones(parts[f"{role}.weight"].shape[1])
@@ -175,8 +179,10 @@ def read_layer(
         used[name] = set()
     for name, part in parameters.items():
         if name not in used:
-            parts[name] = part + offsets.get(name, 0.0) if name in offsets else part
-            gains |= {name} if name in offsets else set()
+            parts[name] = add_offset(part, offsets.get(name, 0.0))
+            if name in offsets:
+                gains.add(name)
+                added[name] = offsets[name]
         elif used[name]:
             axis = -1 if any(rows.columns for rows in ({} if roles is None else roles.rows).values()) else 0
             left = [row for row in range(part.shape[axis]) if row not in used[name]]
@@ -185,7 +191,21 @@ def read_layer(
     pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
     headless = {name for name in parts if name in parameters and not name.startswith(inside)}
     headless |= {_bias_of(output[0])} if output is not None else set()
-    return Layer(parts, frozenset(gains), pairs, headless=frozenset(headless & parts.keys()))
+    added = {name: offset for name, offset in added.items() if offset}
+    maps = [path for path, module in block.named_modules() if type(module).__name__ == "Conv1D"]
+    return Layer(
+        parts,
+        frozenset(gains),
+        pairs,
+        headless=frozenset(headless & parts.keys()),
+        offsets=added,
+        inputs_first=frozenset(parts.keys() & {f"{path}.weight" for path in maps}),
+    )
+
+
+def add_offset(weight: Tensor, offset: float) -> Tensor:
+    """Return a norm's gain from its stored weight, exactly."""
+    return weight.double() + offset if offset else weight
 
 
 def _prefix_in_block(path: str) -> str:
