@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from attnlens.runs.compare.causes import (
     with_calls,
     with_spacing,
 )
+from attnlens.runs.compare.moves import Samples, describe_moves, find_source, sample_matrices
 from attnlens.runs.compare.significance import stored_type
 from attnlens.runs.inspect.inspection import Inspection, SiteFactors
 from attnlens.wording import group_pairs, short
@@ -122,6 +123,7 @@ class Found:
     layer: int | None  # None outside of layers
     cause: Cause
     errors: list[float] = field(default_factory=list)  # error of each head if its weights are quantised
+    site: Site | None = None  # the first model's; None outside of layers
     whole: bool = False  # True if weights are rounded, and the cause holds for all matrices of the layer
 
 
@@ -134,6 +136,7 @@ class Walk:
     visit: Visit
     found: list[Found] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
+    samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # of both models
     _types: list[str] = field(default_factory=list)  # number types of the first layer's largest matrices
 
     def read(self, sites: Mapping[Site, Site]) -> None:
@@ -155,11 +158,14 @@ class Walk:
                 blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
                 pair = reached[site], others[other]
                 causes += self._diagnose_site(pair, blocks, factors, in_block[weights.block_path(site.path)])
+                for samples, block in zip(self.samples, blocks, strict=True):
+                    samples[weights.block_path(site.path)] = sample_matrices(block)
                 self.found += [
-                    Found(layer, cause, errors, _concerns_all(cause, causes, blocks))
+                    Found(layer, cause, errors, site, _concerns_all(cause, causes, blocks))
                     for cause, errors in causes
                     for layer in by_path[site.path]
                 ]
+        self._find_moved(sites, in_block)
         self._diagnose_rest({weights.block_path(site.path) for site in sites})
 
     @property
@@ -199,22 +205,36 @@ class Walk:
         `blocks`: the tensors of both blocks. `in_block`: the attention modules of the first model's block. Each tensor
         is diagnosed once: those of an attention module at its own site, all others at the first.
         """
-        models, sites = [side.weights_model.model for side in self.sides], (reached[0].site, reached[1].site)
-        paths = [weights.block_path(site.path) for site in sites]
+        sites = reached[0].site, reached[1].site
+        path = weights.block_path(sites[0].path)
         differ = [
             name for name, part in blocks[0].items() if name in blocks[1] and not are_equal(part, blocks[1][name])
         ]
-        self.differ += [f"{paths[0]}.{name}" for name in differ]
+        self.differ += [f"{path}.{name}" for name in differ]
         if not self._types:
             self._types = [_type_of(block.values()) for block in blocks]
         if not differ and blocks[0].keys() == blocks[1].keys():
             return
+        layers = self._read_layers(sites, factors, in_block)
+        if layers is None:
+            return
+        layers = with_calls(layers, reached)
+        order = self.order.get(sites[0], ())
+        moved = () if list(order) == sorted(order) else order
+        yield from diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1]), moved)
+
+    def _read_layers(
+        self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
+    ) -> tuple[Layer, Layer] | None:
+        """Return both models' tensors at these sites; None if a site was not called."""
+        models = [side.weights_model.model for side in self.sides]
+        paths = [weights.block_path(site.path) for site in sites]
         calls = [
             next((each for each in side.one_token if each.site == site), None)
             for side, site in zip(self.sides, sites, strict=True)
         ]
         if calls[0] is None or calls[1] is None:
-            return
+            return None
         roles = weights.locate_roles(models[0], calls[0])
         other_roles = roles if _alike(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
         if not have_same_heads(calls[0], calls[1]):
@@ -224,10 +244,37 @@ class Walk:
         others_second = [f"{paths[1]}{path.removeprefix(paths[0])}" for path in others]
         first = weights.read_layer(models[0], calls[0], roles, factors[0], others=others, rest=rest)
         second = weights.read_layer(models[1], calls[1], other_roles, factors[1], others=others_second, rest=rest)
-        layers = with_calls((first, second), reached)
-        order = self.order.get(sites[0], ())
-        moved = () if list(order) == sorted(order) else order
-        yield from diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1]), moved)
+        return first, second
+
+    def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
+        """Explain the tensors left that are those of another layer of the first model, and what changed in them."""
+        moves = dict[Site, tuple[Site, list[str]]]()
+        for entry in [each for each in self.found if each.site is not None and isinstance(each.cause, Unexplained)]:
+            source = find_source(entry.site, [*sites], self.samples)
+            if source is None:
+                continue
+            pair, names = (source, sites[entry.site]), set(entry.cause.parts)
+            with ExitStack() as stack:
+                for side, place in zip(self.sides, pair, strict=True):
+                    stack.enter_context(present(side, weights.block_path(place.path)))
+                factors = self._read_factors(0, pair[0]), self._read_factors(1, pair[1])
+                layers = self._read_layers(pair, factors, in_block[weights.block_path(source.path)])
+                if layers is None or not layers[0].parts.keys() >= names:
+                    continue
+                blocks = [self._tensors_of(number, place) for number, place in enumerate(pair)]
+                others = {name: part for name, part in layers[1].parts.items() if name not in names}
+                first, second = (with_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
+                causes = [*diagnose_layers(first, second)]
+                changes = [
+                    replace(entry, cause=cause, errors=errors, whole=_concerns_all(cause, causes, blocks))
+                    for cause, errors in causes
+                ]
+            left = {name for cause, _ in causes if isinstance(cause, Unexplained) for name in cause.parts}
+            if left != names:
+                self.found.remove(entry)
+                self.found += changes
+                moves[entry.site] = source, [name for name in entry.cause.parts if name not in left]
+        self.found += [Found(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
         """Diagnose the tensors outside of layers, one at a time: embeddings, the last norm, the output matrix."""
@@ -285,7 +332,9 @@ def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> 
     offsets = dict(weights.norm_offsets(module)) if is_norm else {}
     if own_name not in offsets:
         return Layer({name: part})
-    return Layer({name: part + offsets[own_name]}, frozenset({name}))
+    offset = offsets[own_name]
+    gain = weights.add_offset(part, offset)
+    return Layer({name: gain}, frozenset({name}), offsets={name: offset} if offset else {})
 
 
 def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Tensor) -> Cause:
@@ -359,6 +408,8 @@ def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
             key = True, ""
         elif isinstance(cause, Unexplained):
             key = inside, name_parts(cause.parts) if inside else ""
+        elif not inside:
+            key = False, _without_names(cause)
         groups[name, cause.heads, *key].append(entry)
     merged = []
     for entries in groups.values():
@@ -377,6 +428,12 @@ def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
             )
         )
     return sorted(merged, key=lambda cause: (cause.harmless, cause.hypothesis in PRECISION))
+
+
+def _without_names(cause: Cause) -> str:
+    """Return a cause's text after the names of its tensors, in the plural."""
+    before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
+    return f"are {rest}" if verb and not before else cause.text
 
 
 def _list_parts(entries: Iterable[Found]) -> list[str]:
@@ -399,6 +456,8 @@ def _describe(entries: Sequence[Found], typical: Cause) -> str:
         largest = max(unexplained, key=lambda cause: cause.change)
         reshaped = list(dict.fromkeys(name for cause in unexplained for name in cause.reshaped))
         return describe_unexplained(names, largest.change, largest.near, reshaped)
+    if all(entry.layer is None for entry in entries) and (verb := _without_names(typical)) != typical.text:
+        return f"{name_parts(names)} {verb}"
     if typical.hypothesis == "rounding":
         text = "weights are equal up to rounding"
     elif typical.hypothesis.startswith("first "):
