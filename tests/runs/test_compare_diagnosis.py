@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import attnlens
+from attnlens.maths.diagnosis.values import PRECISION
 from attnlens.models import loading
 from attnlens.records import Comparison, Finding, Outcome, PredictionChange
 from attnlens.records.comparison import ON_FORMS
@@ -255,6 +256,11 @@ def test_gains_stored_as_one_plus_g_and_another_scale_and_softcap():
 ROPES = {
     "RoPE's base is 500,000 instead of 10,000": {"rope_theta": 500000.0},
     "RoPE's positions are multiplied by 0.25 (linear scaling)": {"rope_type": "linear", "factor": 4.0},
+    "RoPE's base is 500,000 instead of 10,000, and positions are multiplied by 0.25 (linear scaling)": {
+        "rope_theta": 500000.0,
+        "rope_type": "linear",
+        "factor": 4.0,
+    },
     "depending on the pair (as by llama3 or yarn scaling)": {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -275,6 +281,102 @@ def test_another_rope_is_named_with_its_config_fields(text):
     assert (cause.hypothesis, cause.layers) == ("another rotation", [0, 1])
     assert text in cause.text
     assert found["tensors"].differ == []
+
+
+def test_gains_stored_without_their_one_are_rounded_as_they_are_stored():
+    own = model("gemma2")
+    found = described(own, changed(own, cast))["diagnosis"]
+    assert [(cause.hypothesis, cause.layers) for cause in found] == [("rounded to bfloat16", [0, 1])]
+
+
+def replace_layers(own: loading.Loaded, sources: dict[int, int]) -> Callable[[Any], None]:
+    """Give each of these layers the tensors of another."""
+
+    def change(second: Any) -> None:
+        for layer, source in sources.items():
+            first, block = (damage.layers(side)[place].block for side, place in ((own.model, source), (second, layer)))
+            shared = {name: part for name, part in first.state_dict().items() if name in block.state_dict()}
+            block.load_state_dict(block.state_dict() | shared)
+
+    return change
+
+
+MOVES: dict[str, tuple[dict[int, int], list[tuple[str, list[int], str]]]] = {
+    "copied": ({1: 0}, [("another layer's tensors", [1], " are those of layer 0")]),
+    "exchanged": ({1: 2, 2: 1}, [("exchanged layers", [1, 2], " of layers 1 and 2 are exchanged")]),
+    "shifted": ({0: 1, 1: 2, 2: 3}, [("another layer's tensors", [0, 1, 2], " are those of the next layer")]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("move", MOVES)
+def test_layers_with_the_tensors_of_another_are_named(name, move):
+    own = model(name)
+    sources, expected = MOVES[move]
+    found = described(own, changed(own, replace_layers(own, sources)))["diagnosis"]
+    assert [(cause.hypothesis, cause.layers) for cause in found] == [each[:2] for each in expected]
+    assert all(cause.text.endswith(end) for cause, (*_, end) in zip(found, expected, strict=True))
+    assert all(cause.repair for cause in found)
+
+
+def test_one_tensor_of_another_layer_and_further_changes_are_named():
+    own = model("demo")
+
+    def move(second: Any) -> None:
+        parts = damage.layers(second)
+        parts[2].key[0].copy_(parts[0].key[0].clone())
+
+    (cause,) = described(own, changed(own, move))["diagnosis"]
+    assert (cause.layers, cause.text) == ([2], "W_K is that of layer 0")
+    found = causes(own, changed(own, replace_layers(own, {1: 2, 2: 1}), adapt(2), drop_bias("query", 3)))
+    assert found == [("bias dropped", [3], []), ("rank 2 update", [2], []), ("exchanged layers", [1, 2], [])]
+
+
+def test_encoder_and_decoder_layers_are_not_confused():
+    own = model("t5")
+
+    def exchange_blocks(second: Any) -> None:
+        blocks = second.decoder.block[:2]
+        states = [copy.deepcopy(block.state_dict()) for block in blocks]
+        for block, state in zip(blocks, reversed(states), strict=True):
+            block.load_state_dict(state, strict=False)
+
+    report = attnlens.compare(own, changed(own, exchange_blocks), source="weights", analyzers="symmetry")
+    names = {report.model.layer_name(layer) for cause in report.comparison.diagnosis for layer in cause.layers}
+    assert names == {"decoder.0", "decoder.1", "cross.0", "cross.1"}
+    assert {cause.hypothesis for cause in report.comparison.diagnosis} == {"exchanged layers"}
+    pairs = {cause.text.partition(" of layers ")[2] for cause in report.comparison.diagnosis}
+    assert pairs == {"decoder.0 and decoder.1 are exchanged", "cross.0 and cross.1 are exchanged"}
+
+
+def test_equal_causes_outside_of_layers_share_a_line():
+    own = model("gpt2")
+
+    def shift(second: Any) -> None:
+        for name in ("wte", "wpe"):
+            second.transformer.get_submodule(name).weight.mul_(3)
+
+    (cause,) = described(own, changed(own, shift))["diagnosis"]
+    assert cause.text == "transformer.wte.weight and transformer.wpe.weight are multiplied by 3"
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_heads_of_a_layer_that_shares_its_position_bias_cannot_be_reordered(rounded):
+    own = model("t5")
+
+    def reorder(second: Any) -> None:
+        attention = second.encoder.block[1].layer[0].SelfAttention
+        for name in "qkv":
+            weight = attention.get_submodule(name).weight
+            weight.copy_(weight.view(4, -1, 40).roll(1, 0).reshape(weight.shape))
+        attention.o.weight.copy_(attention.o.weight.view(40, 4, -1).roll(1, 1).reshape(attention.o.weight.shape))
+        if rounded:
+            cast(second)
+
+    found = described(own, changed(own, reorder))["diagnosis"]
+    assert [cause.hypothesis for cause in found if cause.hypothesis not in PRECISION] == ["heads out of order"]
+    assert "but position bias as before" in found[0].text
+    assert not any(cause.harmless for cause in found)
 
 
 def test_a_rope_and_rows_can_both_differ():

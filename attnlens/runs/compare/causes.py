@@ -114,23 +114,44 @@ def with_spacing(layer: Layer) -> Layer:
 def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
     """Return both layers with what their calls show of softcaps, sinks and biases of positions that are not theirs.
 
-    A bias that differs between heads, and is the same in both models, counts as a tensor by head: T5 keeps its table in
-    the first layer, and ALiBi computes the bias. Heads that change places without their bias change attention.
+    A bias that differs between heads, and has the same heads in both models, counts as a tensor by head: T5 keeps its
+    table in the first layer, and ALiBi computes the bias. Heads that change places without their bias change attention.
     """
     biases = [each.call.bias for each in reached]
-    bias = biases[0]
-    by_head: dict[str, Tensor] = {}
-    fixed = bias is not None and not reached[0].call.relative and not bias.is_meta
-    if fixed and bias is not None and biases[1] is not None and are_equal(bias, biases[1]):
-        heads = bias.double().transpose(0, 1).flatten(1)
-        weights_of_entries = torch.linspace(1, 2, heads.shape[1], dtype=torch.float64, device=heads.device)
-        finite = heads.nan_to_num(0, 0, 0).clamp(min=-1e4)  # hidden keys have −∞ or the least number
-        by_head = {"position bias": finite @ weights_of_entries} if bool((heads != heads[:1]).any()) else {}
+    by_head: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    if biases[0] is not None and biases[1] is not None and not reached[0].call.relative:
+        summaries = _match_biases(biases[0], biases[1])
+        if summaries is not None:
+            by_head = {"position bias": summaries[0]}, {"position bias": summaries[1]}
     first, second = (
-        replace(layer.with_parts(by_head), shift_invariant=each.call.softcap is None and each.call.sinks is None)
-        for layer, each in zip(layers, reached, strict=True)
+        replace(layer.with_parts(parts), shift_invariant=each.call.softcap is None and each.call.sinks is None)
+        for layer, parts, each in zip(layers, by_head, reached, strict=True)
     )
     return first, second
+
+
+ALIKE = 0.05  # largest relative difference of the biases of one head, whose table can be rounded
+
+
+def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return one number for each head of both biases, equal for equal heads; None if their heads do not match."""
+    if first.is_meta or second.is_meta or first.shape != second.shape:
+        return None
+    # hidden keys have −∞ or the least number
+    heads, others = (
+        bias.double().transpose(0, 1).flatten(1).nan_to_num(0, 0, 0).clamp(min=-1e4) for bias in (first, second)
+    )
+    if not bool((heads != heads[:1]).any()):
+        return None
+    distances = torch.cdist(others.to(heads.device), heads) / heads.norm(dim=1).clamp(min=SINGLE)
+    nearest = distances.argmin(1)
+    nearest = torch.where(distances.diagonal() <= ALIKE, torch.arange(len(heads), device=heads.device), nearest)
+    matched = distances.gather(1, nearest[:, None]) <= ALIKE
+    if not bool(matched.all()) or len(nearest.unique()) < len(heads):
+        return None
+    entries = torch.linspace(1, 2, heads.shape[1], dtype=torch.float64, device=heads.device)
+    summaries = heads @ entries
+    return summaries, summaries[nearest]
 
 
 def with_missing(first: Layer, second: Layer) -> tuple[Layer, Layer]:
