@@ -658,6 +658,15 @@ def test_small_training_steps_from_rounded_weights_are_not_lost_precision():
     assert not diagnose(rounded, replace(rounded.with_parts(steps), spacing={})).causes
 
 
+def test_biases_are_added_only_if_nothing_else_changed_without_an_explanation():
+    second = draw("whole")
+    first = second.with_parts({"query.bias": torch.zeros(4, SIZE)})
+    assert names(diagnose(first, second)) == ["bias added"]
+    other = second.with_parts({"mlp.weight": second.parts["mlp.weight"] + 0.1 * torch.randn(96, WIDTH)})
+    diagnosis = diagnose(first, other)
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["query.bias", "mlp.weight"])
+
+
 def test_tensors_without_heads_in_the_place_of_others_are_named():
     generator = torch.Generator().manual_seed(4)
     extra = {name: torch.randn(96, WIDTH, generator=generator) for name in ("mlp.gate.weight", "mlp.up.weight")}

@@ -114,6 +114,15 @@ def test_a_window_that_is_one_token_too_wide_is_named_even_if_all_backends_agree
         assert (first.kind, first.layer, first.output - first.token) == ("sees", 0, 5)
 
 
+def test_a_wrong_window_is_named_before_the_causal_mask_that_it_breaks(monkeypatch):
+    honest = masking_utils.sliding_window_causal_mask_function
+    monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width + 1))
+    report = attnlens.doctor(family("mistral"), backends="eager", **PLAIN)
+    (answer,) = (each.answer for each in find(Shapes(report)) if each.question == "Masks right?")
+    assert answer.startswith("No: eager, window: token ")
+    assert "; eager, causal: token " in answer
+
+
 def test_a_window_that_is_too_narrow_misses_a_token(monkeypatch):
     honest = masking_utils.sliding_window_causal_mask_function
     monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width - 1))

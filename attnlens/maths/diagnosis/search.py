@@ -75,6 +75,7 @@ class Diagnosis:
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
 
+ADDED = frozenset({"bias added", "gain added"})  # not named if other tensors changed without an explanation
 NEAR = 0.5  # share of a difference that a hypothesis must leave at most to be named as the closest
 State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
 
@@ -143,10 +144,15 @@ class Search:
     @property
     def result(self) -> Diagnosis:
         """The causes found, and what they leave."""
-        left = [name for name, heads in self.open.items() if bool(heads.any())]
-        heads = self._query_heads({name: self.open[name] for name in left})
+        open_heads, causes = dict(self.open), self.causes
+        if self.left:  # training starts from biases of 0 and gains of 1 too
+            added = [cause for cause in causes if cause.hypothesis in ADDED]
+            causes = [cause for cause in causes if cause not in added]
+            open_heads |= {name: self.start[name] > 0 for cause in added for name in cause.parts}
+        left = [name for name, heads in open_heads.items() if bool(heads.any())]
+        heads = self._query_heads({name: open_heads[name] for name in left})
         change = max((float(self.start[name].max()) for name in left), default=0.0)
-        return Diagnosis(self.causes, left, self.closest if left else None, change, heads)
+        return Diagnosis(causes, left, self.closest if left else None, change, heads)
 
     def run(self, step: Step | None = None) -> bool:
         """Search causes one after another, then a structural one together with one of single tensors.

@@ -66,13 +66,21 @@ def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator
     tested = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
     if not tested:
         return
-    faults = [(each, mask) for each in ran for mask in each.masks if mask.verdict == "differs"]
+    faults = [(each, mask) for each in ran for mask in _order_faults(each.masks)]
     if faults:
         named = [f"{each.backend}, {mask.mask}: {describe_mask(mask, name)}" for each, mask in faults]
         answer, severity = f"No: {join_items(named, 2, '; ')}.", "problem"
     else:
         answer, severity = f"Yes: every output sees what is declared ({join_items(tested, 8)}).", "none"
     yield Finding(question="Masks right?", answer=answer, severity=severity)
+
+
+def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
+    """Return the masks with a fault; the window first if the causal mask is wrong about past tokens only."""
+    wrong = [mask for mask in masks if mask.verdict == "differs"]
+    causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
+    is_past = causal is not None and causal.token is not None and causal.token < causal.output
+    return sorted(wrong, key=lambda mask: is_past and mask.mask != "window")
 
 
 def is_close(check: BackendCheck) -> bool:
@@ -108,7 +116,7 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
     if not mask.faults:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"
-    more = f" and {mask.count - 1} more" if mask.count > 1 else ""
+    more = f", one of {mask.count} faults" if mask.count > 1 else ""
     held = f"; {mask.reason}" if mask.reason else ""
     return f"{describe_fault(mask.faults[0], name)}{more}{held}"
 

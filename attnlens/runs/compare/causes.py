@@ -81,13 +81,23 @@ def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> I
             errors = torch.maximum(queries, keys.repeat_interleave(len(queries) // len(keys))).tolist()
         yield cause, errors
     if diagnosis.unexplained:
-        closest, residual = diagnosis.closest or ("", diagnosis.change)
-        near = f"closest: {closest}, residual {short(residual)}" if closest else "no hypothesis is near"
         left = tuple(diagnosis.unexplained)
         reshaped = tuple(name for name in left if first.parts[name].shape != second.parts[name].shape)
-        words = describe_unexplained(left, diagnosis.change, near, reshaped)
-        heads = diagnosis.unexplained_heads
-        yield Unexplained(UNEXPLAINED, words, None, heads, residual, left, False, diagnosis.change, near, reshaped), []
+        yield unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped), []
+
+
+def unexplained(
+    names: tuple[str, ...],
+    change: float,
+    closest: tuple[str, float] | None = None,
+    heads: tuple[int, ...] = (),
+    reshaped: tuple[str, ...] = (),
+) -> Unexplained:
+    """Return the cause of parts that changed by up to ‖B − A‖/‖B‖ = `change` without an explanation."""
+    near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
+    words = describe_unexplained(names, change, near, reshaped)
+    residual = closest[1] if closest else change
+    return Unexplained(UNEXPLAINED, words, None, heads, residual, names, False, change, near, reshaped)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from attnlens import records
 from attnlens.maths.diagnosis import Cause, Layer
 from attnlens.maths.diagnosis.layer import name_parts, residuals
+from attnlens.maths.diagnosis.search import ADDED
 from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN, PRECISION, TYPES
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
@@ -29,6 +30,7 @@ from attnlens.runs.compare.causes import (
     describe_unexplained,
     diagnose_layers,
     have_same_heads,
+    unexplained,
     with_calls,
     with_spacing,
 )
@@ -298,6 +300,11 @@ class Walk:
                     continue
                 for cause, errors in diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1])):
                     self.found.append(Found(None, cause, errors, whole=cause.hypothesis in PRECISION))
+        outside = [entry for entry in self.found if entry.layer is None]
+        if any(isinstance(entry.cause, Unexplained) for entry in outside):
+            for entry in [each for each in outside if each.cause.hypothesis in ADDED]:
+                self.found.remove(entry)
+                self.found.append(replace(entry, cause=unexplained(entry.cause.parts, 1.0)))
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
