@@ -182,6 +182,22 @@ def test_a_cache_that_drops_a_position_is_named(monkeypatch):
     assert backends["sdpa"][1]["cache"].reason == "the cache holds 3 of 6 tokens"
 
 
+@pytest.mark.parametrize("name", ["bert", "mistral"])
+def test_attention_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch, name):
+    honest = AttentionInterface._global_mapping["sdpa"]
+
+    def coarse(module, query, key, value, mask, **options):
+        mask = mask.bfloat16() if mask is not None and mask.is_floating_point() else mask
+        output, weights = honest(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), mask, **options)
+        return output.to(query.dtype), weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", coarse)
+    check, masks = checked(name)["sdpa"]
+    assert check.verdict == "differs"
+    assert 1e-4 < check.output_error < 0.1
+    assert not [(mask, each.faults, each.error) for mask, each in masks.items() if each.verdict == "differs"]
+
+
 def test_a_softmax_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch):
     def coarse(module, query, key, value, attention_mask, scaling=None, **_more):
         groups = query.shape[1] // key.shape[1]
