@@ -534,6 +534,19 @@ def test_changed_rows_are_counted():
     assert names(diagnose(first, dense)) == ["rank 2 update"]
 
 
+def test_few_values_are_neither_a_grid_nor_changed_rows():
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randn(8, 4, generator=generator)
+    first = draw("whole").with_parts(
+        {"table.weight": table, "types.weight": torch.randn(2, WIDTH, generator=generator)}
+    )
+    codebook = torch.randn(8, generator=generator)
+    coded = codebook[(table[..., None] - codebook).abs().argmin(-1)]
+    types = first.parts["types.weight"] * (torch.rand(2, WIDTH, generator=generator) > 0.2)
+    diagnosis = diagnose(first, first.with_parts({"table.weight": coded, "types.weight": types}))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["table.weight", "types.weight"])
+
+
 def test_factors_near_one_are_written_with_enough_digits():
     first = draw("whole")
     (cause,) = diagnose(first, first.with_parts(scale(1.0005, "mlp.weight")(first))).causes

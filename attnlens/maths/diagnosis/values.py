@@ -56,7 +56,7 @@ def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bo
     shares = (errors[used].abs() / half_units).sort().values
     expected = torch.linspace(0, 1, len(shares), dtype=shares.dtype, device=shares.device)
     constant, factor = UNIFORM
-    return float((shares - expected).abs().max()) <= constant + factor * len(shares) ** -0.5
+    return float((shares - expected).abs().max()) <= constant + factor / math.sqrt(len(shares))
 
 
 def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
@@ -217,7 +217,8 @@ def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, T
     """Yield the values of both matrices by row, by group of values in a row, and by column; with the words for it."""
     for size in GROUPS:
         if not size:
-            yield "row by row", first, second
+            if second.shape[1] >= LEAST_VALUES:
+                yield "row by row", first, second
         elif second.shape[1] % size == 0 and second.shape[1] > size:
             yield f"in groups of {size} values", first.reshape(-1, size), second.reshape(-1, size)
     if len(second) >= LEAST_VALUES:
@@ -255,7 +256,7 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
     changed = first != second
     for axis, kind in enumerate(("row", "column")):
         count, places = changed.shape[axis], changed.any(1 - axis).nonzero().flatten()
-        if 2 * len(places) > count:
+        if 2 * len(places) > count or changed.shape[1 - axis] < LEAST_VALUES:
             continue
         is_inside = kind == ("column" if pair.name == "output.weight" else "row")
         if pair.heads and is_inside:  # numbers in the whole matrix, not among the heads that differ

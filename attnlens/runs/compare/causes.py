@@ -157,7 +157,7 @@ def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None
     nearest = distances.argmin(1)
     nearest = torch.where(distances.diagonal() <= ALIKE, torch.arange(len(heads), device=heads.device), nearest)
     matched = distances.gather(1, nearest[:, None]) <= ALIKE
-    if not bool(matched.all()) or len(nearest.unique()) < len(heads):
+    if not bool(matched.all()) or len(set(nearest.tolist())) < len(heads):
         return None
     entries = torch.linspace(1, 2, heads.shape[1], dtype=torch.float64, device=heads.device)
     summaries = heads @ entries

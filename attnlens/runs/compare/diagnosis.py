@@ -251,11 +251,12 @@ class Walk:
     def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
         """Explain the tensors left that are those of another layer of the first model, and what changed in them."""
         moves = dict[Site, tuple[Site, list[str]]]()
-        for entry in [each for each in self.found if each.site is not None and isinstance(each.cause, Unexplained)]:
-            source = find_source(entry.site, [*sites], self.samples)
-            if source is None:
+        for entry in [each for each in self.found if isinstance(each.cause, Unexplained)]:
+            site, names = entry.site, set(entry.cause.parts)
+            source = None if site is None else find_source(site, [*sites], self.samples)
+            if site is None or source is None:
                 continue
-            pair, names = (source, sites[entry.site]), set(entry.cause.parts)
+            pair = source, sites[site]
             with ExitStack() as stack:
                 for side, place in zip(self.sides, pair, strict=True):
                     stack.enter_context(present(side, weights.block_path(place.path)))
@@ -275,7 +276,7 @@ class Walk:
             if left != names:
                 self.found.remove(entry)
                 self.found += changes
-                moves[entry.site] = source, [name for name in entry.cause.parts if name not in left]
+                moves[site] = source, [name for name in entry.cause.parts if name not in left]
         self.found += [Found(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
