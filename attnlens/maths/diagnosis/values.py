@@ -163,7 +163,7 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
     anchor = ordered.gather(1, ordered.abs().argmin(-1, keepdim=True))
     step, low, levels = (torch.full_like(longest, torch.nan) for _ in range(3))
     for share in GAPS:  # few values may leave every second level empty
-        tried = _fit_step(ordered - anchor, smallest / share)
+        tried = _fit_step(ordered - anchor, smallest / share, noise)
         places = ((ordered - anchor) / tried).round()
         near = (ordered - anchor - places * tried).abs() <= OFF * tried + noise
         intervals = places[:, -1:] - places[:, :1]
@@ -173,13 +173,18 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
     return None if bool(step.isnan().any()) else Grid(low, step, levels)
 
 
-def _fit_step(offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"]) -> Tensor:
-    """Fit the step to the levels' distances from the level next to 0, by least squares."""
+def _fit_step(
+    offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"], noise: Float[Tensor, "groups size"]
+) -> Tensor:
+    """Fit the step to the levels' distances from the level next to 0, by least squares weighted by their rounding."""
+    largest = noise.amax(-1, keepdim=True).clamp(min=TINY)
+    precision = (largest / noise.clamp(min=TINY)).square()
     for radius in RADII:
         places = (offsets / step).round()
         places = torch.where(places.abs() <= radius, places, 0.0)
-        size = places.square().sum(-1, keepdim=True)
-        step = torch.where(size > 0, (places * offsets).sum(-1, keepdim=True) / size.clamp(min=1), step)
+        size = (precision * places.square()).sum(-1, keepdim=True)
+        fitted = (precision * places * offsets).sum(-1, keepdim=True) / size.clamp(min=1)
+        step = torch.where(size > 0, fitted, step)
     return step
 
 
