@@ -470,13 +470,15 @@ def _largest_angles(first: Tensor, second: Tensor) -> Tensor:
 
 def _column_basis(factor: Tensor) -> Tensor:
     """Return orthonormal columns that span the column space of the factor."""
+    basis: Tensor
     basis, root = torch.linalg.qr(factor)
-    if not _significant(torch.linalg.svdvals(root), factor).all():  # a QR decomposition does not separate the rank
+    if not bool(_significant(torch.linalg.svdvals(root), factor).all()):  # QR does not separate the rank
         left, values, _ = torch.linalg.svd(factor, full_matrices=False)
         basis = left[:, _significant(values, factor)]
     return basis
 
 
 def _significant(values: Tensor, factor: Tensor) -> Tensor:
-    # Strict: a zero factor spans nothing.
-    return values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]
+    """Return True for singular values of the factor that are above rounding."""
+    least = torch.finfo(values.dtype).eps * max(factor.shape) * values[0]
+    return values > least  # strict: a zero factor spans nothing
