@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 from weakref import WeakSet
 
 import torch
@@ -50,7 +50,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 def _choose(model: PreTrainedModel, previous: Implementations, name: str, in_place_of_eager: str) -> bool:
     """Set the attention implementation of all parts that use transformers' interface; return True if any do."""
 
-    def can_set(part: nn.Module) -> bool:
+    def can_set(part: nn.Module) -> TypeGuard[PreTrainedModel]:
         # private: transformers has no public test; its setter only logs a warning about a class without the interface
         return isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
 

@@ -272,7 +272,8 @@ def tensors(value: object) -> list[Tensor]:
     """Return, in order, the tensors in arguments or results, including nested ones."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) in (tuple, list, dict):  # the usual arguments, for which torch's `tree_leaves` is slow
-        parts = value.values() if type(value) is dict else value
-        return [tensor for part in parts for tensor in tensors(part)]
+    if type(value) is dict:  # torch's `tree_leaves` is slow for the usual arguments
+        value = [*value.values()]
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return [tensor for part in value for tensor in tensors(part)]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
