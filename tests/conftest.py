@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 # The tests say themselves when they are offline; huggingface_hub reads this once, when it is first imported.
 os.environ.pop("HF_HUB_OFFLINE", None)
 
+gc.disable()  # until all is imported, since nearly all that imports create stays
 watch.import_rooms()  # before any other import of attnlens
 
 import fake_hub  # noqa: E402
@@ -30,6 +31,7 @@ from attnlens.report.report import Report  # noqa: E402
 torch.set_num_threads(1)
 threadpool_limits(1, user_api="blas")  # numpy's and scipy's, which wait by counting
 gc.freeze()  # what was imported stays: a full collection need not go through it again
+gc.enable()
 gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
 
 BUILT_IN = set(sequences.SAMPLE_NAMES.values())

@@ -69,9 +69,9 @@ def test_trained_weights_within_20_mb_are_read_as_if_loaded():
 def test_a_report_of_a_spread_model_differs_only_in_the_device(tmp_path, capfd):
     options = {"windows": 1, "length": 12, "dtype": "float16"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    words += ["--layers", "2-3", "--json", tmp_path / "r.json", "--device", "spread"]
+    words += ["--layers", "2-3", "--analyzer", "symmetry", "--json", tmp_path / "r.json", "--device", "spread"]
     done = invoke("inspect", "demo", *words)
-    options |= {"layers": [2, 3]}
+    options |= {"layers": [2, 3], "analyzers": ["symmetry"]}
     spread = attnlens.inspect("demo", **options, device_map="auto", max_cpu_memory="1MB")
     assert "meta device" not in done.stdout + done.stderr + "".join(capfd.readouterr())
     assert spread.settings.device == "cpu, disk"

@@ -298,7 +298,7 @@ def test_the_overview_adapts_to_one_layer_and_to_few_measures():
     assert titles == ["kernel shares", "share positive", "share negative", "share skew", "share key"]
 
 
-@pytest.mark.parametrize("parts", [None, MIXED])
+@pytest.mark.parametrize("parts", [MIXED, pytest.param(None, marks=pytest.mark.full)])
 def test_no_two_texts_of_a_page_overlap(parts):
     shapes = Shapes(synthetic_report(6, 8, parts=parts, missing=[(1, 1)]))
     names = ("weights.kind", "weights.symmetry", "weights.singular_values")
@@ -332,7 +332,10 @@ def test_ticks_are_written_out_and_differ_and_no_axis_has_an_offset():
 # Bare figures and captions
 
 
-@pytest.mark.parametrize(("stem", "width"), [("weights.symmetry", 3.4), ("overview", 7.0), ("any name", 7.0)])
+@pytest.mark.parametrize(
+    ("stem", "width"),
+    [("weights.symmetry", 3.4), ("any name", 7.0), pytest.param("overview", 7.0, marks=pytest.mark.full)],
+)
 def test_a_bare_figure_has_8_point_text_and_no_title_or_note(tmp_path, stem, width):
     report = synthetic_report(3, 4)
     (drawing,) = export.drawings(report, tmp_path / f"{stem}.png", bare=True).values()

@@ -354,7 +354,9 @@ def test_a_healing_is_described_in_the_unit_that_was_requested():
         assert not absent(" ".join(healing_lines(healing().model_copy(update=update | more))), *parts)
 
 
-@pytest.mark.parametrize("kind", ["heads", "layers", "several", "controls", "plan", "healed"])
+@pytest.mark.parametrize(
+    "kind", ["heads", "layers", "several", "controls", "healed", pytest.param("plan", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("size", [(4, 8), *(pytest.param(s, marks=pytest.mark.full) for s in [(30, 9), (12, 12)])])
 def test_no_two_texts_of_a_page_overlap(size, kind):
     if kind in ("plan", "healed"):

@@ -248,4 +248,4 @@ def test_a_degenerate_model_is_measured_or_refused_with_the_true_reason(cases, t
             skipped = [skip.heads for skip in report.coverage.skipped if "contains NaN or Inf" in skip.reason]
             assert {head for heads in skipped for head in heads} == {0}
         if verb in ("inspect", "rbf", "sweep"):
-            assert views.save_pictures(report, tmp_path / "page.png")
+            assert views.save_pictures(report, tmp_path / "page.svg")

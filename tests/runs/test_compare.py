@@ -178,7 +178,7 @@ def test_another_rope_base_is_named_at_every_layer():
     assert not named(result, "compare.form_change"), "at equal positions the form is the same"
 
 
-@pytest.mark.parametrize("name", ["tiny llama", "tiny bert", *LONG])
+@pytest.mark.parametrize("name", ["tiny llama", pytest.param("tiny bert", marks=FULL), *LONG])
 def test_another_gauge_and_another_order_are_no_change(name):
     report = report_of(name, ("gauge", 0), ("reordered", 1))
     result = report.comparison
@@ -247,7 +247,7 @@ def test_broken_weights_are_named_and_the_other_heads_are_compared():
     assert unrelated == [(2, head, "a form is 0 or not finite") for head in broken]
 
 
-@pytest.mark.parametrize("family", ["deberta-v2", "xlnet"])
+@pytest.mark.parametrize("family", ["xlnet", pytest.param("deberta-v2", marks=FULL)])
 def test_equal_models_that_compute_attention_by_hand_do_not_differ(family):
     own = loaded.loaded(model_types.build(family).eval())
     result = compared(own, loaded.loaded(copy.deepcopy(own.model)), length=8, batch_size=2)

@@ -16,7 +16,7 @@ from attnlens.models import texts
 from attnlens.models.texts import sequences as overlap
 from attnlens.runs.swap.pipeline import swap_kernel
 
-READ = {"windows": 8, "length": 64, "batch_size": 4, "placement": "first"} | BARE
+READ = {"windows": 8, "length": 64, "batch_size": 4, "placement": "first", "layers": [0]} | BARE
 OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
 """Text that no evaluation here reaches."""

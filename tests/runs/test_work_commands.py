@@ -50,7 +50,13 @@ WORDS = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--
 KERNELS = ["window:4", "window:12", "rbf"]
 SMALL = {"length": 16, "windows": 4, "generate": 0}
 SWEPT = {"length": 16, "windows": 2, "batch_size": 1, "generate": 2, "sweep": "layers"}  # × kernels: 24 parts
-HEALED = {"length": 16, "windows": 4, "batch_size": 4, "train": 24}  # the program has no option for `generate`
+HEALED = {
+    "length": 16,
+    "windows": 4,
+    "batch_size": 4,
+    "layers": [1],
+    "train": 24,
+}  # the program has no option for `generate`
 BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1"}
 SERIES = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
 UNITS = "*/*.safetensors"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from typing import Any, Literal
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
@@ -103,6 +104,12 @@ REFUSED = ("mamba", "yoso")
 TRACED = ("bloom", "mpnet", "deberta_v2", "gptj", "gpt_neo", "falcon")
 """Families that compute their attention by hand."""
 REACHED = tuple(name for name in FAMILIES if name not in REFUSED)
+ALIKE = (
+    *("roberta", "distilbert", "mpnet", "opt", "qwen2", "qwen3"),
+    *("gptj", "gpt_neox", "falcon", "cohere", "phi3", "bart"),
+)
+"""Families whose attention is swapped and checked like that of another one; they differ in the layout of weights."""
+UNLIKE = [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in REACHED]
 CAUSAL = (
     *("gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere"),
     *("gpt_oss", "bloom", "gptj", "gpt_neo", "falcon"),

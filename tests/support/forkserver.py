@@ -151,11 +151,13 @@ def _serve(address: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(str(address))
         door.listen()
+        gc.disable()  # nearly all that imports create stays
         for library in LIBRARIES:
             importlib.import_module(library)
         for name in attnlens.__all__:
             getattr(attnlens, name)  # each is imported by its first use
         gc.freeze()  # nor need a command go through what was imported
+        gc.enable()
         sys.executable = str(address.parent / "python")
         multiprocessing.set_executable(sys.executable)
         (address.parent / "ready").touch()

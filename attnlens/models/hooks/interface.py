@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 from weakref import WeakSet
 
 import torch
@@ -30,13 +30,16 @@ IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, Vi
 PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
 """Endings of class names that contain "Attention" although the module does not compute attention."""
 
+Implementations = list[tuple[PreTrainedConfig, str | None]]
+"""The name of the attention implementation of each configuration."""
+
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
     """Use the attention implementation `name` inside the `with`; parts set to eager use `in_place_of_eager` instead."""
     previous = _implementations(model)
     try:
-        _choose(model, name, in_place_of_eager or name)
+        _choose(model, previous, name, in_place_of_eager or name)
         yield
     finally:
         for config, original in previous:
@@ -44,14 +47,16 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
             config._attn_implementation_internal = original
 
 
-def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
+def _choose(model: PreTrainedModel, previous: Implementations, name: str, in_place_of_eager: str) -> bool:
     """Set the attention implementation of all parts that use transformers' interface; return True if any do."""
-    # private: transformers has no public test; its setter only logs a warning about a class without the interface
-    parts = [
-        part for part in model.modules() if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
-    ]
-    previous = _implementations(model)
-    for part in parts[:1] if model in parts else parts:  # the outermost model also sets its submodels
+
+    def can_set(part: nn.Module) -> TypeGuard[PreTrainedModel]:
+        # private: transformers has no public test; its setter only logs a warning about a class without the interface
+        return isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+
+    # the outermost model also sets its submodels
+    parts = [model] if can_set(model) else list(filter(can_set, model.modules()))
+    for part in parts:
         part.set_attn_implementation(name)
     for config, original in previous:
         if original == "eager" and config._attn_implementation == name:
@@ -61,12 +66,14 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
 
 def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return the distinct configurations of the model and its parts."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
-    return list({id(config): config for config in [*configs, *nested] if isinstance(config, PreTrainedConfig)}.values())
+    # `vars`, since getattr is slow for the modules without a configuration, and every pass calls this function
+    found = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    nested = [getattr(config, name, None) for config in found.values() for name in getattr(config, "sub_configs", {})]
+    found |= {id(config): config for config in nested}
+    return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+def _implementations(model: PreTrainedModel) -> Implementations:
     # private: no public attribute of a configuration has the name
     configs = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation) for config in configs]
@@ -172,7 +179,7 @@ def answer_calls(
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
     """Permanently compute a model's attention with `answer`, registered as `name`. Raises ModelError if impossible."""
-    if not _choose(model, *_register(name, answer)):
+    if not _choose(model, _implementations(model), *_register(name, answer)):
         raise out_of_reach(model)
 
 

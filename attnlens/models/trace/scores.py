@@ -270,4 +270,10 @@ class Provenance:
 
 def tensors(value: object) -> list[Tensor]:
     """Return, in order, the tensors in arguments or results, including nested ones."""
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) is dict:  # torch's `tree_leaves` is slow for the usual arguments
+        value = [*value.values()]
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return [tensor for part in value for tensor in tensors(part)]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

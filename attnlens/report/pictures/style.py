@@ -27,6 +27,7 @@ SETTINGS = {  # Settings over matplotlib's defaults; the user's matplotlibrc is 
     "font.size": 7.5,
     "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
+    "axes.titley": 1.0,  # otherwise each pass of the layout measures all ticks once more to place the titles
     "axes.linewidth": 0.6,
     "axes.edgecolor": "#555555",
     "axes.spines.top": False,
