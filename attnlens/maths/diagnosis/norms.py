@@ -77,16 +77,14 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
     text = f"{names} is folded into {taken}"
     if not bool((second.parts[norm] == 1).all()):
         text = f"{names} is divided, and the columns of {taken} are multiplied, by the same numbers"
+    if not left and not first.is_post_norm:
+        return Step("norm folded", f"{text}: the layer's output is the same", None, parts, harmless=True)
+    repair = f"copy {names} and {taken} from the first model"
     if first.is_post_norm:
-        text, repair = (
-            f"{text}, but the norm's output is also a residual",
-            f"copy {names} and {taken} from the first model",
-        )
-        return Step("norm folded", text, repair, parts)
-    if not left:
-        return Step("norm folded", f"{text}: their products are the same", None, parts, harmless=True)
-    text, repair = f"{text}, but {name_parts(left)} as before", f"copy {names} and {taken} from the first model"
-    return Step("norm folded", text, f"{repair}, or fold the norm into {name_parts(left)} too", parts)
+        return Step("norm folded", f"{text}, but the norm's output is also a residual", repair, parts)
+    others = name_parts(left)
+    repair += f", or fold the norm into {others} too"
+    return Step("norm folded", f"{text}, but {others} as before", repair, parts)
 
 
 def _reads(layer: Layer, name: str) -> bool:
@@ -104,10 +102,10 @@ def _fold_bias(
     if before is None or after is None or before.shape != ratio.shape or after.shape != ratio.shape:
         return {}
     shift = before.double() - ratio * after.double()
-    biases = {name: after}
+    biases, axes = {name: after}, _list_matrices(first, len(ratio))
     for reader in readers:
         weight, bias = first.parts[reader].double(), reader.removesuffix("weight") + "bias"
-        moved = shift @ weight if reader in first.inputs_first else weight @ shift
+        moved = weight @ shift if axes[reader] == -1 else shift @ weight
         biases[bias] = first.parts[bias].double() + moved if bias in first.parts else moved
     return biases
 
