@@ -671,6 +671,31 @@ def test_small_training_steps_from_rounded_weights_are_not_lost_precision():
     assert not diagnose(rounded, replace(rounded.with_parts(steps), spacing={})).causes
 
 
+def test_a_few_gains_after_training_steps_are_not_lost_precision():
+    """Adam moves every gain about as far, while rounding errors are uniform up to half a unit."""
+    generator = torch.Generator().manual_seed(1)
+    exact = 0.5 + torch.rand(40, generator=generator)
+    rounded = exact.bfloat16().float()
+    first = Layer({"norm.weight": rounded}, frozenset({"norm.weight"}))
+    assert names(diagnose(first, first.with_parts({"norm.weight": exact}))) == ["first rounded to bfloat16"]
+    steps = 8e-4 * (1 + 0.1 * torch.randn(40, generator=generator)) * torch.randn(40, generator=generator).sign()
+    diagnosis = diagnose(first, first.with_parts({"norm.weight": rounded + steps}))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["norm.weight"])
+
+
+def test_an_update_is_of_low_rank_only_to_the_rounding_of_the_second_model():
+    """Training steps from bfloat16 weights have singular values that fall below the rounding of these weights."""
+    first = apply(draw("whole"), cast(torch.bfloat16))
+    generator = torch.Generator().manual_seed(2)
+    left, right = (torch.linalg.qr(torch.randn(size, WIDTH, generator=generator)).Q for size in (96, WIDTH))
+    sizes = 2.0 * 0.5 ** torch.arange(WIDTH)
+    weight = first.parts["mlp.weight"]
+    for used, expected in ((6, ["rank 6 update"]), (WIDTH, [])):
+        update = left[:, :used] * sizes[:used] @ right[:, :used].T
+        second = replace(first.with_parts({"mlp.weight": weight + update}), spacing={})
+        assert names(diagnose(first, second)) == expected
+
+
 def test_biases_are_added_only_if_nothing_else_changed_without_an_explanation():
     second = draw("whole")
     first = second.with_parts({"query.bias": torch.zeros(4, SIZE)})
@@ -716,3 +741,93 @@ def test_a_key_bias_is_harmless_only_if_softmax_cancels_it():
     for invariant in (True, False):
         (cause,) = diagnose(replace(first, shift_invariant=invariant), second).causes
         assert (cause.hypothesis, cause.harmless) == ("bias dropped", invariant)
+
+
+def with_norms(kind: str = "whole") -> Layer:
+    """A layer with a LayerNorm before attention, one before the MLP, and two matrices that read the latter."""
+    first = draw(kind)
+    generator = torch.Generator().manual_seed(7)
+    extra = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {
+            "mlp.up.weight": (96, WIDTH),
+            "mlp.weight": (96, WIDTH),
+            "mlp.down.weight": (WIDTH, 96),
+            "norm.bias": (WIDTH,),
+        }.items()
+    }
+    extra |= {name: 1 + 0.3 * torch.randn(WIDTH, generator=generator) for name in ("norm.weight", "last.weight")}
+    outside = frozenset(extra)
+    return replace(first.with_parts(extra), gains=first.gains | {"norm.weight", "last.weight"}, headless=outside)
+
+
+def fold(norm: str, *readers: str) -> Callable[[Layer], Parts]:
+    """The gain and the bias of a norm in these matrices and their biases, in float64 and then in float32."""
+
+    def change(layer: Layer) -> Parts:
+        gain, bias = layer.parts[f"{norm}.weight"].double(), layer.parts.get(f"{norm}.bias")
+        parts = {f"{norm}.weight": torch.ones(WIDTH)}
+        for reader in readers:
+            weight = layer.parts[f"{reader}.weight"].double()
+            parts[f"{reader}.weight"] = (weight * gain).float()
+            if bias is not None:
+                parts[f"{reader}.bias"] = (layer.parts[f"{reader}.bias"].double() + weight @ bias.double()).float()
+        return parts | ({} if bias is None else {f"{norm}.bias": torch.zeros(WIDTH)})
+
+    return change
+
+
+ATTENTION, MLP = ("query", "key", "value"), ("mlp", "mlp.up")
+
+
+@pytest.mark.parametrize("kind", KV_HEADS)
+def test_a_norm_folded_into_all_matrices_that_read_it_is_harmless(kind):
+    first = with_norms(kind)
+    for norm, readers in (("norm", ATTENTION), ("last", MLP)):
+        (cause,) = diagnose(first, apply(first, fold(norm, *readers))).causes
+        assert (cause.hypothesis, cause.harmless, cause.repair) == ("norm folded", True, None)
+    diagnosis = diagnose(first, apply(first, fold("norm", *ATTENTION), fold("last", *MLP), cast(torch.bfloat16)))
+    assert names(diagnosis) == ["norm folded", "norm folded", "rounded to bfloat16"]
+    back = diagnose(apply(first, fold("norm", *ATTENTION)), first)
+    assert [(cause.hypothesis, cause.harmless) for cause in back.causes] == [("norm folded", True)]
+    assert not diagnosis.unexplained
+
+
+@pytest.mark.parametrize(
+    ("norm", "readers", "left"),
+    [("norm", ("query", "key"), "W_V"), ("norm", ("value",), "W_Q and W_K"), ("last", ("mlp",), "mlp.up.weight")],
+)
+def test_a_norm_folded_into_some_matrices_only_is_damage(norm, readers, left):
+    first = with_norms()
+    (cause,) = diagnose(first, apply(first, fold(norm, *readers))).causes
+    assert (cause.hypothesis, cause.harmless) == ("norm folded", False)
+    assert cause.text.endswith(f", but {left} as before")
+    assert cause.repair is not None
+    assert f"fold the norm into {left} too" in cause.repair
+
+
+def test_a_norm_folded_without_its_bias_or_after_a_residual_is_damage():
+    first = with_norms()
+    second = apply(first, fold("norm", *ATTENTION))
+    lost = second.with_parts({"query.bias": first.parts["query.bias"]})
+    (cause,) = diagnose(first, lost).causes
+    assert not cause.harmless
+    assert cause.text.endswith(", but b_Q as before")
+    (cause,) = diagnose(replace(first, is_post_norm=True), second).causes
+    assert not cause.harmless
+
+
+def test_a_norm_that_all_matrices_read_is_folded_into_all():
+    """In a parallel block, one norm feeds both attention and the MLP."""
+    first = with_norms()
+    parts = {name: part for name, part in first.parts.items() if name not in ("last.weight", "norm.bias")}
+    first = replace(first, parts=parts, gains=first.gains - {"last.weight"})
+    (cause,) = diagnose(first, apply(first, fold("norm", *ATTENTION, *MLP))).causes
+    assert cause.harmless
+    (cause,) = diagnose(first, apply(first, fold("norm", *ATTENTION))).causes
+    assert cause.text.endswith(", but mlp.weight and mlp.up.weight as before")
+
+
+def test_a_lost_gain_is_not_a_folded_norm():
+    first = with_norms()
+    assert names(diagnose(first, apply(first, fold("norm")))) == ["bias dropped", "gain dropped"]

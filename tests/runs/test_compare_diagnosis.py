@@ -240,6 +240,53 @@ def test_norms_of_queries_and_keys():
     assert cause.repair == "permute the rows of W_Q and W_K from interleaved to half-split"
 
 
+def fold(norm: torch.nn.Module, *readers: torch.nn.Linear) -> None:
+    """Multiply the columns of these matrices by the norm's gain, and set the gain to 1; add W b to their biases."""
+    bias = getattr(norm, "bias", None)
+    for reader in readers:
+        if bias is not None:
+            reader.bias += reader.weight @ bias
+        reader.weight *= norm.weight
+    norm.weight.fill_(1)
+    if bias is not None:
+        bias.zero_()
+
+
+def test_a_folded_norm_is_harmless_if_all_matrices_took_it():
+    own = model("llama")
+
+    def fold_all(second: Any) -> None:
+        for layer in second.model.layers:
+            fold(layer.input_layernorm, *(getattr(layer.self_attn, f"{role}_proj") for role in "qkv"))
+            fold(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj)
+
+    second = changed(own, fold_all)
+    ids = torch.arange(5, 21)[None]
+    torch.testing.assert_close(own.model(ids).logits, second.model(ids).logits)
+    found = described(own, second)["diagnosis"]
+    assert [(each.hypothesis, each.layers, each.harmless) for each in found] == [("norm folded", [0, 1], True)] * 2
+
+    def forget_values(second: Any) -> None:
+        layer = second.model.layers[1]
+        fold(layer.input_layernorm, layer.self_attn.q_proj, layer.self_attn.k_proj)
+
+    (cause,) = described(own, changed(own, forget_values))["diagnosis"]
+    assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
+    assert "but W_V as before" in cause.text
+
+
+def test_a_norm_whose_output_is_a_residual_cannot_be_folded():
+    own = model("bert")
+
+    def fold_first(second: Any) -> None:
+        layer = second.bert.encoder.layer[1]
+        fold(layer.attention.output.LayerNorm, layer.intermediate.dense)
+
+    (cause,) = described(own, changed(own, fold_first))["diagnosis"]
+    assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
+    assert "is also a residual" in cause.text
+
+
 def test_gains_stored_as_one_plus_g_and_another_scale_and_softcap():
     own = model("gemma2")
 

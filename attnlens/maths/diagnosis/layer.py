@@ -45,6 +45,9 @@ class Layer:
     shift_invariant: bool = True
     """False if a number added to all scores of a query changes attention, because of a softcap or sinks."""
 
+    is_post_norm: bool = False
+    """True if attention reads no norm of its layer (BERT): then the output of its norms is also a residual."""
+
     offsets: Mapping[str, float] = field(default_factory=dict)
     """What the norm adds to its stored weight to make a gain, if not 0; such gains are in float64, to be exact."""
 

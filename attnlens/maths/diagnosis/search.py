@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens.maths.diagnosis import heads as of_heads
-from attnlens.maths.diagnosis import matrices, rows, values
+from attnlens.maths.diagnosis import matrices, norms, rows, values
 from attnlens.maths.diagnosis.layer import (
     FACTOR,
     ROUNDING,
@@ -36,6 +36,7 @@ STRUCTURAL: tuple[Structural, ...] = (
     matrices.propose_wrong_split,
     matrices.propose_transpose,
     matrices.propose_basis,
+    norms.propose_folded_norm,
 )
 """Hypotheses on several tensors, in the order in which they are preferred."""
 OF_TENSOR: tuple[OfTensor, ...] = (

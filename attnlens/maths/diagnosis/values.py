@@ -39,7 +39,7 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
 
 
-UNIFORM = 0.15, 1.63  # largest Kolmogorov–Smirnov statistic of rounding errors: a constant, and times n^(−1/2)
+UNIFORM = 0.15, 1.95  # largest Kolmogorov–Smirnov statistic of rounding errors, and its 0.1 % level times √n
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
@@ -55,8 +55,8 @@ def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bo
     half_units = torch.ldexp(torch.full_like(rounded[used], torch.finfo(kind).eps / 4), torch.frexp(rounded[used])[1])
     shares = (errors[used].abs() / half_units).sort().values
     expected = torch.linspace(0, 1, len(shares), dtype=shares.dtype, device=shares.device)
-    constant, factor = UNIFORM
-    return float((shares - expected).abs().max()) <= constant + factor / math.sqrt(len(shares))
+    largest, level = UNIFORM
+    return float((shares - expected).abs().max()) <= max(largest, level / math.sqrt(len(shares)))
 
 
 def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
@@ -309,7 +309,10 @@ ORIGIN = "(as by LoRA, or by a few training steps on little text)"
 
 
 def propose_low_rank(pair: Pair) -> Iterator[Fit]:
-    """Propose an update of low rank (LoRA): the singular values of B − A fall to rounding after the first r."""
+    """Propose an update of low rank (LoRA): the singular values of B − A fall to B's rounding after the first r.
+
+    If A's type is coarser, B − A is still exact: what is below A's rounding is not noise.
+    """
     if pair.first.dim() < 2:
         return
     first, second = (part.double().flatten(0, -2) for part in (pair.first, pair.second))
@@ -317,7 +320,7 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
     if most < 1:
         return
     left, values, right = _leading_directions(change, most + 8)
-    rounding = ROUNDING * pair.spacing * float(second.norm()) * sum(side**-0.5 for side in change.shape)
+    rounding = ROUNDING * pair.second_spacing * float(second.norm()) * sum(side**-0.5 for side in change.shape)
     rank = int((values > 2 * rounding).sum())
     if not 1 <= rank <= most:
         return

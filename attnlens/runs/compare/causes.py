@@ -13,6 +13,7 @@ from attnlens.maths.diagnosis.layer import SINGLE, name_parts, residuals
 from attnlens.maths.diagnosis.rotations import name_rotation
 from attnlens.models import weights
 from attnlens.models.hooks import SiteCall
+from attnlens.models.loading.deferred import is_announced
 from attnlens.records.comparison import UNEXPLAINED
 from attnlens.runs.compare.significance import stored_type
 from attnlens.runs.inspect.inspection import SiteFactors
@@ -122,7 +123,7 @@ def with_spacing(layer: Layer) -> Layer:
 
 
 def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Return both layers with what their calls show of softcaps, sinks and biases of positions that are not theirs.
+    """Return both layers with what their calls show of norms, softcaps, sinks and biases of positions not their own.
 
     A bias that differs between heads, and has the same heads in both models, counts as a tensor by head: T5 keeps its
     table in the first layer, and ALiBi computes the bias. Heads that change places without their bias change attention.
@@ -134,10 +135,34 @@ def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) 
         if summaries is not None:
             by_head = {"position bias": summaries[0]}, {"position bias": summaries[1]}
     first, second = (
-        replace(layer.with_parts(parts), shift_invariant=each.call.softcap is None and each.call.sinks is None)
+        replace(
+            layer.with_parts(parts),
+            shift_invariant=each.call.softcap is None and each.call.sinks is None,
+            is_post_norm=not _reads_norm(layer, each),
+        )
         for layer, parts, each in zip(layers, by_head, reached, strict=True)
     )
     return first, second
+
+
+UNIT, CENTRE = 0.1, 1e-3  # largest difference of a normalised token's root-mean-square from 1, and its mean from 0
+
+
+def _reads_norm(layer: Layer, reached: SiteCall) -> bool:
+    """Return True if the input of attention is the output of one of the layer's norms, or if it is unknown."""
+    hidden = reached.sequences(reached.arguments[reached.input_name])
+    if hidden.is_meta or is_announced(hidden):
+        return True
+    for name in layer.gains:
+        gain, bias = layer.parts[name].double(), layer.parts.get(name.removesuffix("weight") + "bias")
+        if gain.shape != hidden.shape[-1:]:
+            continue
+        used = gain != 0
+        unit = ((hidden.double() - (0 if bias is None else bias)) / gain)[..., used]
+        is_centred = bias is None or bool((unit.mean(-1).abs() <= CENTRE).all()) or not bool(used.all())
+        if is_centred and bool(((unit.square().mean(-1).sqrt() - 1).abs() <= UNIT).all()):
+            return True
+    return False
 
 
 ALIKE = 0.05  # largest relative difference of the biases of one head, whose table can be rounded

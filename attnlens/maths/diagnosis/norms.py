@@ -1,0 +1,117 @@
+"""A structural hypothesis on norms: the gain and the bias of a norm folded into the matrices that read its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, name_parts, residuals
+from attnlens.maths.diagnosis.steps import BETTER, PERMUTED, Step
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose that a norm's gain g moved into the matrices that read its output, and its bias b into their biases.
+
+    W (g n + b) + c is then the same as W' (g' n + b') + c', with W' = W diag(g/g') and c' = c + W (b − b' g/g').
+    """
+    norms = [name for name in first.gains if name not in {f"{role}.gain" for role in PERMUTED}]
+    for norm in sorted(norms):
+        before, after = first.parts[norm].double(), second.parts.get(norm)
+        if before.dim() != 1 or after is None or after.shape != before.shape or torch.equal(before, after.double()):
+            continue
+        ratio = torch.where(before == after, 1.0, before / after.double())
+        readers = _find_readers(first, second, ratio)
+        if readers:
+            alone = not any(other != norm and first.parts[other].shape == before.shape for other in norms)
+            yield _fold(first, second, norm, ratio, readers, alone)
+
+
+def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -> dict[str, Tensor]:
+    """Return the matrices of A that took this gain, with their inputs multiplied by it."""
+    readers = {}
+    for name, axis in _list_matrices(first, len(ratio)).items():
+        before, after = first.parts[name], second.parts.get(name)
+        if after is None or after.shape != before.shape:
+            continue
+        scaled = before.double() * (ratio if axis == -1 else ratio[:, None])
+        if bool((residuals(scaled, after, name) < BETTER * residuals(before, after, name)).all()):
+            readers[name] = scaled
+    return readers
+
+
+def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
+    """Return the matrices that can have inputs of this width, with the axis of the inputs; W_O reads the values."""
+    found = {}
+    for name, part in layer.parts.items():
+        if part.dim() < 2 or name == "output.weight":
+            continue
+        stacked = part.dim() > 2 and not has_heads(name)  # experts: one matrix each, in either order of axes
+        axes = (-1, -2) if stacked else (-2,) if name in layer.inputs_first else (-1,)
+        axis = next((axis for axis in axes if part.shape[axis] == width), None)
+        if axis is not None:
+            found[name] = axis
+    return found
+
+
+def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
+    """Return the step of a norm folded into `readers`: harmless if no other matrix or bias was to take it.
+
+    `alone`: True if no other norm of the layer can be the one that the other matrices read.
+    """
+    sides = {name in first.headless for name in readers}  # outside the attention module, or inside
+    left = [
+        name
+        for name in _list_matrices(first, len(ratio))
+        if name not in readers and (alone or (name in first.headless) in sides) and _reads(first, name)
+    ]
+    biases = _fold_bias(first, second, norm, ratio, readers)
+    left += [name for name, part in biases.items() if not _is_nearer(part, first, second, name)]
+    parts = {norm: second.parts[norm], **readers, **{name: biases[name] for name in biases if name not in left}}
+    names, taken = name_parts([norm]), name_parts([*readers])
+    text = f"{names} is folded into {taken}"
+    if not bool((second.parts[norm] == 1).all()):
+        text = f"{names} is divided, and the columns of {taken} are multiplied, by the same numbers"
+    if not left and not first.is_post_norm:
+        return Step("norm folded", f"{text}: the layer's output is the same", None, parts, harmless=True)
+    repair = f"copy {names} and {taken} from the first model"
+    if first.is_post_norm:
+        return Step("norm folded", f"{text}, but the norm's output is also a residual", repair, parts)
+    others = name_parts(left)
+    repair += f", or fold the norm into {others} too"
+    return Step("norm folded", f"{text}, but {others} as before", repair, parts)
+
+
+def _reads(layer: Layer, name: str) -> bool:
+    """Return True if the axis of the inputs is certain: not for square and stacked matrices without heads."""
+    part = layer.parts[name]
+    return has_heads(name) or (part.dim() == 2 and part.shape[0] != part.shape[1])
+
+
+def _fold_bias(
+    first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts
+) -> dict[str, Tensor]:
+    """Return the biases that give the same sums, and the norm's bias; nothing for a norm without bias."""
+    name = norm.removesuffix("weight") + "bias"
+    before, after = first.parts.get(name), second.parts.get(name)
+    if before is None or after is None or before.shape != ratio.shape or after.shape != ratio.shape:
+        return {}
+    shift = before.double() - ratio * after.double()
+    biases, axes = {name: after}, _list_matrices(first, len(ratio))
+    for reader in readers:
+        weight, bias = first.parts[reader].double(), reader.removesuffix("weight") + "bias"
+        moved = weight @ shift if axes[reader] == -1 else shift @ weight
+        biases[bias] = first.parts[bias].double() + moved if bias in first.parts else moved
+    return biases
+
+
+def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
+    """Return True if a prediction is nearer to B's tensor than A's tensor is, or if nothing is to change."""
+    before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
+    old, new = (residuals(each, after, name) for each in (before, part))
+    return bool((new <= BETTER * old).all())
