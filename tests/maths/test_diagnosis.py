@@ -534,6 +534,18 @@ def test_changed_rows_are_counted():
     assert names(diagnose(first, dense)) == ["rank 2 update"]
 
 
+def test_rows_that_changed_slightly_were_trained_and_need_no_repair():
+    first = draw("whole").with_parts({"embed.weight": torch.randn(200, WIDTH)})
+    embedding = first.parts["embed.weight"].clone()
+    embedding[90:98] += 1e-3 * torch.randn(8, WIDTH)
+    (cause,) = diagnose(first, first.with_parts({"embed.weight": embedding})).causes
+    text = "embed.weight is changed in 8 rows only: 90–97 (by at most a tenth of their size, as by training)"
+    assert (cause.text, cause.repair, cause.harmless) == (text, None, False)
+    embedding[3] = 0  # one row is lost
+    (cause,) = diagnose(first, first.with_parts({"embed.weight": embedding})).causes
+    assert cause.repair == "copy the rows from the first model"
+
+
 def test_few_values_are_neither_a_grid_nor_changed_rows():
     generator = torch.Generator().manual_seed(5)
     table = torch.randn(8, 4, generator=generator)
