@@ -239,12 +239,31 @@ def swap_gates(layer: Layer) -> Parts:
     return {"key.weight": part}
 
 
+def mix_heads(*roles: str, biases: bool = True) -> Callable[[Layer], Parts]:
+    """One permutation of all rows across heads, the same for roles with as many heads."""
+
+    def change(layer: Layer) -> Parts:
+        parts = {}
+        for role in roles:
+            for name in (f"{role}.weight", f"{role}.bias")[: 1 + biases]:
+                part = layer.parts[name]
+                order = torch.randperm(len(part) * SIZE, generator=torch.Generator().manual_seed(8))
+                parts[name] = part.flatten(0, 1)[order].reshape(part.shape)
+        return parts
+
+    return change
+
+
 Change = Callable[[Layer], Parts]
 SINGLES: dict[str, tuple[Change, str, list[str]]] = {
     "interleaved": (rows, "both", ["interleaved rows"]),
     "interleaved in one head": (lambda layer: rows(layer, heads=[1]), "whole", ["interleaved rows"]),
     "keys alone interleaved": (lambda layer: rows(layer, ["key"]), "both", ["interleaved rows"]),
     "some permutation": (swap_gates, "both", ["permuted rows"]),
+    "across heads": (mix_heads("query", "key"), "both", ["rows across heads"]),
+    "across heads, without biases": (mix_heads("query", "key", biases=False), "both", ["rows across heads"]),
+    "queries across heads": (mix_heads("query"), "both", ["rows across heads"]),
+    "keys across heads": (mix_heads("key"), "both", ["rows across heads"]),
     "wrong head count": (wrong_count, "grouped", ["interleaved rows of 6 heads"]),
     "heads reordered": (reorder_groups, "both", ["reordered heads"]),
     "heads of q and k reordered": (reorder("query", "key"), "whole", ["heads out of order"]),
@@ -314,6 +333,10 @@ PAIRS = [
     ("interleaved", "gain lost"),
     ("keys alone interleaved", "1 + g"),
     ("some permutation", "LoRA"),
+    ("across heads", "bf16"),
+    ("across heads, without biases", "bf16"),
+    ("keys across heads", "bf16"),
+    ("queries across heads", "LoRA"),
     ("heads reordered", "bf16"),
     ("exchanged", "bf16"),
     ("exchanged", "interleaved"),
@@ -581,6 +604,25 @@ def test_symmetric_grids_have_the_bits_of_their_levels(levels, bits):
     (cause,) = diagnose(first, first.with_parts({"mlp.weight": coded})).causes
     assert cause.hypothesis == f"quantised to {bits}"
     assert cause.text == f"mlp.weight is quantised to {bits} row by row"
+
+
+def test_rows_across_heads_are_damage_and_orders_within_heads_keep_their_names():
+    first = draw("whole")
+    (cause,) = diagnose(first, apply(first, mix_heads("query", "key"))).causes
+    assert (cause.text, cause.harmless, cause.heads) == (
+        "the rows of W_Q and W_K are in another order across heads",
+        False,
+        (),
+    )
+    assert cause.repair == "write the rows of W_Q and W_K in the first model's order"
+    (cause,) = diagnose(first, apply(first, mix_heads("key", biases=False))).causes
+    assert cause.text == "the rows of W_K are in another order across heads, but b_K as before"
+    swapped = first.parts["key.weight"].clone()
+    swapped[[1, 2], 0] = swapped[[2, 1], 0]  # two rows of two heads
+    (cause,) = diagnose(first, first.with_parts({"key.weight": swapped})).causes
+    assert (cause.hypothesis, cause.heads) == ("rows across heads", (1, 2))
+    for change, expected in ((rows, "interleaved rows"), (reorder("query", "key"), "heads out of order")):
+        assert names(diagnose(without_gains(first), without_gains(apply(first, change)))) == [expected]
 
 
 def test_biases_that_stay_are_named_with_reordered_heads():

@@ -500,8 +500,8 @@ def test_an_ill_conditioned_change_of_basis_is_significant_but_too_small_to_matt
     result = compared(own, changed(own, lambda second: change_basis(second, 5e-5)), windows=2)
     assert relations(result) == {"identical", "same form"}, "M is 0.01 % larger, W_Q and W_K are others"
     assert result.notes == [
-        "W_Q and W_K of 1 head changed far more than their product M (another gauge): the changes of M and of attention "
-        "are too small to matter."
+        "W_Q and W_K of 1 head changed far more than their product M (another gauge): the changes of M and of "
+        "attention are too small to matter."
     ]
     result = compared(own, changed(own, lambda second: change_basis(second, 0.005)), windows=12)
     assert (1, 0) in named(result, "compare.form_change"), "M is 1 % larger"
