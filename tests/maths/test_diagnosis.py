@@ -239,12 +239,31 @@ def swap_gates(layer: Layer) -> Parts:
     return {"key.weight": part}
 
 
+def mix_heads(*roles: str, biases: bool = True) -> Callable[[Layer], Parts]:
+    """One permutation of all rows across heads, the same for roles with as many heads."""
+
+    def change(layer: Layer) -> Parts:
+        parts = {}
+        for role in roles:
+            for name in (f"{role}.weight", f"{role}.bias")[: 1 + biases]:
+                part = layer.parts[name]
+                order = torch.randperm(len(part) * SIZE, generator=torch.Generator().manual_seed(8))
+                parts[name] = part.flatten(0, 1)[order].reshape(part.shape)
+        return parts
+
+    return change
+
+
 Change = Callable[[Layer], Parts]
 SINGLES: dict[str, tuple[Change, str, list[str]]] = {
     "interleaved": (rows, "both", ["interleaved rows"]),
     "interleaved in one head": (lambda layer: rows(layer, heads=[1]), "whole", ["interleaved rows"]),
     "keys alone interleaved": (lambda layer: rows(layer, ["key"]), "both", ["interleaved rows"]),
     "some permutation": (swap_gates, "both", ["permuted rows"]),
+    "across heads": (mix_heads("query", "key"), "both", ["rows across heads"]),
+    "across heads, without biases": (mix_heads("query", "key", biases=False), "both", ["rows across heads"]),
+    "queries across heads": (mix_heads("query"), "both", ["rows across heads"]),
+    "keys across heads": (mix_heads("key"), "both", ["rows across heads"]),
     "wrong head count": (wrong_count, "grouped", ["interleaved rows of 6 heads"]),
     "heads reordered": (reorder_groups, "both", ["reordered heads"]),
     "heads of q and k reordered": (reorder("query", "key"), "whole", ["heads out of order"]),
@@ -314,6 +333,10 @@ PAIRS = [
     ("interleaved", "gain lost"),
     ("keys alone interleaved", "1 + g"),
     ("some permutation", "LoRA"),
+    ("across heads", "bf16"),
+    ("across heads, without biases", "bf16"),
+    ("keys across heads", "bf16"),
+    ("queries across heads", "LoRA"),
     ("heads reordered", "bf16"),
     ("exchanged", "bf16"),
     ("exchanged", "interleaved"),
@@ -534,6 +557,18 @@ def test_changed_rows_are_counted():
     assert names(diagnose(first, dense)) == ["rank 2 update"]
 
 
+def test_rows_that_changed_slightly_were_trained_and_need_no_repair():
+    first = draw("whole").with_parts({"embed.weight": torch.randn(200, WIDTH)})
+    embedding = first.parts["embed.weight"].clone()
+    embedding[90:98] += 1e-3 * torch.randn(8, WIDTH)
+    (cause,) = diagnose(first, first.with_parts({"embed.weight": embedding})).causes
+    text = "embed.weight is changed in 8 rows only: 90–97 (by at most a tenth of their size, as by training)"
+    assert (cause.text, cause.repair, cause.harmless) == (text, None, False)
+    embedding[3] = 0  # one row is lost
+    (cause,) = diagnose(first, first.with_parts({"embed.weight": embedding})).causes
+    assert cause.repair == "copy the rows from the first model"
+
+
 def test_few_values_are_neither_a_grid_nor_changed_rows():
     generator = torch.Generator().manual_seed(5)
     table = torch.randn(8, 4, generator=generator)
@@ -569,6 +604,25 @@ def test_symmetric_grids_have_the_bits_of_their_levels(levels, bits):
     (cause,) = diagnose(first, first.with_parts({"mlp.weight": coded})).causes
     assert cause.hypothesis == f"quantised to {bits}"
     assert cause.text == f"mlp.weight is quantised to {bits} row by row"
+
+
+def test_rows_across_heads_are_damage_and_orders_within_heads_keep_their_names():
+    first = draw("whole")
+    (cause,) = diagnose(first, apply(first, mix_heads("query", "key"))).causes
+    assert (cause.text, cause.harmless, cause.heads) == (
+        "the rows of W_Q and W_K are in another order across heads",
+        False,
+        (),
+    )
+    assert cause.repair == "write the rows of W_Q and W_K in the first model's order"
+    (cause,) = diagnose(first, apply(first, mix_heads("key", biases=False))).causes
+    assert cause.text == "the rows of W_K are in another order across heads, but b_K as before"
+    swapped = first.parts["key.weight"].clone()
+    swapped[[1, 2], 0] = swapped[[2, 1], 0]  # two rows of two heads
+    (cause,) = diagnose(first, first.with_parts({"key.weight": swapped})).causes
+    assert (cause.hypothesis, cause.heads) == ("rows across heads", (1, 2))
+    for change, expected in ((rows, "interleaved rows"), (reorder("query", "key"), "heads out of order")):
+        assert names(diagnose(without_gains(first), without_gains(apply(first, change)))) == [expected]
 
 
 def test_biases_that_stay_are_named_with_reordered_heads():

@@ -494,8 +494,47 @@ def test_an_ill_conditioned_change_of_basis_is_significant_but_too_small_to_matt
     assert change.negligible
     assert result.named == 0
     assert relations(result) == {"identical", "same form"}
+    assert [note.partition(")")[0] for note in result.notes] == [
+        "W_Q and W_K of 1 head changed, but not their product M (another gauge"
+    ]
+    result = compared(own, changed(own, lambda second: change_basis(second, 5e-5)), windows=2)
+    assert relations(result) == {"identical", "same form"}, "M is 0.01 % larger, W_Q and W_K are others"
+    assert result.notes == [
+        "W_Q and W_K of 1 head changed far more than their product M (another gauge): the changes of M and of "
+        "attention are too small to matter."
+    ]
     result = compared(own, changed(own, lambda second: change_basis(second, 0.005)), windows=12)
     assert (1, 0) in named(result, "compare.form_change"), "M is 1 % larger"
+
+
+def test_a_small_training_step_changes_the_form_by_more_than_rounding_and_too_little_to_matter():
+    def train(model: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for layer in model.bert.encoder.layer:
+            for weight in (layer.attention.self.query.weight, layer.attention.self.key.weight):
+                weight.add_(
+                    torch.randn(weight.shape, generator=generator) * weight.norm() * 3e-5 / weight.numel() ** 0.5
+                )
+
+    own = model("tiny bert")
+    other = changed(own, train)
+    report = attnlens.compare(own, other, **FOUR)
+    result = report.comparison
+    for row in rows(result, "compare.form_change").values():
+        assert 100 * row.rounding < row.delta < row.smallest
+        assert row.negligible
+    assert result.named == 0
+    assert relations(result) == {"changed"}
+    small = (
+        "W_Q and W_K of 8 heads have a product M that changed by more than rounding explains, but by less than 0.001 "
+        "of its norm (too small to matter)."
+    )
+    assert result.notes == [small]
+    assert answers(report)["Changed?"] == "None of 8 heads changed by itself."
+    assert answers(report)["Form M?"] == small
+    assert "Which heads?" not in answers(report)
+    assert all(check.passed for check in attnlens.check(report, GATE).checks)
+    assert compared(own, other, source="weights").notes == [small]
 
 
 def test_rules_cover_the_blocks_of_a_comparison():

@@ -18,12 +18,12 @@ import torch
 import attnlens
 from attnlens.maths.diagnosis.values import PRECISION
 from attnlens.models import loading
-from attnlens.records import Comparison, Finding, Outcome, PredictionChange
+from attnlens.records import Comparison, Finding, MeasureChange, Outcome, PredictionChange
 from attnlens.records.comparison import ON_FORMS
-from attnlens.report.findings import find
+from attnlens.report.findings import find, next_commands
 from attnlens.report.shapes import Shapes
 from attnlens.requests import InspectRequest
-from attnlens.runs.compare.changes import SAME_FORMS
+from attnlens.runs.compare.changes import NOTES_ON_FORMS
 from attnlens.runs.compare.diagnosis import describe_models
 from attnlens.runs.inspect.pipeline import prepare, survey
 from attnlens.runs.progress import silent
@@ -789,8 +789,70 @@ def test_the_effect_is_notable_if_predictions_surely_change():
     assert effect(0.001, (0.0009, 0.002)).severity == "none"
 
 
+def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own_kl():
+    own = model("llama")
+    report = attnlens.compare(own, changed(own, cast), analyzers="symmetry", windows=2, length=16)
+    fields = {"layer": 1, "q": 1e-9, "rounding": 1e-15}
+    small = {"measure": "compare.own_kl", "negligible": True, **fields}
+
+    def shown(*rows: MeasureChange, relation: str = "identical") -> tuple[dict[str, Finding], list[str]]:
+        heads = [head.model_copy(update={"relation": relation}) for head in report.comparison.heads]
+        change = {"rows": rows, "heads": heads, "blocks": [], "diagnosis": []}
+        changed = report.model_copy(update={"comparison": report.comparison.model_copy(update=change)})
+        return {each.question: each for each in findings(changed)}, next_commands(Shapes(changed))
+
+    others = [
+        MeasureChange(head=2, delta=5e-5, **small),
+        MeasureChange(head=2, measure="compare.row_kl", delta=0.01, named=True, **fields),
+        MeasureChange(head=3, delta=4e-5, **small),
+        MeasureChange(head=3, measure="compare.row_kl", delta=0.02, named=True, **fields),
+    ]
+    said, commands = shown(*others)
+    assert said["Changed?"].answer == "None of 12 heads changed by itself; 2 differ in other measures."
+    assert said["Changed?"].evidence.endswith(" 2 more are significant but too small to matter.")
+    assert (
+        said["Which heads?"].answer == "Layer 1 head 3 (KL as run 0.020 nats), layer 1 head 2 (KL as run 0.010 nats)."
+    )
+    assert not any("inspect" in command for command in commands)
+
+    changes = {"measure": "compare.own_kl", "named": True, **fields}
+    most = MeasureChange(head=5, delta=0.3, **changes), MeasureChange(head=4, delta=0.2, **changes)
+    said, commands = shown(*others[:1], *most, relation="changed")
+    assert said["Changed?"].answer == "2 of 12 heads changed."
+    assert said["Changed?"].evidence.endswith(" 1 more is significant but too small to matter.")
+    assert said["Which heads?"].answer == "Layer 1 head 5 (own KL 0.30 nats), layer 1 head 4 (own KL 0.20 nats)."
+    assert " --head 1.5 " in commands[0], "the most changed head"
+
+
+def test_number_types_are_those_that_fit_the_values():
+    own = model("llama")
+    report = attnlens.compare(own, changed(own, cast), analyzers="symmetry", source="weights")
+    tensors = report.comparison.tensors
+    assert tensors.types == ("float32", "bfloat16"), "both models hold float32 numbers"
+    for types, words in (
+        (tensors.types, "The first model's values fit float32; the second model's values fit bfloat16."),
+        (("gptq", "float16"), "The first model is stored as gptq; the second model's values fit float16."),
+    ):
+        change = {"tensors": tensors.model_copy(update={"types": types})}
+        found = findings(report.model_copy(update={"comparison": report.comparison.model_copy(update=change)}))
+        assert found[0].evidence.endswith(words)
+
+
+def test_causes_that_are_not_shown_are_in_the_json_report():
+    own = model("llama")
+    report = attnlens.compare(own, changed(own, cast), analyzers="symmetry", source="weights")
+    (cause,) = report.comparison.diagnosis
+    for count, words in (
+        (5, "1 more cause is in the JSON report (--json FILE)."),
+        (6, "2 more causes are in the JSON report (--json FILE)."),
+    ):
+        comparison = report.comparison.model_copy(update={"diagnosis": [cause] * count})
+        shown = findings(report.model_copy(update={"comparison": comparison}))
+        assert [each.evidence for each in shown if each.question == "Cause?"][-1] == words
+
+
 def test_notes_on_other_things_than_forms_are_notes():
-    assert all(note.startswith(ON_FORMS) for note in SAME_FORMS.values())
+    assert all(note.startswith(ON_FORMS) for note in NOTES_ON_FORMS.values())
     own = model("llama")
     second = changed(own, disturb("model.layers.0.self_attn.q_proj.weight"))
     report = attnlens.compare(own, second, analyzers="symmetry", source="weights")

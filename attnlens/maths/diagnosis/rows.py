@@ -1,4 +1,4 @@
-"""Structural hypotheses on the rows of heads: another order within each head, of all or some heads."""
+"""Structural hypotheses on the rows of heads: another order within each head, of all or some heads, or across heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, residuals
+from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, residuals, turn_from
 from attnlens.maths.diagnosis.steps import (
     KINDS,
     PERMUTED,
@@ -177,6 +177,69 @@ def _row_step(
     whole = len(concerned) == len(first.parts["query.weight"])
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
+
+
+SAMPLE = 64  # rows whose counterpart is looked for before all rows are matched
+
+
+def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
+    """Propose one order of all rows of W_Q, W_K or both that mixes the heads."""
+    orders: dict[str, Tensor] = {}
+    for role in present_roles(first, second, roles=PERMUTED):
+        before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
+        order = _match_across_heads(before, after) if before.shape == after.shape else None
+        if order is not None and _mixes_heads(order, before.shape[1]):
+            orders[role] = order
+    if not orders:
+        return
+    parts: dict[str, Tensor] = {}
+    concerned, stays = set[int](), list[str]()
+    for role, order in orders.items():
+        count, size = first.parts[f"{role}.weight"].shape[:2]
+        for name in (f"{role}.weight", f"{role}.bias", f"{role}.gain"):
+            part = first.parts.get(name)
+            if part is None or part.numel() % len(order):
+                continue  # a gain that all heads share stays in place
+            moved = part.reshape(len(order), -1)[order].reshape(part.shape)
+            old, new = (float(residuals(each, second.parts[name], name).sum()) for each in (part, moved))
+            if name.endswith("weight") or new < old:
+                parts[name] = moved
+            elif _stays(name, parts, first):
+                stays.append(name)
+        changed = (order != torch.arange(len(order))).view(count, size).any(1).nonzero().flatten().tolist()
+        concerned |= set(changed if role == "query" else query_heads_of(changed, first))
+    names = name_parts([f"{role}.weight" for role in orders])
+    text = f"the rows of {names} are in another order across heads"
+    text += f", but {name_parts(stays)} as before" if stays else ""
+    repair = f"write the rows of {names} in the first model's order"
+    whole = len(concerned) == len(first.parts["query.weight"])
+    yield Step("rows across heads", text, repair, parts, () if whole else tuple(sorted(concerned)))
+
+
+def _match_across_heads(
+    first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
+) -> Tensor | None:
+    """Return, for each row of B, the row of A that it is, over all heads; None if the rows of B are not rows of A."""
+    before, after = (part.flatten(0, 1) for part in (first, second))
+    order = torch.arange(len(before))
+    moved = (before != after).any(1).nonzero().flatten()
+    if len(moved) < 2:
+        return None
+    chosen = moved[:: -(-len(moved) // SAMPLE)]
+    units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (after[chosen], before[moved])]
+    nearest = moved[(units[0] @ units[1].mT).argmax(1)]
+    old, new = (turn_from(before[places], after[chosen]) for places in (chosen, nearest))
+    if not bool(are_better(new, old).any()):
+        return None
+    order[moved.cpu()] = moved.cpu()[_match_rows(before[moved], after[moved])]
+    old, new = (mean_angles(part.view(first.shape), second) for part in (before, before[order]))
+    return order if bool(are_better(new, old)[old > 0].all()) else None
+
+
+def _mixes_heads(order: Int[Tensor, " rows"], size: int) -> bool:
+    """Return True if an order of all rows takes the rows of a head from several heads."""
+    sources = order.view(-1, size) // size
+    return bool((sources != sources[:, :1]).any())
 
 
 def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:

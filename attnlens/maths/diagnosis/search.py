@@ -30,6 +30,7 @@ STRUCTURAL: tuple[Structural, ...] = (
     rows.propose_row_order,
     of_heads.propose_head_order,
     of_heads.propose_averaged_keys,
+    rows.propose_rows_across_heads,
     matrices.propose_exchange,
     matrices.propose_exchanged_gains,
     matrices.propose_misplaced,

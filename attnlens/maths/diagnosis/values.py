@@ -269,8 +269,22 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
             places = torch.tensor(pair.heads)[places.cpu() // size] * size + places.cpu() % size
         several = "s" if len(places) > 1 else ""
         text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
-        yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
+        if _are_trained(first, second, changed.any(1 - axis), axis):
+            yield Fit(
+                f"{kind}s trained", f"{text} (by at most a tenth of their size, as by training)", None, pair.second
+            )
+        else:
+            yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
         return
+
+
+TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as training; replaced ones differ by more
+
+
+def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> bool:
+    """Return True if the changed rows (axis 0) or columns (axis 1) moved by a small part of their size."""
+    before, after = (part.double().movedim(axis, 0)[changed] for part in (first, second))
+    return bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all())
 
 
 def propose_factors(pair: Pair) -> Iterator[Fit]:

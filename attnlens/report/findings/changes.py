@@ -311,19 +311,21 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     rate = f"false-discovery rate {comparison.fdr:g}"
     evidence = f"{comparison.named:,} of {comparison.tests:,} changes are significant ({rate})."
     if small := sum(row.negligible and row.q is not None and row.q <= comparison.fdr for row in comparison.rows):
-        evidence += f" {small:,} more are significant but too small to matter."
+        evidence += f" {small:,} more {'is' if small == 1 else 'are'} significant but too small to matter."
     if blocks:
         evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
     changes = Changes.of(comparison)
-    count = len(changes.forms | changes.local)
+    count = len(changes.own)
     answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
     if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
         answer = f"The form M changed in none of {heads}"
+    more = " more" if count else ""
     if changes.inherited:
         verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")
-        answer += f"; {len(changes.inherited)} more {verb} differently only because {whose} inputs changed"
+        answer += f"; {len(changes.inherited)}{more} {verb} differently only because {whose} inputs changed"
+        more = " more"
     if others := changes.others:
-        answer += f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'} in other measures"
+        answer += f"; {len(others)}{more} {'differs' if len(others) == 1 else 'differ'} in other measures"
     severity = "notable" if count or blocks or changes.inherited or others else "none"
     if comparison.outcome is not None and comparison.outcome.diverged:
         answer += "; numbers that are not finite cannot be compared"
@@ -342,8 +344,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         )
     if notes := [*_notes(comparison, name)]:
         yield Finding(question="Note", answer=notes[0], evidence=" ".join(notes[1:]), severity=severity)
-    if shown := changes.forms | changes.local | others:
-        yield _changed_heads(comparison, shown, name)
+    if changes.own or others:
+        yield _changed_heads(comparison, changes, name)
     yield from _predictions(comparison)
 
 
@@ -360,6 +362,11 @@ class Changes:
     local: set[Place]  # the same M, but other attention to the same inputs
     inherited: set[Place]  # other attention only because their inputs changed
     others: set[Place]  # named changes of other measures alone
+
+    @property
+    def own(self) -> set[Place]:
+        """Heads that changed by themselves."""
+        return self.forms | self.local
 
     @classmethod
     def of(cls, comparison: Comparison) -> Changes:
@@ -392,7 +399,8 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
         for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
             evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
         if tensors.types is not None:
-            evidence.append(f"Stored as {clean(tensors.types[0])}, then {clean(tensors.types[1])}.")
+            sides = [_storage(which, kind) for which, kind in zip(("first", "second"), tensors.types, strict=True)]
+            evidence.append(f"The {'; the '.join(sides)}.")
         yield Finding(
             question="Same weights?",
             answer=answer,
@@ -404,6 +412,11 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
         shown = [f"{clean(each.field)} {_value(each.first)} → {_value(each.second)}" for each in fields]
         answer = f"No: {join_items(shown, 4)}."
         yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+
+
+def _storage(which: str, kind: str) -> str:
+    """Say which number type represents one model's values, or how they are quantised."""
+    return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
 LONGEST = 32  # Characters of a config field's value that are printed
@@ -426,7 +439,8 @@ def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
             low, high = min(cause.head_errors), max(cause.head_errors)
             evidence.append(f"Relative error of W_Q and W_K by head: {short(low)} to {short(high)}.")
         if more > 0 and number == MOST_CAUSES - 1:
-            evidence.append(f"{format_count(more, 'more cause')}: --json.")
+            verb = "is" if more == 1 else "are"
+            evidence.append(f"{format_count(more, 'more cause')} {verb} in the JSON report (--json FILE).")
         yield Finding(
             question="Cause?",
             answer=clean(describe_cause(cause, name)),
@@ -482,22 +496,35 @@ def _list(heads: set[Place], name: Names) -> str:
     return join_items(f"{name(layer)}.{head}" for layer, head in sorted(heads))
 
 
-def _changed_heads(comparison: Comparison, heads: set[Place], name: Names) -> Finding:
+DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "KL as run {} nats"}
+"""Measures by which changed heads are ordered, the first that is known, and how their values are printed."""
+
+
+def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
+    """Return changes of practical size of one of DISTANCES, largest first, without inherited ones."""
+    for measure in DISTANCES:
+        rows = [row for row in comparison.rows if row.measure == measure and row.delta]
+        named = _places(row for row in rows if row.named)
+        shown = changes.own | (changes.others & named)
+        if found := [row for row in rows if (row.layer, row.head) in shown]:
+            return sorted(found, key=lambda row: -(row.delta or 0.0))
+    return []
+
+
+def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Finding:
     """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
-    for measure, unit in ((OWN_ROWS, "own KL {} nats"), (FORMS, "‖ΔM‖/‖M‖ {}"), (ROWS, "KL as run {} nats")):
-        rows = [
-            row for row in comparison.rows if row.measure == measure and (row.layer, row.head) in heads and row.delta
-        ]
-        rows.sort(key=lambda row: -(row.delta or 0.0))
-        if rows:
-            shown = [
-                f"layer {name(row.layer)} head {row.head} ({unit.format(short(row.delta or 0.0))})"
-                for row in rows[:MOST_HEADS]
-            ]
-            more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
-            answer = f"{', '.join(shown)}{more}."
-            return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
-    return Finding(question="Which heads?", answer=f"{_list(heads, name)}.", evidence="Layer.head.")
+    rows = _most_changed(comparison, changes)
+    if not rows:
+        answer = f"{_list(changes.own or changes.others, name)}."
+        return Finding(question="Which heads?", answer=answer, evidence="Layer.head.")
+    measure = rows[0].measure
+    shown = [
+        f"layer {name(row.layer)} head {row.head} ({DISTANCES[measure].format(short(row.delta or 0.0))})"
+        for row in rows[:MOST_HEADS]
+    ]
+    more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
+    answer = f"{', '.join(shown)}{more}."
+    return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
@@ -542,8 +569,10 @@ def after_comparison(shapes: Shapes) -> Iterator[str]:
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
     changes, model = Changes.of(comparison), model_argument(report)
-    for layer, head in sorted(changes.forms | changes.local)[:1]:
-        name = f"{report.model.layer_name(layer)}.{head}"
+    most_changed = _most_changed(comparison, changes)
+    if changes.own and most_changed:
+        head = most_changed[0]
+        name = f"{report.model.layer_name(head.layer)}.{head.head}"
         yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
     yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
     yield f"attnlens doctor {model}"

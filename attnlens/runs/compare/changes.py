@@ -35,16 +35,29 @@ ROUNDING_SPACINGS = 4.0
 """Relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when it is
 stored, loaded and multiplied."""
 ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
+GAUGE_FACTOR = 100
+"""Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as the rounding of
+another basis. Training steps change M about as much as W_Q and W_K."""
 NEAR_FACTOR = 10  # ratio of this change to the change at equal positions (due to rounding) that is required in addition
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
-SAME_FORMS: dict[str | bool | None, str] = {
+NOTES_ON_FORMS = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "
     "rows (a lost RoPE permutation?): {names}.",
-    True: "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the mask act "
-    "differently: {names}.",
-    False: "W_Q and W_K of {heads} changed, but not their product M (another gauge) nor attention, beyond rounding.",
-    None: "W_Q and W_K of {heads} changed, but not their product M beyond rounding; attention was not compared.",
-}  # notes on heads with the same M from other W_Q and W_K, by whether the change of their attention exceeds rounding
+    "other attention": "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the "
+    "mask act differently: {names}.",
+    "gauge": "W_Q and W_K of {heads} changed, but not their product M (another gauge) nor attention, beyond rounding.",
+    "gauge of weights": "W_Q and W_K of {heads} changed, but not their product M beyond rounding; attention was not "
+    "compared.",
+    "imprecise gauge": "W_Q and W_K of {heads} changed far more than their product M (another gauge): the changes of M "
+    "and of attention are too small to matter.",
+    "imprecise gauge of weights": "W_Q and W_K of {heads} changed far more than their product M (another gauge), whose "
+    "change is too small to matter; attention was not compared.",
+    "small change": "W_Q and W_K of {heads} have a product M that changed by more than rounding explains, but by less "
+    f"than {SMALLEST[FORMS]:g} of its norm (too small to matter).",
+    "small change, other attention": "W_Q and W_K of {heads} have a product M that changed by less than "
+    f"{SMALLEST[FORMS]:g} of its norm, but attention changed by more than the practical size: {{names}}.",
+}
+"""Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K are others."""
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
@@ -92,10 +105,15 @@ def _relation(
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
-    # no division: a factor of zeros is close only to zeros
-    limit = ROUNDING_SPACINGS * spacing
-    close = all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
-    return "rounding" if close and same_scale else "same form"
+
+    def are_within(limit: float) -> bool:
+        """Return True if both factors changed by at most this share of their norm."""
+        # no division: a factor of zeros is close only to zeros
+        return all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
+
+    if are_within(ROUNDING_SPACINGS * spacing) and same_scale:
+        return "rounding"
+    return "changed" if p < CHANGED_P and are_within(GAUGE_FACTOR * change) else "same form"
 
 
 def describe(
@@ -117,17 +135,39 @@ def describe(
             f"Layer {name(layer)}: the second model has {format_count(count, 'head')} in another order; each head is "
             "compared with its partner."
         )
-    exceeds = {
-        (row.layer, row.head): row.beyond_rounding and not row.negligible for row in rows if row.measure == OWN_ROWS
-    }
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
-    turned = {head for head in _turned_heads(pairing, same) if exceeds.get(head) is not False}
+    turned = set(_turned_heads(pairing, same))
+    forms, own = ({(row.layer, row.head): row for row in rows if row.measure == each} for each in (FORMS, OWN_ROWS))
     groups: dict[str | bool | None, list[str]] = defaultdict(list)
-    for head in sorted(same):
-        groups["turned" if head in turned else exceeds.get(head)].append(f"{name(head[0])}.{head[1]}")
-    for group, note in SAME_FORMS.items():
+    for head in sorted(heads, key=lambda head: (head.layer, head.head)):
+        place = head.layer, head.head
+        if head.relation == "same form" or (head.relation == "changed" and forms[place].negligible):
+            group = _classify_form(head, forms[place], own.get(place), is_turned=place in turned)
+            groups[group].append(f"{name(head.layer)}.{head.head}")
+    for group, note in NOTES_ON_FORMS.items():
         if names := groups[group]:
             yield note.format(heads=format_count(len(names), "head"), names=join_items(names))
+
+
+def _classify_form(
+    head: records.HeadChange, form: records.MeasureChange, own: records.MeasureChange | None, *, is_turned: bool
+) -> str:
+    """Return the key in NOTES_ON_FORMS of a head whose M is the same, or changed by less than the practical size.
+
+    `form` and `own` are the changes of M and of attention to the same inputs; `own` is missing if no text was read.
+    """
+    beyond_rounding = None if own is None else own.beyond_rounding
+    attends_differently = own is not None and beyond_rounding and not own.negligible
+    if head.relation == "changed":
+        return "small change, other attention" if attends_differently else "small change"
+    if is_turned and (attends_differently or beyond_rounding is None):
+        return "turned"
+    if attends_differently:
+        return "other attention"
+    known = beyond_rounding is not None
+    if beyond_rounding or (form.p is not None and form.p < CHANGED_P):
+        return "imprecise gauge" if known else "imprecise gauge of weights"
+    return "gauge" if known else "gauge of weights"
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
