@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, StudyTable
+from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.checked import Names, describe_fault
+from attnlens.report.sections.checked import Names, describe_fault, untested_masks
 from attnlens.report.sections.facts import count_agreeing, state_untested
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
@@ -42,11 +42,12 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
             answer = f"Yes, up to the model's own rounding at {len(rounded)} of {total}."
             largest, severity = f"{clean(worst.site)}: {clean(worst.reason or '')}.", "notable"
     yield Finding(question="Read correctly?", answer=answer, evidence=largest, severity=severity)
-    yield from _backend_findings(shapes.report.backends or [], shapes.report.model.layer_name)
+    yield from _backend_findings(shapes.report)
 
 
-def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator[Finding]:
+def _backend_findings(report: Report) -> Iterator[Finding]:
     """Yield whether the attention backends compute the same outputs, and whether their masks are as declared."""
+    backends, name = report.backends or [], report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
     if not ran:
         return
@@ -63,8 +64,17 @@ def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator
     errors = [each.output_error for each in ran if each.output_error is not None]
     evidence = f"Largest relative error: {max(errors):.1e}." if errors and not wrong else ""
     yield Finding(question="Backends agree?", answer=answer, evidence=evidence, severity=severity)
+    yield from _mask_findings(ran, untested_masks(report), name)
+
+
+def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], name: Names) -> Iterator[Finding]:
+    """Yield whether every output sees the declared tokens, and which requested masks were not tested."""
     tested = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
+    reasons = dict.fromkeys(f"{mask.mask}: {clean(mask.reason or '')}" for mask in untested)
+    left_out = f"Not tested: {'; '.join(reasons)}." if reasons else ""
     if not tested:
+        if left_out:
+            yield Finding(question="Masks right?", answer=left_out, severity="problem")
         return
     faults = [(each, mask) for each in ran for mask in _order_faults(each.masks)]
     if faults:
@@ -72,7 +82,9 @@ def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator
         answer, severity = f"No: {join_items(named, 2, '; ')}.", "problem"
     else:
         answer, severity = f"Yes: every output sees what is declared ({join_items(tested, 8)}).", "none"
-    yield Finding(question="Masks right?", answer=answer, severity=severity)
+        if left_out:
+            severity = "notable"
+    yield Finding(question="Masks right?", answer=f"{answer} {left_out}".rstrip(), severity=severity)
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:

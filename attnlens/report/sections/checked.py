@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
@@ -188,6 +188,13 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Not tested", items=tuple(left_out))
 
 
+def untested_masks(report: Report) -> list[MaskCheck]:
+    """Return the tests of masks that were requested by name but did not run."""
+    named = str(report.settings.options.get("masks", "")).split(",")
+    masks = [mask for each in report.backends or [] for mask in each.masks]
+    return [mask for mask in masks if mask.verdict == "not checked" and mask.mask in named]
+
+
 def format_error(error: float | None) -> str:
     """Format a relative error with one digit; `not finite` if it is missing."""
     return "not finite" if error is None else f"{error:.0e}" if error else "0"
@@ -229,25 +236,49 @@ def describe_fault(fault: Sight, name: Names = str) -> str:
     return f"token {fault.output} {verb} token {fault.token} in {where}"
 
 
-def doctor_checks(report: Report) -> list[Check]:
-    """Return one check per site, backend and tested mask, for JUnit."""
-    checks, name = [], report.model.layer_name
+@dataclass(frozen=True)
+class Case:
+    """Test case of a JUnit file: the outcome of a check, or the reason why it did not run."""
+
+    group: str  # what was tested, which becomes the name of a class
+    name: str
+    outcome: Check | str
+
+
+def rule_cases(report: Report) -> list[Case]:
+    """Return one test case per rule of a check."""
+    return [Case(check.subject, check.rule, check) for check in report.checks]
+
+
+def doctor_cases(report: Report) -> list[Case]:
+    """Return one test case per site, backend and mask; those that did not run have a reason."""
+    cases, name = [], report.model.layer_name
     for site in report.doctor:
+        if site.verdict == "not checked":
+            cases.append(Case("doctor.sites", site.site, site.reason or ""))
+            continue
         errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
-        checks.append(_outcome(f"reads {site.site}", "the model's attention", site.passed, max(errors, default=None)))
+        cases.append(_case("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None)))
     for each in report.backends or []:
-        if each.verdict != "not run":
+        group = f"doctor.{each.backend}"
+        if each.verdict == "not run":
+            cases.append(Case(group, "outputs", each.reason or ""))
+        else:
             wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
             agrees = each.output_error is not None and each.output_error <= (each.tolerance or 0)
             passed = agrees or each.verdict == "rounds"
-            checks.append(_outcome(f"{each.backend}: outputs", wanted, passed, each.output_error))
+            cases.append(_case(group, "outputs", wanted, passed, each.output_error))
         for mask in each.masks:
-            if mask.verdict != "not checked":
-                faults = [describe_fault(fault, name) for fault in mask.faults]
-                wanted = "; ".join(faults) or mask.reason or "outputs as declared"
-                checks.append(_outcome(f"{each.backend}: {mask.mask}", wanted, mask.verdict == "agrees", mask.error))
-    return checks
+            if mask.verdict == "not checked":
+                cases.append(Case(group, mask.mask, mask.reason or ""))
+                continue
+            faults = [describe_fault(fault, name) for fault in mask.faults]
+            wanted = "; ".join(faults) or mask.reason or "outputs as declared"
+            cases.append(_case(group, mask.mask, wanted, mask.verdict == "agrees", mask.error))
+    return cases
 
 
-def _outcome(subject: str, wanted: str, passed: bool, value: float | None) -> Check:
-    return Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)
+def _case(group: str, name: str, wanted: str, passed: bool, value: float | None) -> Case:
+    subject = f"{group}: {name}"
+    outcome = Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)
+    return Case(group, name, outcome)
