@@ -350,6 +350,10 @@ def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
     text = (tmp_path / "tests.xml").read_text()
     assert 'failures="1"' in text
     assert 'classname="attnlens.doctor.eager" name="outputs"' in text
+    (causal,) = (line.split() for line in result.stdout.splitlines() if line.startswith("causal "))
+    assert causal[1::2] == ["agrees", "agrees"], "the mask is right, whatever the outputs do"
+    assert "its error includes that of the backend" in " ".join(result.stdout.split())
+    assert f"attnlens doctor {tmp_path / 'falcon'} --masks causal --table" in result.stdout
     assert invoke(*words, "--backends", "sdpa").returncode == 0
     missing = invoke(*words, "--backends", "sdpa,flex_attention")
     assert "flex_attention" in missing.stdout
@@ -373,6 +377,24 @@ def test_a_requested_mask_that_did_not_run_is_named_skipped_and_exits_with_3(tmp
     assert case.result[0].message == "the model has no causal attention"
     assert invoke(*words, "--masks", "causal").returncode == 0
     assert invoke(*words, "--strict").returncode == 0
+
+
+def test_the_table_stands_once_before_the_next_commands():
+    report = attnlens.doctor("demo", backends="eager", masks="causal", **PLAIN)
+    titles = [section.title for section in export.summary(report, all_heads=True).sections]
+    assert titles.count("Backends and masks") == 1
+    assert titles[-1] == "Next"
+
+
+def test_a_model_without_predictions_has_no_row_of_same_tokens():
+    model = tf.BertModel(family("bert").model.config).eval()
+    report = attnlens.doctor(loaded(model), backends="eager", **PLAIN)
+    (section,) = (each for each in export.summary(report).sections if each.title == "Backends and masks")
+    assert section.table.names[0].cells == ["outputs", "bidirectional", "padding-left", "padding-right"]
+    verdicts, errors = section.table.columns
+    assert set(verdicts.cells) == {"agrees"}
+    assert "–" in errors.cells, "BERT has other positions under left padding"
+    assert "not comparable because padding moves the positions" in section.notes[-1]
 
 
 def test_the_screen_of_demo_is_at_most_24_lines_of_80_columns():

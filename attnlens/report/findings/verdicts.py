@@ -11,7 +11,7 @@ from shlex import quote
 
 from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.checked import Names, describe_fault, untested_masks
+from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
 from attnlens.report.sections.facts import count_agreeing, state_untested
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
@@ -95,13 +95,6 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
     return sorted(wrong, key=lambda mask: is_past and mask.mask != "window")
 
 
-def is_close(check: BackendCheck) -> bool:
-    """Return True if a backend's outputs agree with float64, apart from errors that rounding explains."""
-    if check.verdict == "rounds":
-        return True
-    return check.output_error is not None and check.output_error <= (check.tolerance or 0)
-
-
 def describe_error(check: BackendCheck, name: Names = str) -> str:
     """Describe how far a backend's outputs are from float64, and the first site where they are.
 
@@ -134,12 +127,13 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the commands that inspect the checked model, and save the check."""
-    model = model_argument(shapes.report)
+    """Yield the commands that inspect the checked model, and repeat and save the check."""
+    model, options = model_argument(shapes.report), shapes.report.settings.options
+    tested = "".join(f" --{name} {quote(str(options[name]))}" for name in ("backends", "masks") if name in options)
     if any(each.verdict == "differs" for each in shapes.report.backends or []):
-        yield f"attnlens doctor {model} --table"
+        yield f"attnlens doctor {model}{tested} --table"
     yield f"attnlens inspect {model}"
-    yield f"attnlens doctor {model} --json doctor.json"
+    yield f"attnlens doctor {model}{tested} --json doctor.json"
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
