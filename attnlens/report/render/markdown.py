@@ -115,8 +115,8 @@ def step_summary(report: Report) -> str:
 
 
 SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|:(?=\S)|[!-~](?<![\w .,:;?\"/()+%='-])")
-"""ASCII characters with a meaning in markdown or HTML. An underscore within a word is harmless, and so is a colon before
-a blank; other colons can begin an emoji (`:x:`) or belong to an address."""
+"""ASCII characters with a meaning in markdown or HTML. An underscore within a word is harmless, and so is a colon
+before a blank; other colons can begin an emoji (`:x:`) or belong to an address."""
 
 
 def markdown(doc: Document) -> str:
