@@ -14,7 +14,9 @@ from contextlib import suppress
 from itertools import pairwise
 
 import typer
+from pydantic import ValidationError
 
+from attnlens.arguments import format_argument
 from attnlens.cli.commands import app, help_for
 from attnlens.cli.exit_codes import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.outputs import guard_stdout
@@ -74,7 +76,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     except ClickError as error:
         # the error has no context if an option lacks its value, which only happens within a command
         command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
-        problem = f"{error.format_message()}{_variable_of(error)}"
+        problem = _describe_problem(error)
         remedy = _find_replacement(problem) or f"Run: {command} -h"
         complain(problem, remedy)
         write_json_error(UsageError.code, problem, remedy)
@@ -85,6 +87,31 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return READER_LEFT
     except BaseException as error:
         return report_failure(error)
+
+
+WANTED = {  # What a value must be, by the type of pydantic's error
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    **dict.fromkeys(("int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
+    "float_parsing": "a number",
+}
+
+
+def _describe_problem(error: typer.BadParameter) -> str:
+    """State what is wrong with the arguments: the option and what its value must be, or click's message."""
+    near = getattr(error, "possibilities", None)
+    if near:  # the nearest first
+        return f"{error.message.rstrip('.')}. Did you mean {near[0]}?"
+    cause, variable = error.__cause__, _variable_of(error)
+    if isinstance(cause, ValidationError) and error.param is not None:
+        first = cause.errors(include_url=False)[0]
+        wanted = WANTED.get(first["type"], "").format(**first.get("ctx", {}))
+        if wanted:
+            flag = max(error.param.opts, key=len)
+            found = format_argument(first["input"])
+            found = found.strip("'") if "ctx" in first else found  # a number out of bounds, as it was typed
+            return f"{flag} must be {wanted}, not {found}{variable}."
+    return f"{error.format_message()}{variable}"
 
 
 def _variable_of(error: typer.BadParameter) -> str:
@@ -98,7 +125,7 @@ def _variable_of(error: typer.BadParameter) -> str:
 
 def _find_replacement(problem: str) -> str | None:
     """Return the remedy if a name was removed or is available only in Python; None for other problems."""
-    if "'--windows'" in problem and "integer" in problem:
+    if problem.startswith("--windows must be a whole number"):
         return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
     if unknown is None or unknown[1] in REMOVED:

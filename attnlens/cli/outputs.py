@@ -154,6 +154,8 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
                 inputs[os.path.realpath(with_home(dataset.name))] = f"a file of the dataset that --{option} reads"
             elif str(path) != STDIN:
                 check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, TEXT_REMEDY)
+                if resolved.is_file() and not resolved.stat().st_size:  # before torch is imported
+                    raise TextError(f"The text is empty: {path.name}.", "Give a text of at least a few hundred words.")
                 inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
         from attnlens.records import read_plan

@@ -132,12 +132,24 @@ def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
     lines = [f"Usage: attnlens {name} {' '.join(arguments)} [options]".replace("  ", " "), ""]
     lines += [next(commands[name] for commands in GROUPS.values() if name in commands), ""]
     room = min(100, shutil.get_terminal_size().columns) - wide - 4
-    lines += [f"  {left:{wide}}  {_first_sentence(text, room)}" for left, text in rows]
+    for left, text in rows:
+        first, *others = _describe_option(text, room)
+        lines += [f"  {left:{wide}}  {first}", *(f"  {'':{wide}}  {other}" for other in others)]
     lines += ["", "Examples", *(f"  {example}" for example in EXAMPLES[name]), ""]
     return "\n".join([*lines, f"attnlens {name} --help shows all options."])
 
 
-def _first_sentence(text: str, width: int) -> str:
-    """Return the first sentence of a text, shortened to a width."""
+CLAUSE = re.compile(r"; |: | \(|, (?=(?:e\.g\.|in|or|and|as|such as) )")
+"""Place in a sentence before which it can end: a further clause, an example, or a remark in parentheses."""
+
+
+def _describe_option(text: str, width: int) -> list[str]:
+    """Return the first sentence of a text up to the last clause that fits one line, or on as many lines as it needs."""
     sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
-    return textwrap.shorten(sentence, width, placeholder=" …")
+    if len(sentence) <= width:
+        return [sentence]
+    starts = [sentence[: match.start()] for match in CLAUSE.finditer(sentence) if match.start() <= width]
+    whole = [start for start in starts if start.count("(") == start.count(")")]
+    # a list after a colon must not end at the remark on its first member
+    ends = [start for start in whole if ": " not in start or not sentence[len(start) :].startswith(" (")]
+    return ends[-1:] or textwrap.wrap(sentence, width)

@@ -83,8 +83,9 @@ def read_record(
             problem = f"{path} has schema_version {format_value(first['input'])}; this attnlens reads '1' and '2'."
             remedy = "Create the file again with this attnlens, or read it with the attnlens that wrote it."
             raise UsageError(problem, remedy) from None
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
+        where = "".join(f"{part}." for part in first["loc"])
+        reason = f"{where[:-1]}: {first['msg']}" if where else first["msg"]
+        raise UsageError(f"{path} is {otherwise}: {reason}.", remedy) from None
 
 
 class Null(Record):

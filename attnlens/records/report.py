@@ -304,7 +304,9 @@ class Report(Record):
         try:
             import pandas
         except ImportError:
-            raise UsageError("to_dataframe needs pandas, which is not installed.", "Run: pip install pandas") from None
+            raise UsageError(
+                "A table of heads needs pandas, which is not installed.", "Run: pip install pandas"
+            ) from None
         return pandas.DataFrame([head.cells() for head in self.heads])
 
 

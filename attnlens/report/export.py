@@ -12,8 +12,8 @@ from attnlens.analyzers.registry import measure_infos
 from attnlens.errors import UsageError
 from attnlens.records import Kind, Report
 from attnlens.report import sections
-from attnlens.report.render.markdown import junit_checks, markdown, spreadsheet
-from attnlens.report.sections.checked import doctor_checks
+from attnlens.report.render.markdown import junit_cases, markdown, spreadsheet
+from attnlens.report.sections.checked import doctor_cases
 from attnlens.report.sections.comparisons import comparison_rows, study_rows
 from attnlens.report.sections.experiments import experiment_rows
 from attnlens.report.sections.explorer import explorer
@@ -127,7 +127,7 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
     "windows_csv": lambda report: spreadsheet(windows(report)),
     "markdown": lambda report: markdown(summary(report, whole=True)),
     "plan": _plan,
-    "junit": lambda report: junit_checks(clean(f"attnlens doctor {report.model.id}"), doctor_checks(report)),
+    "junit": lambda report: junit_cases(clean(f"attnlens doctor {report.model.id}"), doctor_cases(report)),
     "html": build_page,
 }
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}

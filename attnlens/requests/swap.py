@@ -129,8 +129,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     """Options of `find_ranks`."""
 
     budget: fields.BudgetText | None = option(
-        "Find the smallest rank per key head that raises the loss or perplexity by at most this percentage "
-        "(`loss:1%`, `ppl:2%`), and estimate the rise on held-out windows.",
+        "Find the smallest rank per key head within this rise of loss or perplexity (`loss:1%`, `ppl:2%`), and "
+        "estimate the rise on held-out windows.",
         metavar="BUDGET",
         shown="loss:1%",
     )
@@ -168,7 +168,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "With `--learn text`: also train the same weight matrices of the original model for as long, and compare."
+        "Also train the original model, and compare: the same weight matrices for as long, with `--learn text`."
     )
     checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
     eta: float | None = keyword(

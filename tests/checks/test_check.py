@@ -86,7 +86,7 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
     assert json.loads(run.stdout)["checks"]
     assert run.stderr.count("::error ") == 10
     assert summary.read_text().startswith("before\n## attnlens check")
-    assert "**FAILED&#58; 1 of 1 rule**" in summary.read_text()
+    assert "**FAILED: 1 of 1 rule**" in summary.read_text()
 
 
 REFUSED = [

@@ -46,9 +46,12 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     # arguments
     ("inspekt", ("No such command 'inspekt'", "Run: attnlens -h")),
     ("inspect --hedas 2", ("No such option: --hedas", "--heads", "Run: attnlens inspect -h")),
+    ("inspect --analyser x", ("No such option: --analyser. Did you mean --analyzer?\n",)),
+    ("inspect --text empty.txt", ("The text is empty: empty.txt.",)),
+    ("inspect --windows 0", ("--windows must be at least 1, not 0.\n",)),
     ("inspect demo --length", ("--length", "Run: attnlens inspect -h")),
     ("inspect demo more", ("more", "Run: attnlens inspect -h")),
-    ("inspect --length 1", ("'--length'",)),
+    ("inspect --length 1", ("--length must be at least ",)),
     ("inspect --layers 3-0", ("reversed range", "0-3")),
     ("inspect --heads x", ("not a list of numbers",)),
     *((f"inspect --heads {numbers}", ("9999",)) for numbers in ("0-99999999999", "1,2-10000", "9" * 5000)),
@@ -86,7 +89,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("swap-kernel --sweep head", ("Unknown sweep 'head'", "Did you mean 'heads'?")),
     (f"swap-kernel --calibration {DEMO}/text.txt", ("no effect without --fit",)),
     ("converge --experiment ranc", ("Did you mean 'rank'",)),
-    *((f"converge --{option} 0", (f"'--{option}'",)) for option in ("iterations", "trials")),
+    *((f"converge --{option} 0", (f"--{option} must be at least 1, not 0.",)) for option in ("iterations", "trials")),
     ("converge --head 0.1 --layers 1", ("--layers applies to checkpoints",)),
     ("converge --checkpoints --trials 3", ("--trials applies to the synthetic experiments",)),
     ("converge --length 16", ("--length applies to a single head and checkpoints",)),
@@ -228,6 +231,7 @@ def here(tmp_path_factory):
         (folder / "n" / file.name).symlink_to(file)
     (folder / "bare" / "model.safetensors").symlink_to(folder / "m" / "model.safetensors")
     (folder / "my.txt").write_text("The cat sat on the mat and looked at the dog. " * 40)
+    (folder / "empty.txt").touch()
     shutil.copy(folder / "my.txt", folder / "pictures" / "overview.png")
     (folder / "old.png").touch()
     links = {"soft.txt": "my.txt", "link": "m", "weights": "m/model.safetensors", "link-a.png": "a.png"}

@@ -22,6 +22,7 @@ def test_short_help_shows_at_most_12_options_and_three_examples_on_one_screen(na
     assert (result.returncode, result.stderr) == (0, "")
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= 80
+    assert "…" not in result.stdout, "whole phrases"
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
     assert len(shown) == len(OPTIONS[name].split()) <= MOST_OPTIONS
     assert {flag[2:].replace("-", "_") for flag in shown} <= set(signature(COMMANDS[name]).parameters)

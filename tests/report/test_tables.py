@@ -162,7 +162,7 @@ def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(rep
     text = views.markdown(report)
     line = next(line for line in text.splitlines() if line.startswith("| 1 |"))
     assert line.split(" | ")[1] == f"{medians(report, 'weights.symmetry')[1]:.3f}"
-    assert not absent(text, "**COMPLETE&#58; 16 of 16 heads**", "### weights", "### tokens")
+    assert not absent(text, "**COMPLETE: 16 of 16 heads**", "### weights", "### tokens")
     strange = synthetic_report(2, 2, model=HOSTILE)
     heads = [head.model_copy(update={"measures": {HOSTILE: head.measures["weights.norm"]}}) for head in strange]
     settings = strange.settings.model_copy(update={"notes": [HOSTILE]})
@@ -171,8 +171,9 @@ def test_markdown_has_the_same_numbers_and_escapes_whatever_a_stranger_wrote(rep
     assert absent(text, *raw) == [*raw]
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert [line.count("|") for line in table] == [3] * 10  # two tables of two columns, five lines each
-    plain = "bert.layer.0 effective_rank (95 %), -0.1 ± 2"
+    plain = 'bert.layer.0 effective_rank (95 %), -0.1 ± 2; Previous? "verified": yes'
     assert escape_text(plain) == plain
+    assert escape_text(":x: https://a mailto:b") == "&#58;x: https&#58;//a mailto&#58;b"
     assert escape_text("_a_ *b*") == "&#95;a&#95; &#42;b&#42;"
     text = views.summary(strange, 300)
     assert not {"\x1b", "\u202e"} & set(text)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers as tf
 from hostile import refused
+from junitparser import JUnitXml
 from loaded import family, loaded
 from program import invoke
 from transformers import cache_utils, masking_utils
@@ -348,12 +349,52 @@ def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
     assert "No: eager differs from float64 by" in " ".join(result.stdout.split())
     text = (tmp_path / "tests.xml").read_text()
     assert 'failures="1"' in text
-    assert "eager: outputs" in text
+    assert 'classname="attnlens.doctor.eager" name="outputs"' in text
+    (causal,) = (line.split() for line in result.stdout.splitlines() if line.startswith("causal "))
+    assert causal[1::2] == ["agrees", "agrees"], "the mask is right, whatever the outputs do"
+    assert "its error includes that of the backend" in " ".join(result.stdout.split())
+    assert f"attnlens doctor {tmp_path / 'falcon'} --masks causal --table" in result.stdout
     assert invoke(*words, "--backends", "sdpa").returncode == 0
     missing = invoke(*words, "--backends", "sdpa,flex_attention")
     assert "flex_attention" in missing.stdout
     assert missing.returncode == 0
     assert invoke(*words, "--backends", "sdpa,flex_attention", "--strict").returncode == 3
+
+
+def test_a_requested_mask_that_did_not_run_is_named_skipped_and_exits_with_3(tmp_path):
+    report = attnlens.doctor(family("bert"), masks="causal,bidirectional", backends="eager", **PLAIN)
+    (answer,) = (each.answer for each in find(Shapes(report)) if each.question == "Masks right?")
+    assert answer.startswith("Yes: every output sees what is declared (bidirectional). Not tested: causal: the model")
+    family("bert").model.save_pretrained(tmp_path / "bert")
+    words = ("doctor", tmp_path / "bert", "--length", "16", "--no-progress", "--backends", "eager")
+    result = invoke(*words, "--masks", "causal", "--strict", "--junit", tmp_path / "tests.xml")
+    assert "Not tested: causal: the model has no causal attention." in " ".join(result.stdout.split())
+    assert result.returncode == 3
+    (suite,) = JUnitXml.fromfile(str(tmp_path / "tests.xml"))
+    (case,) = (case for case in suite if case.name == "causal")
+    assert suite.skipped == 1
+    assert case.classname == "attnlens.doctor.eager"
+    assert case.result[0].message == "the model has no causal attention"
+    assert invoke(*words, "--masks", "causal").returncode == 0
+    assert invoke(*words, "--strict").returncode == 0
+
+
+def test_the_table_stands_once_before_the_next_commands():
+    report = attnlens.doctor("demo", backends="eager", masks="causal", **PLAIN)
+    titles = [section.title for section in export.summary(report, all_heads=True).sections]
+    assert titles.count("Backends and masks") == 1
+    assert titles[-1] == "Next"
+
+
+def test_a_model_without_predictions_has_no_row_of_same_tokens():
+    model = tf.BertModel(family("bert").model.config).eval()
+    report = attnlens.doctor(loaded(model), backends="eager", **PLAIN)
+    (section,) = (each for each in export.summary(report).sections if each.title == "Backends and masks")
+    assert section.table.names[0].cells == ["outputs", "bidirectional", "padding-left", "padding-right"]
+    verdicts, errors = section.table.columns
+    assert set(verdicts.cells) == {"agrees"}
+    assert "–" in errors.cells, "BERT has other positions under left padding"
+    assert "not comparable because padding moves the positions" in section.notes[-1]
 
 
 def test_the_screen_of_demo_is_at_most_24_lines_of_80_columns():

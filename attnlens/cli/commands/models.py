@@ -87,8 +87,12 @@ def doctor(context: typer.Context) -> None:
     backends = report.backends or []
     if any(each.verdict == "differs" for each in backends):
         raise backend_failure(report)
-    left_out = any(each.verdict == "not run" for each in backends)
-    if params["strict"] and (report.summary.verdict != "agrees" or left_out):
+    if not params["strict"]:
+        return
+    from attnlens.report.sections.checked import untested_masks  # late, because it loads the records
+
+    left_out = any(each.verdict == "not run" for each in backends) or bool(untested_masks(report))
+    if report.summary.verdict != "agrees" or left_out:
         raise typer.Exit(PARTLY)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -71,7 +72,8 @@ class RankSearch:
         if session.task not in ("causal", "masked", "seq2seq"):
             reason = f"has {HEADLESS}" if session.task == "hidden" else "can only be compared with its own predictions"
             problem = f"A loss budget cannot be applied: this model {reason}."
-            raise UsageError(problem, "Use the same rank for all heads: attnlens swap-kernel MODEL --kernel rank:16")
+            command = f"attnlens swap-kernel {quote(session.loaded.info.id)} --kernel rank:16"
+            raise UsageError(problem, f"Use the same rank for all heads: {command}")
         check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents, session.evaluated.sequences))
         count = search.PARTS if self.plan is None else 1

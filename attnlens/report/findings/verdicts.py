@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, StudyTable
+from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.checked import Names, describe_fault
+from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
 from attnlens.report.sections.facts import count_agreeing, state_untested
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
@@ -42,11 +42,12 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
             answer = f"Yes, up to the model's own rounding at {len(rounded)} of {total}."
             largest, severity = f"{clean(worst.site)}: {clean(worst.reason or '')}.", "notable"
     yield Finding(question="Read correctly?", answer=answer, evidence=largest, severity=severity)
-    yield from _backend_findings(shapes.report.backends or [], shapes.report.model.layer_name)
+    yield from _backend_findings(shapes.report)
 
 
-def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator[Finding]:
+def _backend_findings(report: Report) -> Iterator[Finding]:
     """Yield whether the attention backends compute the same outputs, and whether their masks are as declared."""
+    backends, name = report.backends or [], report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
     if not ran:
         return
@@ -63,8 +64,17 @@ def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator
     errors = [each.output_error for each in ran if each.output_error is not None]
     evidence = f"Largest relative error: {max(errors):.1e}." if errors and not wrong else ""
     yield Finding(question="Backends agree?", answer=answer, evidence=evidence, severity=severity)
+    yield from _mask_findings(ran, untested_masks(report), name)
+
+
+def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], name: Names) -> Iterator[Finding]:
+    """Yield whether every output sees the declared tokens, and which requested masks were not tested."""
     tested = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
+    reasons = dict.fromkeys(f"{mask.mask}: {clean(mask.reason or '')}" for mask in untested)
+    left_out = f"Not tested: {'; '.join(reasons)}." if reasons else ""
     if not tested:
+        if left_out:
+            yield Finding(question="Masks right?", answer=left_out, severity="problem")
         return
     faults = [(each, mask) for each in ran for mask in _order_faults(each.masks)]
     if faults:
@@ -72,7 +82,9 @@ def _backend_findings(backends: Sequence[BackendCheck], name: Names) -> Iterator
         answer, severity = f"No: {join_items(named, 2, '; ')}.", "problem"
     else:
         answer, severity = f"Yes: every output sees what is declared ({join_items(tested, 8)}).", "none"
-    yield Finding(question="Masks right?", answer=answer, severity=severity)
+        if left_out:
+            severity = "notable"
+    yield Finding(question="Masks right?", answer=f"{answer} {left_out}".rstrip(), severity=severity)
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
@@ -81,13 +93,6 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
     return sorted(wrong, key=lambda mask: is_past and mask.mask != "window")
-
-
-def is_close(check: BackendCheck) -> bool:
-    """Return True if a backend's outputs agree with float64, apart from errors that rounding explains."""
-    if check.verdict == "rounds":
-        return True
-    return check.output_error is not None and check.output_error <= (check.tolerance or 0)
 
 
 def describe_error(check: BackendCheck, name: Names = str) -> str:
@@ -122,12 +127,13 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the commands that inspect the checked model, and save the check."""
-    model = model_argument(shapes.report)
+    """Yield the commands that inspect the checked model, and repeat and save the check."""
+    model, options = model_argument(shapes.report), shapes.report.settings.options
+    tested = "".join(f" --{name} {quote(str(options[name]))}" for name in ("backends", "masks") if name in options)
     if any(each.verdict == "differs" for each in shapes.report.backends or []):
-        yield f"attnlens doctor {model} --table"
+        yield f"attnlens doctor {model}{tested} --table"
     yield f"attnlens inspect {model}"
-    yield f"attnlens doctor {model} --json doctor.json"
+    yield f"attnlens doctor {model}{tested} --json doctor.json"
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:

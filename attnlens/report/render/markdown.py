@@ -12,7 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Check, Report
-from attnlens.report.sections.checked import describe_breach, describe_check, document, worst
+from attnlens.report.sections.checked import Case, describe_breach, describe_check, document, rule_cases, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
 
@@ -51,20 +51,24 @@ MOST_HEADS = 100  # maximum number of heads listed per failure; more would hide 
 
 def junit(report: Report) -> str:
     """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced, others escaped."""
-    return junit_checks(clean(f"attnlens check {report.model.id}"), report.checks, report.model.layer_name)
+    return junit_cases(clean(f"attnlens check {report.model.id}"), rule_cases(report), report.model.layer_name)
 
 
-def junit_checks(name: str, checks: Sequence[Check], layer: Callable[[int], str] = str) -> str:
-    """Format checks as a JUnit XML test suite of this name; `layer` returns the name of a layer."""
-    failed = str(sum(not check.passed for check in checks))
-    counts = {"tests": str(len(checks)), "failures": failed, "errors": "0", "skipped": "0"}
+def junit_cases(name: str, cases: Sequence[Case], layer: Callable[[int], str] = str) -> str:
+    """Format test cases as a JUnit XML test suite of this name; `layer` returns the name of a layer."""
+    failed = sum(isinstance(case.outcome, Check) and not case.outcome.passed for case in cases)
+    skipped = sum(isinstance(case.outcome, str) for case in cases)
+    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
     suites = ElementTree.Element("testsuites", {"name": "attnlens"} | counts)
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
-    for check in checks:
-        place = {} if check.file is None else {"file": clean(check.file)}
-        attributes = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
+    for each in cases:
+        check = each.outcome
+        place = {"file": clean(check.file)} if isinstance(check, Check) and check.file is not None else {}
+        attributes = {"classname": clean(f"attnlens.{each.group}"), "name": clean(each.name)}
         case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
-        if not check.passed:
+        if isinstance(check, str):
+            ElementTree.SubElement(case, "skipped", message=clean(check))
+        elif not check.passed:
             failure = ElementTree.SubElement(case, "failure", message=describe_check(check, layer), type="rule")
             lines = [describe_breach(check, breach, layer) for breach in check.breaches[:MOST_HEADS]]
             more = len(check.breaches) - MOST_HEADS
@@ -110,8 +114,9 @@ def step_summary(report: Report) -> str:
     return markdown(document(report)) + "\n"
 
 
-SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
-"""ASCII characters with a meaning in markdown or HTML; an underscore within a word is harmless."""
+SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|:(?=\S)|[!-~](?<![\w .,:;?\"/()+%='-])")
+"""ASCII characters with a meaning in markdown or HTML. An underscore within a word is harmless, and so is a colon
+before a blank; other colons can begin an emoji (`:x:`) or belong to an address."""
 
 
 def markdown(doc: Document) -> str:

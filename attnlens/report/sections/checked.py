@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
 from attnlens.report.sections.facts import build_heading
-from attnlens.report.sections.section import TEXTS, Cell, Document, Row, Section, View, build_table, section
+from attnlens.report.sections.section import (
+    TEXTS,
+    Cell,
+    Column,
+    Document,
+    Row,
+    Section,
+    Table,
+    View,
+    build_table,
+    section,
+)
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, format_count, format_number, format_p
 
@@ -156,19 +167,8 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
     backends, layer_name = shapes.report.backends or [], shapes.report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
     masks = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
-    titles = [each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})" for each in ran]
-    rows: list[dict[str, str | None]] = [
-        {"": "outputs", **{title: format_error(each.output_error) for title, each in zip(titles, ran, strict=True)}},
-        {"": "same token", **{title: format_share(each) for title, each in zip(titles, ran, strict=True)}},
-    ]
-    for name in masks:
-        found = {
-            title: mask for title, each in zip(titles, ran, strict=True) for mask in each.masks if mask.mask == name
-        }
-        rows.append({"": name, **{title: format_mask(mask, layer_name) for title, mask in found.items()}})
     if ran:
-        note = "Errors against float64 (masks: up to 16 tokens); same token: most likely one."
-        yield Section("Backends and masks", table=build_table(rows, {""}, {""}, fit="folded"), notes=(note,))
+        yield _property_section(ran, masks, layer_name)
     faults = [
         f"{each.backend}, {mask.mask}: {describe_fault(fault, layer_name)}"
         for each in ran
@@ -188,6 +188,54 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Not tested", items=tuple(left_out))
 
 
+def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: Names) -> Section:
+    """Build the table of properties: for each backend, a column of verdicts and one of errors."""
+    predicting = any(each.greedy_agreement is not None for each in ran)
+    properties = ["outputs", *["same token"] * predicting, *masks]
+    columns = [Column("", properties, words=True)]
+    for each in ran:
+        found = {mask.mask: mask for mask in each.masks}
+        verdicts, errors = [describe_outputs(each)], [format_error(each.output_error)]
+        if predicting:
+            verdicts.append(format_share(each))
+            errors.append("")
+        for mask in masks:
+            verdicts.append(format_mask(found[mask], name) if mask in found else NO_VALUE)
+            errors.append(format_mask_error(found[mask]) if mask in found else NO_VALUE)
+        title = each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})"
+        columns += [Column(title, verdicts, words=True), Column("error", errors)]
+    meaning = "; same token: most likely one" if predicting else ""
+    notes = [f"Errors against float64 (masks: up to 16 tokens){meaning}."]
+    if any(not is_close(each) and mask.verdict == "agrees" for each in ran for mask in each.masks):
+        notes.append(
+            "A mask agrees if each output depends on the right tokens; its error includes that of the backend."
+        )
+    if any(NO_VALUE in column.cells for column in columns):
+        notes.append(f"{NO_VALUE}: not tested, or not comparable because padding moves the positions.")
+    return Section("Backends and masks", table=Table(columns[:1], columns[1:], fit="folded"), notes=tuple(notes))
+
+
+def is_close(check: BackendCheck) -> bool:
+    """Return True if a backend's outputs agree with float64, apart from errors that rounding explains."""
+    if check.verdict == "rounds":
+        return True
+    return check.output_error is not None and check.output_error <= (check.tolerance or 0)
+
+
+def describe_outputs(check: BackendCheck) -> str:
+    """State whether a backend's outputs agree with float64, whatever its masks do."""
+    if check.verdict == "rounds":
+        return "rounds"
+    return "agrees" if is_close(check) else "DIFFERS"
+
+
+def untested_masks(report: Report) -> list[MaskCheck]:
+    """Return the tests of masks that were requested by name but did not run."""
+    named = str(report.settings.options.get("masks", "")).split(",")
+    masks = [mask for each in report.backends or [] for mask in each.masks]
+    return [mask for mask in masks if mask.verdict == "not checked" and mask.mask in named]
+
+
 def format_error(error: float | None) -> str:
     """Format a relative error with one digit; `not finite` if it is missing."""
     return "not finite" if error is None else f"{error:.0e}" if error else "0"
@@ -200,20 +248,25 @@ def format_share(check: BackendCheck) -> str:
 
 
 def format_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Format the outcome of one test: its error, or the largest fault of the first layer with a fault.
+    """Format the verdict on one test, or the largest fault of the first layer with a fault.
 
     `name` returns the name of a layer.
     """
     if mask.verdict == "not checked":
         return NO_VALUE
     if not mask.faults or mask.faults[0].token is None:
-        judged = mask.error_judged and mask.error is not None
-        error = format_error(mask.error) if judged else "agrees"
-        return error if mask.verdict == "agrees" else f"DIFFERS {format_error(mask.error)}"
+        return "agrees" if mask.verdict == "agrees" else "DIFFERS"
     first = mask.faults[0]
     verb = "sees" if first.kind == "sees" else "misses"
     where = "" if first.layer is None else f", layer {name(first.layer)}"
     return f"{first.output} {verb.upper()} {first.token}{where}"
+
+
+def format_mask_error(mask: MaskCheck) -> str:
+    """Format the error of the outputs in one test, unless it was not tested or does not affect the verdict."""
+    if mask.verdict == "not checked" or not mask.error_judged:
+        return NO_VALUE
+    return format_error(mask.error)
 
 
 def describe_fault(fault: Sight, name: Names = str) -> str:
@@ -229,25 +282,47 @@ def describe_fault(fault: Sight, name: Names = str) -> str:
     return f"token {fault.output} {verb} token {fault.token} in {where}"
 
 
-def doctor_checks(report: Report) -> list[Check]:
-    """Return one check per site, backend and tested mask, for JUnit."""
-    checks, name = [], report.model.layer_name
+@dataclass(frozen=True)
+class Case:
+    """Test case of a JUnit file: the outcome of a check, or the reason why it did not run."""
+
+    group: str  # what was tested, which becomes the name of a class
+    name: str
+    outcome: Check | str
+
+
+def rule_cases(report: Report) -> list[Case]:
+    """Return one test case per rule of a check."""
+    return [Case(check.subject, check.rule, check) for check in report.checks]
+
+
+def doctor_cases(report: Report) -> list[Case]:
+    """Return one test case per site, backend and mask; those that did not run have a reason."""
+    cases, name = [], report.model.layer_name
     for site in report.doctor:
+        if site.verdict == "not checked":
+            cases.append(Case("doctor.sites", site.site, site.reason or ""))
+            continue
         errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
-        checks.append(_outcome(f"reads {site.site}", "the model's attention", site.passed, max(errors, default=None)))
+        cases.append(_case("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None)))
     for each in report.backends or []:
-        if each.verdict != "not run":
+        group = f"doctor.{each.backend}"
+        if each.verdict == "not run":
+            cases.append(Case(group, "outputs", each.reason or ""))
+        else:
             wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
-            agrees = each.output_error is not None and each.output_error <= (each.tolerance or 0)
-            passed = agrees or each.verdict == "rounds"
-            checks.append(_outcome(f"{each.backend}: outputs", wanted, passed, each.output_error))
+            cases.append(_case(group, "outputs", wanted, is_close(each), each.output_error))
         for mask in each.masks:
-            if mask.verdict != "not checked":
-                faults = [describe_fault(fault, name) for fault in mask.faults]
-                wanted = "; ".join(faults) or mask.reason or "outputs as declared"
-                checks.append(_outcome(f"{each.backend}: {mask.mask}", wanted, mask.verdict == "agrees", mask.error))
-    return checks
+            if mask.verdict == "not checked":
+                cases.append(Case(group, mask.mask, mask.reason or ""))
+                continue
+            faults = [describe_fault(fault, name) for fault in mask.faults]
+            wanted = "; ".join(faults) or mask.reason or "outputs as declared"
+            cases.append(_case(group, mask.mask, wanted, mask.verdict == "agrees", mask.error))
+    return cases
 
 
-def _outcome(subject: str, wanted: str, passed: bool, value: float | None) -> Check:
-    return Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)
+def _case(group: str, name: str, wanted: str, passed: bool, value: float | None) -> Case:
+    subject = f"{group}: {name}"
+    outcome = Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)
+    return Case(group, name, outcome)

@@ -182,7 +182,11 @@ def section(
 
 
 def build_sections(shapes: Shapes, *views: View) -> Iterator[Section]:
-    """Yield the sections of a report that are shown in these views."""
-    for view in views:
-        for _, builder in sorted(_BUILDERS.get((shapes.report.kind, view), []), key=lambda entry: entry[0]):
-            yield from builder(shapes, view)
+    """Yield the sections of a report that are shown in these views, by ascending order.
+
+    A builder of several of these views yields its sections once, as in the last of them.
+    """
+    kind = shapes.report.kind
+    chosen = {builder: (order, view) for view in views for order, builder in _BUILDERS.get((kind, view), [])}
+    for builder, (_, view) in sorted(chosen.items(), key=lambda entry: entry[1][0]):
+        yield from builder(shapes, view)
