@@ -164,7 +164,7 @@ class TensorChanges(Record):
     differ: list[str] = []
     missing: list[str] = []  # Tensors of the first model that the second lacks
     extra: list[str] = []  # Tensors of the second model that the first lacks
-    types: tuple[str, str] | None = None  # Number types or quantisations of the weights, if they differ
+    types: tuple[str, str] | None = None  # Coarsest number types that fit the weights, or quantisations, if they differ
 
 
 UNEXPLAINED = "not explained"  # Hypothesis of differences that no hypothesis explains

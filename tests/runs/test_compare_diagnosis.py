@@ -777,6 +777,20 @@ def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own
     assert " --head 1.5 " in commands[0], "the most changed head"
 
 
+def test_number_types_are_those_that_fit_the_values():
+    own = model("llama")
+    report = attnlens.compare(own, changed(own, cast), analyzers="symmetry", source="weights")
+    tensors = report.comparison.tensors
+    assert tensors.types == ("float32", "bfloat16"), "both models hold float32 numbers"
+    for types, words in (
+        (tensors.types, "The first model's values fit float32; the second model's values fit bfloat16."),
+        (("gptq", "float16"), "The first model is stored as gptq; the second model's values fit float16."),
+    ):
+        change = {"tensors": tensors.model_copy(update={"types": types})}
+        found = findings(report.model_copy(update={"comparison": report.comparison.model_copy(update=change)}))
+        assert found[0].evidence.endswith(words)
+
+
 def test_causes_that_are_not_shown_are_in_the_json_report():
     own = model("llama")
     report = attnlens.compare(own, changed(own, cast), analyzers="symmetry", source="weights")

@@ -399,7 +399,8 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
         for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
             evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
         if tensors.types is not None:
-            evidence.append(f"Stored as {clean(tensors.types[0])}, then {clean(tensors.types[1])}.")
+            sides = [_storage(which, kind) for which, kind in zip(("first", "second"), tensors.types, strict=True)]
+            evidence.append(f"The {'; the '.join(sides)}.")
         yield Finding(
             question="Same weights?",
             answer=answer,
@@ -411,6 +412,11 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
         shown = [f"{clean(each.field)} {_value(each.first)} → {_value(each.second)}" for each in fields]
         answer = f"No: {join_items(shown, 4)}."
         yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+
+
+def _storage(which: str, kind: str) -> str:
+    """Say which number type represents one model's values, or how they are quantised."""
+    return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
 LONGEST = 32  # Characters of a config field's value that are printed
