@@ -10,7 +10,7 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -203,7 +203,7 @@ class Pace:
             self.reports.append((now, done))
 
     def forecast(self, remaining: int) -> list[float]:
-        """Estimate the seconds that the remaining steps take, from each half of the time so far and from all of it.
+        """Estimate the seconds that the remaining steps take, from all the time so far and from each half of it.
 
         The first step is left out, because it may include costs that occur once. Return [] if fewer than two steps
         followed it, or if the estimates differ by more than a factor of AGREEMENT.
@@ -213,7 +213,7 @@ class Pace:
             return []
         middle = bisect_left(later, ((later[0][0] + later[-1][0]) / 2, 0), 1, len(later) - 2)
         first, half, last = later[0], later[middle], later[-1]
-        spans = ((first, half), (half, last), (first, last))
+        spans = ((first, last), (first, half), (half, last))
         seconds = [remaining * (end[0] - start[0]) / (end[1] - start[1]) for start, end in spans]
         return seconds if max(seconds) <= AGREEMENT * min(seconds) else []
 
@@ -234,16 +234,21 @@ def _announce_long(tell: ReportProgress, options: Collection[str]) -> ReportProg
             seconds = pace.forecast(total - done)
             if seconds and (stage == BOUNDED or min(seconds) > LONG):
                 announced.add(stage)
-                say(f"{stage}: {_format_time_left(stage, seconds[-1])}.{_remedy(stage, options)}")
+                say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
         tell(stage, done, total)
 
     return extended
 
 
-def _format_time_left(stage: str, seconds: float) -> str:
-    """Format an estimate: `about 6 minutes left`, or `at most about 6 minutes left` if the stage may end earlier."""
-    number, unit = (seconds / 60, "minutes") if seconds >= 120 else (seconds, "seconds")
-    return f"{'at most ' if stage == BOUNDED else ''}about {number:.0f} {unit} left"
+def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = False) -> str:
+    """Format a forecast: `about 6 minutes left`, or `0:05:48 left` if `exact`.
+
+    If the stage may end earlier, the longest estimate is printed: `at most about 6 minutes left`.
+    """
+    number, bound = (max(seconds), "at most ") if stage == BOUNDED else (seconds[0], "")
+    if exact:
+        return f"{bound}{timedelta(seconds=round(number))} left"
+    return f"{bound}about {f'{number / 60:.0f} minutes' if number >= 120 else f'{number:.0f} seconds'} left"
 
 
 def _remedy(stage: str, options: Collection[str]) -> str:
@@ -293,7 +298,7 @@ def _plain() -> ReportProgress:
         last = now
         line = f"{stage}: {done} of {total}"
         if done < total and (seconds := paces[stage].forecast(total - done)):
-            line += f", {'at most ' if stage == BOUNDED else ''}{timedelta(seconds=round(seconds[-1]))} left"
+            line += f", {_format_time_left(stage, seconds, exact=True)}"
         say(line)
 
     return tell
