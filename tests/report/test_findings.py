@@ -192,6 +192,21 @@ def test_next_commands_of_a_plan_restrict_the_search_but_not_its_use() -> None:
     assert "--layers" not in use
 
 
+def test_next_commands_use_the_cheapest_kernel_and_read_as_much_as_the_report() -> None:
+    report = swap_report(
+        *(swapped(kernel=name, deltas=(delta,)) for name, delta in (("linear", 0.9), ("window:16", 0.2)))
+    )
+    sweep, heal = next_commands(Shapes(report))
+    assert "--kernel window:16 --sweep" in sweep
+    assert "--kernel window:16 --train" in heal
+    for short in (report, planned()):
+        settings = short.settings.model_copy(update={"windows": 4, "length": 32})
+        for command in next_commands(Shapes(short.model_copy(update={"settings": settings}))):
+            assert "--windows 4 --length 32" in command
+            _, name, *arguments = shlex.split(command)
+            get_command(app).commands[name].make_context(name, arguments)
+
+
 def test_findings_are_in_the_json_and_in_every_presentation() -> None:
     report = random_report(0, symmetric=8)
     answer = findings(report)[0].answer
