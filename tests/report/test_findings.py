@@ -112,7 +112,9 @@ def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chanc
     finding, *_ = findings(random_report(0, symmetric=8))
     assert (finding.question, finding.severity) == ("Symmetric?", "notable")
     assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
-    assert re.match(r"Their median 1 \(at most 1\); chance -?0\.\d+ \(sd 0\.\d+\)\.", finding.evidence)
+    assert re.match(
+        r"Median of the more symmetric heads 1 \(at most 1\); chance -?0\.\d+ \(sd 0\.\d+\)\.", finding.evidence
+    )
     finding, *_ = findings(random_report(1))
     assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
 
@@ -271,8 +273,20 @@ def test_doctor_says_whether_every_site_agrees(verdicts: tuple[Verdict, ...], an
 def test_experiments_are_judged_one_by_one() -> None:
     by_question = answers(experiment_report(converging(), failing()))
     assert [finding.severity for finding in by_question.values()] == ["none", "problem"]
-    assert by_question["Failing:"].answer.startswith("3 of 3 figures differ")
+    assert by_question["Failing reproduced?"].answer.startswith("No: 3 of 3 values differ: ")
+    assert by_question["Local convergence reproduced?"].answer.startswith(
+        "Yes: 4 of 4 values agree with the reference ("
+    )
     assert "→" in findings(series_report())[0].answer
+
+
+def test_the_hardening_of_a_head_is_a_sentence() -> None:
+    final = {"KL, the head, c = 1": 0.26, "KL, its SVM at the same norm, c = 1": 3.9e-5}
+    hardening = failing().model_copy(update={"name": "head 3.6, hardening", "final": final, "published": None})
+    (finding,) = findings(experiment_report(hardening))
+    assert finding.question == "Head 3.6: how hard does it select?"
+    assert finding.answer == "Its softmax is 0.26 nats from hard selection (KL; 0: hard)."
+    assert finding.evidence == "Its SVM, scaled to the head's norm: 3.9e-05 nats."
 
 
 def test_q_values_are_those_of_scipy() -> None:

@@ -134,7 +134,8 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     marked = above or below
     values = [value for head in marked if (value := head.measures[name].value) is not None]
     typical = short(float(np.median(values))) if marked else _middle(reading)
-    evidence = f"{'Their median' if marked else 'Median'} {typical} (at most 1); chance {_null(reading)}."
+    which = f" of the more {'symmetric' if above else 'antisymmetric'} heads" if marked else ""
+    evidence = f"Median{which} {typical} (at most 1); chance {_null(reading)}."
     definite = [len(tests.heads("weights.definiteness", sign)) for sign in (1, -1)]
     if any(definite):
         evidence += f" Definiteness: {format_count(definite[0], 'head')} above chance, {definite[1]} below."
