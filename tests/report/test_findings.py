@@ -119,6 +119,24 @@ def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chanc
     assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
 
 
+@pytest.mark.parametrize(
+    ("inputs", "projected", "verdict"),
+    [
+        (0.9, 0.9, "Yes: 8 of 8 heads are closer to the SVM than chance on the inputs"),
+        (0.9, 0.1, "Partly: 8 of 8 heads are closer to the SVM than chance on the inputs; none of 8 heads is closer"),
+        (0.1, 0.1, "No: none of 8 heads is closer to the SVM than chance on the inputs"),
+    ],
+)
+def test_the_selection_has_a_verdict_over_both_spaces(inputs: float, projected: float, verdict: str) -> None:
+    cosines = {"selection.svm_cosine": inputs, "selection.projected_svm_cosine": projected}
+    null = Null(mean=0.1, sd=0.01)
+    finding, *_ = findings(
+        report_of({name: [Measure(value=value, n=1, null=null)] * 8 for name, value in cosines.items()})
+    )
+    assert finding.answer.startswith(verdict)
+    assert "On the inputs, the SVM separates the hidden states that the module reads." in finding.evidence
+
+
 def test_heads_are_peaked_only_if_their_entropy_is_significantly_below_one_half() -> None:
     finding = findings(tokens_report([0.3] * 4 + [0.49] * 4 + [0.9] * 8))[0]
     assert finding.answer == "4 of 16 heads are peaked, with an entropy below ½ (layer 0: 4 of 4)."
