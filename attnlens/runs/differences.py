@@ -365,8 +365,8 @@ class Differences:
         """Compare the loss of another changed model (before) with this one's (after); None if one has none."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
-        parts = (torch.cat(part) for part in (other.after, self.after, self.counts))
-        return outputs.paired_change(*parts, self.sampled, seed)
+        before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
+        return outputs.paired_change(before, after, counts, self.sampled, seed)
 
     @property
     def sampled(self) -> Design:
