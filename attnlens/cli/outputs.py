@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -80,29 +80,40 @@ def check_reading(request: SeriesRequest) -> None:
 
 
 @contextmanager
-def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
-    """Import `attnlens.cli.analyses`; inside the block, show progress and silence transformers."""
+def working(outputs: Outputs, options: Collection[str] = ()) -> Iterator[tuple[ModuleType, ReportProgress]]:
+    """Import `attnlens.cli.analyses`; inside the block, show progress and silence transformers.
+
+    `options` are the names of the options that the command accepts.
+    """
     with interruptible_at_once():
         from attnlens.cli import analyses
         from attnlens.models.loading.building import silence_logging
 
     gc.freeze()  # imported objects stay alive, so the collector needn't scan them
     gc.enable()
-    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
+    shown = not (outputs.quiet or outputs.no_progress)
+    with silence_logging(), progress(shown=shown, options=options) as tell:
         yield analyses, tell
 
 
-def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
+def run_command(
+    params: Mapping[str, Any],
+    models: Sequence[str],
+    request: Request,
+    work: Work,
+    options: Collection[str] | None = None,
+) -> Report:
     """Check the outputs, run the work, and deliver its report, which covers the finished part after an interruption.
 
-    Raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
+    `options` are the names of the options that this run accepts, by default the request's fields. Raise OutputError if
+    a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
     if isinstance(request, SharedRequest):
         start_workers(request.engine, request.jobs)
     stopped, unsaved, written = False, None, None
-    with working(outputs) as (analyses, tell):
+    with working(outputs, type(request).model_fields if options is None else options) as (analyses, tell):
         try:
             result = work(analyses, tell)
             report, written = result if isinstance(result, tuple) else (result, None)

@@ -8,7 +8,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -25,8 +27,26 @@ if TYPE_CHECKING:
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
 ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is estimated; duration that is announced
-FORECAST = "budget"  # Stage whose duration is always announced, after SAMPLED seconds: the search of `ranks`
-SAMPLED = 2.0
+SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
+AGREEMENT = 2.0  # Largest ratio between estimates from parts of the evidence
+BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
+COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options of which fewer are faster
+AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages, and what makes them shorter
+SHORTENING = AMOUNTS | {
+    "weights": ("layers", "heads"),
+    "compare": ("windows",),
+    "fit": ("windows",),
+    "fit rank": ("windows",),
+    "budget": ("windows",),
+    "rounding": ("windows",),
+    "attention rows": ("windows",),
+    "kernels": ("windows",),
+    "nuclear SVM": ("trials",),
+    "frobenius SVM": ("trials",),
+    "rank": ("trials",),
+    "feasibility": ("trials",),
+}
+"""Last or first part of a stage's name → options that shorten it; COUNTS for all other stages."""
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -140,8 +160,11 @@ def report_failure(error: BaseException) -> int:
 
 
 @contextmanager
-def progress(*, shown: bool) -> Iterator[ReportProgress]:
-    """Show progress, as bars on a terminal and otherwise as occasional lines, and print attnlens' warnings."""
+def progress(*, shown: bool, options: Collection[str] = ()) -> Iterator[ReportProgress]:
+    """Show progress, as bars on a terminal and otherwise as occasional lines, and print attnlens' warnings.
+
+    `options` are the names of the options that the command accepts; those that shorten a long stage are suggested.
+    """
     import logging  # late, like everything that only the work needs
 
     handler, log = logging.Handler(), logging.getLogger("attnlens")
@@ -152,48 +175,96 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
         if not shown:
             yield lambda _stage, _done, _total: None
         elif plain or not sys.stderr.isatty() or (terminal := console(stderr=True)).is_dumb_terminal:
-            yield _announce_long(_plain())
+            yield _announce_long(_plain(), options)
         else:
             with _bars(terminal) as tell:
-                yield _announce_long(tell)
+                yield _announce_long(tell, options)
     finally:
         log.removeHandler(handler)
 
 
-def _announce_long(tell: ReportProgress) -> ReportProgress:
+class Pace:
+    """Steps done in a stage and when, from which the time left is estimated."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[float, int]] = []  # seconds and steps done: before the first step, after it, and later
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start of the stage."""
+        return time.monotonic() - self.reports[0][0]
+
+    def add(self, done: int) -> None:
+        """Add a report; of reports before the first step, keep the last, because some stages are announced early."""
+        now = time.monotonic()
+        if not self.reports or done <= self.reports[0][1]:
+            self.reports = [(now, done)]
+        elif len(self.reports) == 1 or (done > self.reports[-1][1] and now - self.reports[-1][0] >= SPACING):
+            self.reports.append((now, done))
+
+    def forecast(self, remaining: int) -> list[float]:
+        """Estimate the seconds that the remaining steps take, from all the time so far and from each half of it.
+
+        The first step is left out, because it may include costs that occur once. Return [] if fewer than two steps
+        followed it, or if the estimates differ by more than a factor of AGREEMENT.
+        """
+        later = self.reports[1:]
+        if len(later) < 3:
+            return []
+        middle = bisect_left(later, ((later[0][0] + later[-1][0]) / 2, 0), 1, len(later) - 2)
+        first, half, last = later[0], later[middle], later[-1]
+        spans = ((first, last), (first, half), (half, last))
+        seconds = [remaining * (end[0] - start[0]) / (end[1] - start[1]) for start, end in spans]
+        return seconds if max(seconds) <= AGREEMENT * min(seconds) else []
+
+
+def _announce_long(tell: ReportProgress, options: Collection[str]) -> ReportProgress:
     """Let a progress function announce, once per stage, that the stage will take longer than LONG seconds.
 
-    The estimate is made after ESTIMATED seconds of the stage, from the steps done by then.
+    This needs ESTIMATED seconds of the stage and steps that are even enough for a forecast. The duration of BOUNDED is
+    always announced. `options` are the names of the options that the running command accepts.
     """
-    starts: dict[str, tuple[float, int]] = {}
+    paces: defaultdict[str, Pace] = defaultdict(Pace)
     announced: set[str] = set()
 
-    def sampled(stage: str) -> float:
-        return SAMPLED if stage == FORECAST else ESTIMATED
-
     def extended(stage: str, done: int, total: int) -> None:
-        begin, first = starts.setdefault(stage, (time.monotonic(), done))
-        elapsed = time.monotonic() - begin
-        if stage not in announced and elapsed >= sampled(stage) and first < done < total:
-            announced.add(stage)
-            remaining = elapsed * (total - done) / (done - first)
-            if stage == FORECAST:
-                say(_forecast(stage, remaining, f"{done - first} of {total - first}"))
-            elif remaining > LONG:
-                minutes = round(remaining / 60)
-                say(f"{stage}: about {minutes} minutes left. Fewer --windows, --layers or --heads make it shorter.")
+        pace = paces[stage]
+        pace.add(done)
+        if stage not in announced and done < total and pace.elapsed >= ESTIMATED:
+            seconds = pace.forecast(total - done)
+            if seconds and (stage == BOUNDED or min(seconds) > LONG):
+                announced.add(stage)
+                say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
         tell(stage, done, total)
 
     return extended
 
 
-def _forecast(stage: str, seconds: float, sample: str) -> str:
-    """Format how long a stage will take, within half of the estimate from its first steps."""
-    size, unit = (60, "minutes") if seconds >= 120 else (1, "seconds")
-    middle, low, high = (f"{share * seconds / size:.0f}" for share in (1, 0.5, 1.5))
-    return (
-        f"{stage}: about {middle} {unit} ({low} to {high}), estimated from {sample} steps. Fewer --windows shorten it."
-    )
+def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = False) -> str:
+    """Format a forecast: `about 6 minutes left`, or `0:05:48 left` if `exact`.
+
+    If the stage may end earlier, the longest estimate is printed: `at most about 6 minutes left`.
+    """
+    number, bound = (max(seconds), "at most ") if stage == BOUNDED else (seconds[0], "")
+    if exact:
+        return f"{bound}{timedelta(seconds=round(number))} left"
+    return f"{bound}about {f'{number / 60:.0f} minutes' if number >= 120 else f'{number:.0f} seconds'} left"
+
+
+def _remedy(stage: str, options: Collection[str]) -> str:
+    """Return a sentence that names the options that shorten a stage; empty if the command has none of them.
+
+    The name of a stage may contain that of a kernel, a checkpoint or an experiment: `linear, generate`, `rank, d=4`.
+    """
+    parts = stage.split(", ")
+    shortening = next((SHORTENING[part] for part in (parts[-1], parts[0]) if part in SHORTENING), COUNTS)
+    names = [f"--{name}" for name in shortening if name in options]
+    if not names:
+        return ""
+    if parts[-1] in AMOUNTS:
+        return f" A smaller {names[0]} makes it shorter."
+    listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f" Fewer {listed} make it shorter."
 
 
 @contextmanager
@@ -214,20 +285,20 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every ten seconds, with the time left at its mean rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left if it can be estimated."""
     last = time.monotonic()
-    starts: dict[str, tuple[float, int]] = {}
+    paces: defaultdict[str, Pace] = defaultdict(Pace)
 
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        then, before = starts.setdefault(stage, (now, done))
+        paces[stage].add(done)
         if now - last < PLAIN_SECONDS:
             return
         last = now
         line = f"{stage}: {done} of {total}"
-        if before < done < total:
-            line += f", {timedelta(seconds=round((now - then) * (total - done) / (done - before)))} left"
+        if done < total and (seconds := paces[stage].forecast(total - done)):
+            line += f", {_format_time_left(stage, seconds, exact=True)}"
         say(line)
 
     return tell

@@ -163,6 +163,7 @@ class Control(Outcome):
     role: ControlRole
     kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`
     state: Number | None = None  # Numbers that a head keeps for the tokens of one window, mean over sites
+    difference: Change | None = None  # Loss of this alternative (before) and of the swapped model (after)
 
 
 class HealingStep(Record):

@@ -361,6 +361,13 @@ class Differences:
         fields: dict[str, object] = {"hidden_cosine": cosine, "hidden_cosine_ci95": interval, "hidden_cka": cka}
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
+    def compare_loss(self, other: Differences, seed: int) -> Change | None:
+        """Compare the loss of another changed model (before) with this one's (after); None if one has none."""
+        if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
+            return None
+        before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
+        return outputs.paired_change(before, after, counts, self.sampled, seed)
+
     @property
     def sampled(self) -> Design:
         """Sampling design of the sequences that predict anything."""

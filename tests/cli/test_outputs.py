@@ -1,6 +1,7 @@
 """Tests where outputs go: files, links, folders of pictures, stdout and terminals, saved reports drawn again."""
 
 import logging
+import math
 import os
 import pty
 import stat
@@ -17,6 +18,7 @@ from reports import synthetic_report
 from swap_reports import swap_report
 
 from attnlens.cli import analyses, outputs, show
+from attnlens.cli.commands.papers import CONVERGE_KINDS, HEAD_RUN, SYNTHETIC_RUN
 from attnlens.cli.outputs import Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, SiteCheck, Summary
@@ -314,14 +316,54 @@ def test_a_model_that_was_not_saved_is_not_announced(tmp_path, monkeypatch):
     assert "Wrote r.json\n" in result.stderr
 
 
-def test_the_search_of_ranks_says_at_once_how_long_it_takes(monkeypatch, capsys):
+def forecasts(monkeypatch, capsys, reports, options=("windows", "layers", "generate")):
+    """Lines on stderr after `reports`: (seconds, stage, steps done, total)."""
     clock = [0.0]
     monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
-    with show.progress(shown=True) as tell:
-        tell("budget", 0, 100)
-        clock[0] = 3.0
-        tell("budget", 10, 100)
-        clock[0] = 4.0
-        tell("budget", 12, 100)
-    err = capsys.readouterr().err
-    assert err.count("budget: about 27 seconds (14 to 40), estimated from 10 of 100 steps.") == 1
+    monkeypatch.setattr(show, "PLAIN_SECONDS", math.inf)
+    with show.progress(shown=True, options=options) as tell:
+        for clock[0], *report in reports:
+            tell(*report)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_the_search_of_ranks_always_says_how_long_it_takes_at_most(monkeypatch, capsys):
+    reports = [(0.3 * done, "budget", done, 100) for done in range(30)]
+    line = "budget: at most about 25 seconds left. Fewer --windows make it shorter."
+    assert forecasts(monkeypatch, capsys, reports) == [line]
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "announced"),
+    [
+        ("even steps", [0, 2, 4, 6, 8], "about 33 minutes left"),
+        ("a first step with costs that occur once", [0, 20, 20.3, 20.6, 20.9], None),
+        ("announced before its start", [0, 600, 600.1, 600.2, 600.3, 600.4], None),
+        ("one slow step, then fast ones", [0, 1, 7, 7.1, 7.2, 7.3, 7.4, 7.5], None),
+        ("too few steps after the first", [0, 3, 6], None),
+        ("steps that become slower", [0, 0.2, 0.4, 0.6, 3.6, 6.6], None),
+    ],
+)
+def test_a_long_stage_is_announced_only_if_both_halves_of_its_steps_agree(monkeypatch, capsys, name, times, announced):
+    counts = [0, *range(len(times) - 1)] if name.startswith("announced") else range(len(times))
+    reports = [(time, "sweep", done, 1000) for time, done in zip(times, counts, strict=True)]
+    lines = forecasts(monkeypatch, capsys, reports)
+    assert lines == ([f"sweep: {announced}. Fewer --windows or --layers make it shorter."] if announced else [])
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "remedy"),
+    [
+        ("sweep", ("windows", "layers", "heads", "generate"), " Fewer --windows, --layers or --heads make it shorter."),
+        ("generate", ("windows", "generate"), " A smaller --generate makes it shorter."),
+        ("linear, generate", ("windows", "generate"), " A smaller --generate makes it shorter."),
+        ("heal", ("train", "windows"), " A smaller --train makes it shorter."),
+        ("local convergence, W", CONVERGE_KINDS[SYNTHETIC_RUN], " Fewer --trials or --iterations make it shorter."),
+        ("local convergence, W, frobenius SVM", CONVERGE_KINDS[SYNTHETIC_RUN], " Fewer --trials make it shorter."),
+        ("converge", CONVERGE_KINDS[HEAD_RUN], " Fewer --iterations or --windows make it shorter."),
+        ("binary kernel", ("experiments", "quick"), ""),
+    ],
+)
+def test_only_options_of_the_command_that_shorten_the_stage_are_suggested(monkeypatch, capsys, stage, options, remedy):
+    reports = [(2.0 * done, stage, done, 1000) for done in range(4)]
+    assert forecasts(monkeypatch, capsys, reports, options) == [f"{stage}: about 33 minutes left.{remedy}"]

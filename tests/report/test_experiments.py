@@ -85,7 +85,7 @@ def test_every_figure_stands_beside_the_published_with_its_verdict():
     assert "trials 100, 1.2 s)" in text
     assert "COMPLETE" not in text, "no model was read"
     for written in (text, unescape(views.page(report)), flowing(report)):
-        assert "3 experiments; 7 figures agree (7 published); some differ: failing." in written
+        assert "3 experiments; 7 values agree (7 published); some differ: failing." in written
     rows = rows_of_csv(report)
     assert len(rows) == 10
     first = {"experiment": "local convergence", "figure": "W to Frobenius", "ours": "0.991", "error": "0.0021"}
@@ -117,8 +117,8 @@ def test_references_have_an_origin_and_a_wide_tolerance_tests_nothing():
     assert "| 0.99979 | 0.99980 | reimplementation | ≥ 0.99970 | pass |" in text
     assert "| reimplementation | -0.03 to 0.27 | not tested |" in text
     text = flowing(report)
-    assert "1 of 4 figures differ: wrong (reimplementation); 2 not tested" in text
-    assert "3 figures agree (2 published, 1 of a reimplementation); some differ: golden instances; 2 not tested" in text
+    assert "No: 1 of 4 values differs: wrong (reimplementation); 2 not tested" in text
+    assert "3 values agree (2 published, 1 of a reimplementation); some differ: golden instances; 2 not tested" in text
     fine = made.model_copy(update={"published": {"share": 0.12}}).judge()
     assert fine.passed is None, "nothing tested, so nothing passed"
     strict = made.model_copy(update={"tolerance": made.tolerance | {"share": 0.01}})
@@ -133,10 +133,10 @@ def test_only_published_figures_are_judged():
     for experiments, sentence in (
         (
             [converging(), selecting()],
-            "2 experiments; 8 figures agree (8 published); 1 not tested (tolerance above a third of the reference).",
+            "2 experiments; 8 values agree (8 published); 1 not tested (tolerance above a third of the reference).",
         ),
-        ([golden(), *other], "6 experiments; 3 figures agree (3 published)."),
-        ([failing(), golden(), other[0]], "3 experiments; 3 figures agree (3 published); some differ: failing."),
+        ([golden(), *other], "6 experiments; 3 values agree (3 published)."),
+        ([failing(), golden(), other[0]], "3 experiments; 3 values agree (3 published); some differ: failing."),
     ):
         report = experiment_report(*experiments)
         assert sentence in " ".join(views.summary(report).split())

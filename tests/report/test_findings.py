@@ -112,9 +112,29 @@ def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chanc
     finding, *_ = findings(random_report(0, symmetric=8))
     assert (finding.question, finding.severity) == ("Symmetric?", "notable")
     assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
-    assert re.match(r"Their median 1 \(at most 1\); chance -?0\.\d+ \(sd 0\.\d+\)\.", finding.evidence)
+    assert re.match(
+        r"Median of the more symmetric heads 1 \(at most 1\); chance -?0\.\d+ \(sd 0\.\d+\)\.", finding.evidence
+    )
     finding, *_ = findings(random_report(1))
     assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "projected", "verdict"),
+    [
+        (0.9, 0.9, "Yes: 8 of 8 heads are closer to the SVM than chance on the inputs"),
+        (0.9, 0.1, "Partly: 8 of 8 heads are closer to the SVM than chance on the inputs; none of 8 heads is closer"),
+        (0.1, 0.1, "No: none of 8 heads is closer to the SVM than chance on the inputs"),
+    ],
+)
+def test_the_selection_has_a_verdict_over_both_spaces(inputs: float, projected: float, verdict: str) -> None:
+    cosines = {"selection.svm_cosine": inputs, "selection.projected_svm_cosine": projected}
+    null = Null(mean=0.1, sd=0.01)
+    finding, *_ = findings(
+        report_of({name: [Measure(value=value, n=1, null=null)] * 8 for name, value in cosines.items()})
+    )
+    assert finding.answer.startswith(verdict)
+    assert "On the inputs, the SVM separates the hidden states that the module reads." in finding.evidence
 
 
 def test_heads_are_peaked_only_if_their_entropy_is_significantly_below_one_half() -> None:
@@ -192,6 +212,21 @@ def test_next_commands_of_a_plan_restrict_the_search_but_not_its_use() -> None:
     assert "--layers" not in use
 
 
+def test_next_commands_use_the_cheapest_kernel_and_read_as_much_as_the_report() -> None:
+    report = swap_report(
+        *(swapped(kernel=name, deltas=(delta,)) for name, delta in (("linear", 0.9), ("window:16", 0.2)))
+    )
+    sweep, heal = next_commands(Shapes(report))
+    assert "--kernel window:16 --sweep" in sweep
+    assert "--kernel window:16 --train" in heal
+    for short in (report, planned()):
+        settings = short.settings.model_copy(update={"windows": 4, "length": 32})
+        for command in next_commands(Shapes(short.model_copy(update={"settings": settings}))):
+            assert "--windows 4 --length 32" in command
+            _, name, *arguments = shlex.split(command)
+            get_command(app).commands[name].make_context(name, arguments)
+
+
 def test_findings_are_in_the_json_and_in_every_presentation() -> None:
     report = random_report(0, symmetric=8)
     answer = findings(report)[0].answer
@@ -256,8 +291,20 @@ def test_doctor_says_whether_every_site_agrees(verdicts: tuple[Verdict, ...], an
 def test_experiments_are_judged_one_by_one() -> None:
     by_question = answers(experiment_report(converging(), failing()))
     assert [finding.severity for finding in by_question.values()] == ["none", "problem"]
-    assert by_question["Failing:"].answer.startswith("3 of 3 figures differ")
+    assert by_question["Failing reproduced?"].answer.startswith("No: 3 of 3 values differ: ")
+    assert by_question["Local convergence reproduced?"].answer.startswith(
+        "Yes: 4 of 4 values agree with the reference ("
+    )
     assert "→" in findings(series_report())[0].answer
+
+
+def test_the_hardening_of_a_head_is_a_sentence() -> None:
+    final = {"KL, the head, c = 1": 0.26, "KL, its SVM at the same norm, c = 1": 3.9e-5}
+    hardening = failing().model_copy(update={"name": "head 3.6, hardening", "final": final, "published": None})
+    (finding,) = findings(experiment_report(hardening))
+    assert finding.question == "Head 3.6: how hard does it select?"
+    assert finding.answer == "Its softmax is 0.26 nats from hard selection (KL; 0: hard)."
+    assert finding.evidence == "Its SVM, scaled to the head's norm: 3.9e-05 nats."
 
 
 def test_q_values_are_those_of_scipy() -> None:

@@ -111,6 +111,9 @@ def test_the_program_explains_a_measure_whose_name_is_unique():
     with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
         explanation("rank90")
     assert not absent(refusal.value.remedy, "weights.rank90", "tokens.rank90", "ksvd.rank90")
+    with pytest.raises(UsageError, match="'selection' is an analyzer") as refusal:
+        explanation("selection")
+    assert not absent(refusal.value.remedy, "Name one of its measures: ", "selection.svm_cosine", "selection.support")
     for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
         with pytest.raises(UsageError, match="Unknown measure or kernel") as refusal:
             explanation(name)

@@ -7,7 +7,7 @@ from experiment_reports import curve, series_report
 from reports import planted, synthetic_report
 from swap_reports import controls, planned, swap_report, swapped
 
-from attnlens.records import AttentionRows, KeyRank, Null
+from attnlens.records import AttentionRows, Change, KeyRank, Null
 from attnlens.report import export
 from attnlens.report.findings import find
 from attnlens.report.pictures.maps import scale
@@ -48,17 +48,29 @@ def test_the_rest_of_attention_is_in_thousandths_like_the_weights():
     assert (shown["weights"], shown["rest"]) == ([[500, 250]], [250])
 
 
-def test_a_control_costs_less_only_if_its_whole_interval_lies_below():
-    near, far = (
-        next(
-            finding.answer
-            for finding in find(Shapes(swap_report(swapped(deltas=(delta,), controls=controls()))))
-            if finding.question.startswith("Against")
-        )
-        for delta in (0.06, 0.4)
+def against_simple_kernels(delta, controls):
+    findings = find(Shapes(swap_report(swapped(deltas=(delta,), controls=controls))))
+    return next(finding.answer for finding in findings if finding.question.startswith("Against"))
+
+
+def test_a_control_of_an_older_report_costs_less_only_if_its_whole_interval_lies_below():
+    assert against_simple_kernels(0.06, controls()).endswith(
+        "; not distinguishable with 32 windows from sink-window:4,64."
     )
-    assert near.startswith("Costs about as much as sink-window:4,64")
-    assert far.startswith("Costs more than sink-window:4,64")
+    assert against_simple_kernels(0.4, controls()).startswith("Costs more than sink-window:4,64")
+
+
+def test_a_kernel_is_compared_with_a_control_in_the_same_windows():
+    """The intervals of the two changes overlap, but that of their paired difference decides."""
+
+    def compared(low, high):
+        difference = Change(before=2.464, after=2.546, delta=0.082, ci95=(low, high))
+        return against_simple_kernels(0.116, [controls()[0].model_copy(update={"difference": difference})])
+
+    assert compared(0.03, 0.13) == "Costs more than sink-window:4,64."
+    assert compared(-0.13, -0.03) == "Costs less than sink-window:4,64."
+    unclear = "sink-window:4,64 (difference 0.082, 95 % interval -0.010 to 0.180)"
+    assert compared(-0.01, 0.18) == f"Not distinguishable with 32 windows from {unclear}."
 
 
 def test_the_format_of_a_picture_follows_its_suffix_in_upper_case_too(tmp_path):

@@ -117,6 +117,17 @@ def test_controls_are_measured_like_the_same_kernel_as_a_swap(report, demo):
     assert by_role(one_head)["same size"].loss == window.loss
 
 
+def test_a_kernel_and_its_controls_are_compared_in_the_same_windows(report):
+    pairs = [(swap.loss, control) for swap in report.swaps for control in swap.controls if control.kernel is not None]
+    assert len(pairs) >= 8
+    for loss, control in pairs:
+        difference, (low, high) = control.difference, control.difference.ci95
+        assert (difference.before, difference.after) == pytest.approx((control.loss.after, loss.after), rel=1e-6)
+        assert low <= difference.delta <= high
+        unpaired = loss.ci95[1] - loss.ci95[0] + control.loss.ci95[1] - control.loss.ci95[0]
+        assert high - low < unpaired, "windows that are hard for one model are hard for the other"
+
+
 def test_reasons_are_given_for_missing_controls_and_windows(demo):
     read = READ | {"windows": 1}
     uniform, fits, all_keys = (

@@ -163,7 +163,7 @@ def _load_report(subject: str, reading: requests.InspectRequest, outputs: Output
         from attnlens.report.report import read_report
 
         return read_report(subject)
-    with working(outputs) as (analyses, tell):
+    with working(outputs, type(reading).model_fields) as (analyses, tell):
         report: Report = analyses.inspect(checked_model(subject), progress=tell, request=reading)
     return report
 

@@ -79,7 +79,7 @@ def converge(context: typer.Context) -> None:
     request, work = {SYNTHETIC_RUN: _synthetic, HEAD_RUN: _one_head, SERIES_RUN: _series}[kind](params, models)
     if kind != SYNTHETIC_RUN and not models and not params["quiet"]:
         say(NO_MODEL)
-    run_command(params, models, request, work)
+    run_command(params, models, request, work, CONVERGE_KINDS[kind])
 
 
 def _synthetic(params: Mapping[str, Any], _models: Sequence[str]) -> tuple[Request, Work]:
@@ -142,8 +142,9 @@ def reproduce(context: typer.Context) -> None:
     of their tables."""
     params = context.params
     request, table = opt.build(StudyRequest, params), checked_table(params["experiments"])
+    kinds = {CLAIMS: {"experiments", "quick"}, "a table": {*StudyRequest.model_fields}}
     if table == CLAIMS:
-        refuse_other(CLAIMS, context, {CLAIMS: {"experiments", "quick"}, "a table": {*StudyRequest.model_fields}})
+        refuse_other(CLAIMS, context, kinds)
     else:
         start_workers(request.engine, request.jobs or os.cpu_count() or 1)
     quick = params["quick"]
@@ -152,6 +153,7 @@ def reproduce(context: typer.Context) -> None:
         (),
         request,
         lambda analyses, tell: analyses.reproduce(table, quick=quick, progress=tell, request=request),
+        kinds[CLAIMS if table == CLAIMS else "a table"],
     )
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:

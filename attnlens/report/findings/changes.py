@@ -8,7 +8,7 @@ false-discovery rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
@@ -17,6 +17,7 @@ from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
 from attnlens.records import (
     Change,
     Comparison,
+    Control,
     Coverage,
     DiagnosedCause,
     Finding,
@@ -41,6 +42,7 @@ NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is calle
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
 """Mean KL in nats, and share of equal top predictions, beyond which the effect of a difference is notable."""
 MOST_HEADS = 4  # Number of changed heads that are named
+READ_BY_DEFAULT = {"windows": 32, "length": 128}  # Values of --windows and --length that need not be repeated
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -59,7 +61,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         cache,
         _healed(swap),
         _where(swap, shapes.report.model.layer_name),
-        _alternative(swap),
+        _alternative(swap, report.settings.windows),
         _continuations(swap),
     )
     yield from filter(None, answers)
@@ -177,28 +179,54 @@ def _where(swap: Swap, name: Names) -> Finding | None:
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
-def _alternative(swap: Swap) -> Finding | None:
-    """Compare the cost with that of the controls of the same size, and of uniform attention."""
-    controls = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
+def _alternative(swap: Swap, windows: int | None) -> Finding | None:
+    """Compare the loss with that of the controls of the same size, and of uniform attention, in the same windows."""
+    controls = [control for control in swap.controls if control.loss is not None]
     if swap.loss is None or swap.loss.ci95 is None or not controls:
         return None
-    low, high = swap.loss.ci95
-    cheaper = [name for name, loss in controls if loss.ci95 is not None and loss.ci95[1] < low]
-    dearer = [name for name, loss in controls if loss.ci95 is not None and loss.ci95[0] > high]
-    level = [name for name, _ in controls if name not in (*cheaper, *dearer)]
     decimals = loss_decimals([swap.loss])
-    costs = "; ".join(f"{name} {format_number(loss.delta, decimals)}" for name, loss in controls)
+    cheaper, level, dearer = list[str](), list[str](), list[str]()
+    for control in controls:
+        name, (low, high) = clean(control.kernel or ""), _compare_control(swap.loss, control)
+        if low > 0:
+            cheaper.append(name)
+        elif high < 0:
+            dearer.append(name)
+        elif control.difference is None:
+            level.append(name)
+        else:
+            delta = format_number(control.difference.delta, decimals)
+            level.append(f"{name} (difference {delta}, 95 % interval {interval((low, high), decimals)})")
+    costs = "; ".join(
+        f"{clean(control.kernel or '')} {format_number(control.loss.delta, decimals)}"
+        for control in controls
+        if control.loss is not None
+    )
     parts = [f"more than {join_items(cheaper, 3)}"] if cheaper else []
-    parts += [f"about as much as {join_items(level, 3)}"] if level else []
     parts += [f"less than {join_items(dearer, 3)}"] if dearer else []
-    answer, severity = f"Costs {', '.join(parts)}.", "problem" if cheaper else "none" if level else "notable"
+    clauses = [f"Costs {', '.join(parts)}"] if parts else []
+    if level:
+        read = "" if windows is None else f" with {format_count(windows, 'window')}"
+        clauses.append(f"{'not' if clauses else 'Not'} distinguishable{read} from {join_items(level, 3)}")
     return Finding(
         question="Against simple kernels?",
-        answer=answer,
+        answer=f"{'; '.join(clauses)}.",
         evidence=f"Change of the loss: {costs}.",
-        severity=severity,
+        severity="problem" if cheaper else "none" if level else "notable",
         measures=["swap.controls"],
     )
+
+
+def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
+    """Return the 95 % interval of the loss under the kernel minus that under a control.
+
+    Reports of older versions lack paired differences: there, only intervals that do not overlap count as a difference.
+    """
+    if control.difference is not None and control.difference.ci95 is not None:
+        return control.difference.ci95
+    if control.loss is None or control.loss.ci95 is None or loss.ci95 is None:
+        return -math.inf, math.inf
+    return loss.ci95[0] - control.loss.ci95[1], loss.ci95[1] - control.loss.ci95[0]
 
 
 def _continuations(swap: Swap) -> Finding | None:
@@ -269,20 +297,31 @@ def _bounds(rise: Rise) -> Iterator[str]:
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate the cost, train it away, or compare kernels."""
-    report, swap = shapes.report, shapes.report.swaps[0]
-    model, kernel = model_argument(report), quote(swap.kernel)
+    """Yield commands that locate the cost of the cheapest kernel, train it away, or compare kernels."""
+    report, swap = shapes.report, _find_cheapest(shapes.report.swaps)
+    model, scope, windows = model_argument(report), _scope(report), _windows(report)
     if report.plan is not None:
-        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{_scope(report)}"
+        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{scope}{windows}"
         yield f"attnlens ranks {model} {budget} --plan plan.json"
-        yield f"attnlens ranks {model} --ranks plan.json --save smaller"
+        yield f"attnlens ranks {model} --ranks plan.json{windows} --save smaller"
         return
-    kernel += _scope(report)
+    kernel = f"{quote(swap.kernel)}{scope}{windows}"
     if not swap.sweep:
         yield f"attnlens swap-kernel {model} --kernel {kernel} --sweep layers"
     if swap.healing is None:
         yield f"attnlens heal {model} --kernel {kernel} --train 500k"
-    yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
+    yield f"attnlens swap-kernel {model} --kernel sink-window:4,64{windows}"
+
+
+def _find_cheapest(swaps: Sequence[Swap]) -> Swap:
+    """Return the kernel whose loss rises least; without a loss, the first."""
+    return min(swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
+
+
+def _windows(report: Report) -> str:
+    """Return the options that make a command read as many windows, of the same length, as this report."""
+    parts = {name: getattr(report.settings, name) for name in ("windows", "length")}
+    return "".join(f" --{name} {part}" for name, part in parts.items() if part not in (None, READ_BY_DEFAULT[name]))
 
 
 def _scope(report: Report) -> str:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
 """Cosine of a head to its SVM in each space, with the space in words."""
+SEPARATED = {
+    "selection.svm_cosine": "On the inputs, the SVM separates the hidden states that the module reads.",
+    "selection.projected_svm_cosine": "On queries and keys, the SVM separates the keys.",
+}
+"""What the SVM separates in each space."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
 SHARES = {  # Part of the variance of a head's scores → its name in findings
@@ -134,7 +139,8 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     marked = above or below
     values = [value for head in marked if (value := head.measures[name].value) is not None]
     typical = short(float(np.median(values))) if marked else _middle(reading)
-    evidence = f"{'Their median' if marked else 'Median'} {typical} (at most 1); chance {_null(reading)}."
+    which = f" of the more {'symmetric' if above else 'antisymmetric'} heads" if marked else ""
+    evidence = f"Median{which} {typical} (at most 1); chance {_null(reading)}."
     definite = [len(tests.heads("weights.definiteness", sign)) for sign in (1, -1)]
     if any(definite):
         evidence += f" Definiteness: {format_count(definite[0], 'head')} above chance, {definite[1]} below."
@@ -205,10 +211,11 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
     if (decided := tests.shapes.readings.get("selection.decided")) is not None:
         text += f" {_percent(decided)} of the queries give one key at least half of their weight."
-    first, *others = parts
-    answer = "; ".join([first, *(f"{part[0].lower()}{part[1:]}" for part in others)])
-    notable = any(tests.heads(name, 1) for name in names)
-    return _finding("Selects like an SVM?", f"{answer}.", text, names, notable=notable)
+    text = " ".join((text, *(SEPARATED[name] for name in names)))
+    shares = [len(tests.heads(name, 1)) / tests.shapes.readings[name].present.size for name in names]
+    verdict = "No" if max(shares) == 0 else "Yes" if min(shares) == 1 else "Partly"
+    answer = "; ".join(f"{part[0].lower()}{part[1:]}" for part in parts)
+    return _finding("Selects like an SVM?", f"{verdict}: {answer}.", text, names, notable=max(shares) > 0)
 
 
 QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)

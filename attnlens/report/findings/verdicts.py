@@ -12,12 +12,14 @@ from shlex import quote
 from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
-from attnlens.report.sections.facts import count_agreeing, state_untested
+from attnlens.report.sections.facts import count_origins, state_untested
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
 CORRELATION = "correlation of the head"  # Figure of an experiment on one head: the cosine to its SVM
+SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Figures of an experiment on hardening
 REACHED = 0.99  # Cosine above which descent has reached the SVM
+MOST_VALUES = 4  # Number of values of an experiment that are named
 MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
 
@@ -153,33 +155,52 @@ def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
                 measures=[name for name, _ in curves],
             )
             continue
-        missed = [figure for figure in experiment.published or {} if experiment.meets(figure) is False]
-        agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
         if CORRELATION in experiment.final:
             yield _head_finding(experiment)
-            continue
-        if not experiment.published:
-            figures = [
-                f"{clean(experiment.labels.get(name, name))} {short(value)}"
-                for name, value in experiment.final.items()
-                if value is not None
-            ]
-            answer, severity = f"{join_items(figures, 4, '; ')}; nothing published to compare with.", "none"
-        elif missed:
-            names = [
-                f"{experiment.labels.get(name, name)} ({experiment.origins.get(name, 'published')})" for name in missed
-            ]
-            total = format_count(len(missed) + agreeing.total(), "figure")
-            answer, severity = f"{len(missed)} of {total} differ: {join_items(names, 3)}{untested}.", "problem"
+        elif SOFT in experiment.final:
+            yield _hardening_finding(experiment)
         else:
-            answer, severity = f"{count_agreeing(agreeing)}{untested}.", "none"
-        yield Finding(
-            question=f"{clean(experiment.name).capitalize()}:",
-            answer=answer,
-            severity=severity,
-            evidence=clean(experiment.question),
-            measures=[],
-        )
+            yield _reference_finding(experiment)
+
+
+def _reference_finding(experiment: Experiment) -> Finding:
+    """State whether the values of an experiment agree with their references; without references, state the values."""
+    name, question = clean(experiment.name).capitalize(), clean(experiment.question)
+    values = [
+        f"{clean(experiment.labels.get(name, name))} {short(value)}"
+        for name, value in experiment.final.items()
+        if value is not None
+    ]
+    measured = join_items(values, MOST_VALUES, "; ")
+    if not experiment.published:
+        answer = f"{measured}; nothing published to compare with."
+        return Finding(question=f"{name}:", answer=answer, evidence=question, measures=[])
+    missed = [value for value in experiment.published if experiment.meets(value) is False]
+    agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
+    tested, severity = len(missed) + agreeing.total(), "none"
+    if missed:
+        names = [
+            f"{experiment.labels.get(name, name)} ({experiment.origins.get(name, 'published')})" for name in missed
+        ]
+        verb, severity = "differs" if len(missed) == 1 else "differ", "problem"
+        answer = f"No: {len(missed)} of {format_count(tested, 'value')} {verb}: {join_items(names, 3)}{untested}."
+    elif tested:
+        verb = "agrees" if tested == 1 else "agree"
+        reference = f"{verb} with the reference{count_origins(agreeing)}"
+        answer = f"Yes: {tested} of {format_count(tested, 'value')} {reference}{untested}."
+    else:
+        answer = f"Not tested{untested}."
+    evidence = f"{question} Measured: {measured}."
+    return Finding(question=f"{name} reproduced?", answer=answer, severity=severity, evidence=evidence, measures=[])
+
+
+def _hardening_finding(experiment: Experiment) -> Finding:
+    """State how far a head's softmax, and that of its SVM, is from hard selection."""
+    head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
+    answer = "Unknown." if head is None else f"Its softmax is {short(head)} nats from hard selection (KL; 0: hard)."
+    evidence = "" if svm is None else f"Its SVM, scaled to the head's norm: {short(svm)} nats."
+    name = clean(experiment.name).partition(",")[0].capitalize()
+    return Finding(question=f"{name}: how hard does it select?", answer=answer, evidence=evidence, measures=[])
 
 
 def _head_finding(experiment: Experiment) -> Finding:

@@ -48,12 +48,17 @@ def standing(report: Report) -> tuple[str, bool]:
 
 
 def count_agreeing(counts: Counter[Origin]) -> str:
-    """State how many figures agree with their reference, by its origin: `3 figures agree (2 published, …)`."""
+    """State how many values agree with their reference, by its origin: `3 values agree (2 published, …)`."""
+    verb = "agrees" if counts.total() == 1 else "agree"
+    return f"{format_count(counts.total(), 'value')} {verb}{count_origins(counts)}"
+
+
+def count_origins(counts: Counter[Origin]) -> str:
+    """Return the origins of reference values in parentheses, ` (2 published, 1 of a reimplementation)`, or nothing."""
     others: tuple[Origin, ...] = ("reimplementation", "control")
     parts = [f"{counts['published']} published"] if counts["published"] else []
     parts += [f"{counts[origin]} of a {origin}" for origin in others if counts[origin]]
-    verb = "agrees" if counts.total() == 1 else "agree"
-    return f"{format_count(counts.total(), 'figure')} {verb}{f' ({join_items(parts)})' if parts else ''}"
+    return f" ({join_items(parts)})" if parts else ""
 
 
 def state_untested(count: int) -> str:

@@ -206,6 +206,9 @@ def explanation(name: str) -> Section:
             return pages[candidates[0]]
     if ends:
         raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
+    measures = [info.name for analyzer in list_analyzers() if analyzer.name == word for info in analyzer.measures]
+    if measures:
+        raise UsageError(f"{name!r} is an analyzer.", f"Name one of its measures: {', '.join(measures)}.")
     near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."

@@ -210,13 +210,18 @@ class ControlSwap:
     state: float | None = None  # numbers stored per head, mean over sites
     reason: str = ""  # why the control does not exist
 
-    def record(self, seed: int, texts: Sequence[str], window: int | str) -> Control:
-        """Build the control's record from its measurements, or from the reason if there are none."""
+    def record(self, swapped: Differences, seed: int, texts: Sequence[str], window: int | str) -> Control:
+        """Build the control's record from its measurements, or from the reason if there are none.
+
+        The control is compared with `swapped`, the measurements of the kernel's last stage.
+        """
         if self.model is None:
             return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
+        assert self.model.differences is not None  # noqa: S101  # measured before anything is recorded
         kernel = format_kernels(swap.kernel for swap in self.model.swaps.values())
         fields = dict(self.model.outcome(seed, texts, window))
-        return Control(role=self.role, kernel=kernel, state=self.state, **fields)
+        difference = swapped.compare_loss(self.model.differences, seed)
+        return Control(role=self.role, kernel=kernel, state=self.state, difference=difference, **fields)
 
 
 def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
@@ -523,7 +528,7 @@ class KernelRun:
             task=session.task,
             noise=noise,
             identity_error=session.identity_error,
-            controls=[control.record(*measuring) for control in self.controls],
+            controls=[control.record(last, *measuring) for control in self.controls],
             notes=notes,
         )
 
