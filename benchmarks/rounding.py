@@ -59,7 +59,7 @@ def main() -> None:
         for number, count in SCHEMES:
             shares, least = measure_coverage(tables[windows], tables[count], number, repetitions)
             reference = reference or least
-            row = {"draws": number, "windows": count, **shares, "least": least / reference}
+            row = {"draws": number, "windows": count, **shares, "least_ratio": least / reference}
             row["seconds"] = 2 * number * seconds[count]
             rows.append({"dtype": dtype, **row})
             print(f"{options.model} in {dtype}:", ", ".join(f"{name} {value:.2g}" for name, value in row.items()))
