@@ -19,6 +19,7 @@ Space = Literal["input", "projected"]  # Space in which a selection problem is p
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
 """Phrase for each space. Queries and keys are taken after rotation."""
 ETA = 0.1  # η of the published code for language modelling; 0.01 for Long Range Arena
+WINDOWS, LENGTH = 32, 128  # Defaults: number of windows, and tokens per window if the model allows as many
 KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses
 SHOWN = "selection"  # Analyzer whose results can be shown per head; a series of checkpoints runs this analyzer too
 ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence

@@ -105,3 +105,8 @@ def reason_of(error: BaseException) -> str:
     """Format an exception on one line: the name of its class and the first line of its message."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"
+
+
+def empty_text(name: str) -> TextError:
+    """Return the error of a text without words."""
+    return TextError(f"The text is empty: {name}.", "Give a text of at least a few hundred words.")

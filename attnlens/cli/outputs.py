@@ -30,7 +30,7 @@ from attnlens.cli.show import (
     progress,
     say,
 )
-from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
+from attnlens.errors import AttnlensError, OutputError, TextError, UsageError, empty_text
 from attnlens.files import (
     caption_file,
     check_readable,
@@ -166,7 +166,7 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
             elif str(path) != STDIN:
                 check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, TEXT_REMEDY)
                 if resolved.is_file() and not resolved.stat().st_size:  # before torch is imported
-                    raise TextError(f"The text is empty: {path.name}.", "Give a text of at least a few hundred words.")
+                    raise empty_text(path.name)
                 inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
         from attnlens.records import read_plan

@@ -30,7 +30,15 @@ ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is e
 SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
 AGREEMENT = 2.0  # Largest ratio between estimates from parts of the evidence
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
-COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options of which fewer are faster
+COUNTS = (
+    "trials",
+    "iterations",
+    "seeds",
+    "cells",
+    "windows",
+    "layers",
+    "heads",
+)  # Options whose smaller values are faster
 AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages, and what makes them shorter
 SHORTENING = AMOUNTS | {
     "weights": ("layers", "heads"),
@@ -190,7 +198,7 @@ class Pace:
         self.reports: list[tuple[float, int]] = []  # seconds and steps done: before the first step, after it, and later
 
     @property
-    def elapsed(self) -> float:
+    def duration(self) -> float:
         """Seconds since the start of the stage."""
         return time.monotonic() - self.reports[0][0]
 
@@ -230,7 +238,7 @@ def _announce_long(tell: ReportProgress, options: Collection[str]) -> ReportProg
     def extended(stage: str, done: int, total: int) -> None:
         pace = paces[stage]
         pace.add(done)
-        if stage not in announced and done < total and pace.elapsed >= ESTIMATED:
+        if stage not in announced and done < total and pace.duration >= ESTIMATED:
             seconds = pace.forecast(total - done)
             if seconds and (stage == BOUNDED or min(seconds) > LONG):
                 announced.add(stage)

@@ -78,7 +78,6 @@ def read_baseline(path: str | Path) -> Baseline:
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
 ON_FORMS = "W_Q and W_K of "  # Start of the notes on the heads' forms M
 SMALLEST_SHARE = 0.01  # Smallest change of practical size of a measure, in interquartile ranges over heads
-SURELY = 47.2  # Divergence / (divergence under rounding alone) above which p < 1e-3: (Student's t of 5 draws)²
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of a head's form M in the second model to M in the first: equal W_Q and W_K; the same M from other W_Q and
 W_K (another gauge); equal up to rounding of the weights; a different M."""
@@ -95,6 +94,7 @@ class MeasureChange(Record):
     delta: Number | None = None  # after − before, or the distance
     se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
     rounding: Number | None = None  # RMS of the changes that rounding the weights causes by itself
+    beyond_rounding: bool | None = None  # True if rounding causes such a change in at most one of 1,000 heads
     p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
     q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
     least: Number | None = None  # Size of a change that this comparison detects with a probability of about 80 %
@@ -102,13 +102,6 @@ class MeasureChange(Record):
     negligible: bool = False  # True if the 90 % interval of delta lies between −smallest and smallest
     named: bool = False  # True if q is at most the requested false-discovery rate, and the change is not negligible
     reason: str | None = None
-
-    @property
-    def beyond_rounding(self) -> bool | None:
-        """True if rounding alone causes such a divergence in at most one of 1,000 heads; None if it is unknown."""
-        if self.delta is None or self.rounding is None:
-            return None
-        return self.delta > SURELY * self.rounding
 
 
 class HeadChange(HeadId):

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from attnlens.arguments import LARGEST, checked_name, format_argument
-from attnlens.choices import BACKENDS, FDR, MASKS, RELATIVE, Engine, Intervals, Placement, Sources
+from attnlens.choices import BACKENDS, FDR, LENGTH, MASKS, RELATIVE, WINDOWS, Engine, Intervals, Placement, Sources
 from attnlens.errors import UsageError
 from attnlens.requests import fields
 from attnlens.requests.fields import Request, Whole, Words, checks, details, keyword, option, spelled, switch
@@ -222,8 +222,8 @@ class Feeding(Loading):
         "Sound file (`.wav`) for an audio model; repeatable, one per sequence. Default: random sounds.",
         python_only=True,
     )
-    length: Whole | None = input_option("Tokens per window.", least=2, shown="128, or the model's limit if lower")
-    windows: Whole = windows_option(32)
+    length: Whole | None = input_option("Tokens per window.", least=2, shown=f"{LENGTH}, or the model's limit if lower")
+    windows: Whole = windows_option(WINDOWS)
     batch_size: Whole = work_option("Number of sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"

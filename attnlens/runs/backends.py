@@ -36,8 +36,8 @@ SIZE = 1e-2  # Size of a perturbation relative to the token's vector
 COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes without float64: an output must change under both
 NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise of a repeated pass
 ATTENDED = 1e-6  # Attention weight from which a perturbed token must change the output
-COARSE = 0.02  # Largest error between two passes of a backend that can be rounding, as in bfloat16
-CLEARLY_ATTENDED = 0.05  # The same for a backend whose outputs differ, and can be rounded more coarsely
+CLEARLY_ATTENDED = 0.05  # The same for a backend whose outputs differ from float64, perhaps by coarser rounding
+COARSE = 0.02  # Largest difference of two passes of such a backend that rounding can explain, as in bfloat16
 DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
 Outputs = dict[Site, Tensor]
 

@@ -10,7 +10,7 @@ from reports import synthetic_report
 
 from attnlens import records
 from attnlens.checks.judging import baseline_of
-from attnlens.records import Call, Coverage, Head, HeadChange, Measure, MeasureChange, Null, Site, Text
+from attnlens.records import Call, Coverage, Head, HeadChange, Measure, Null, Site, Text
 from attnlens.records.comparison import heads_with_changes
 from attnlens.records.provenance import convert_plan
 
@@ -45,8 +45,6 @@ def test_heads_of_a_comparison_have_the_values_of_their_partners():
     pairs = [HeadChange(**PLACE, head=head, partner=1 - head) for head in (0, 1)]
     compared = heads_with_changes(records.Comparison.model_construct(rows=[], heads=pairs), heads)
     assert [head.measures["norm"].value for head in compared] == [1, 0]
-    changes = [MeasureChange(layer=0, head=0, measure="x", delta=delta, rounding=1.0) for delta in (9.0, 90.0)]
-    assert [change.beyond_rounding for change in changes] == [False, True]
 
 
 def test_columns_of_a_baseline_are_as_long_as_its_heads():

@@ -174,6 +174,19 @@ def test_p_values_for_rounding_hold_their_level_with_three_draws_per_model(ratio
     )
 
 
+@pytest.mark.parametrize(("squared", "power"), [(False, 1), (True, 2)])
+def test_a_change_is_beyond_rounding_by_students_t_of_its_own_degrees_of_freedom(squared, power):
+    freedom = torch.tensor([3.0, 6.0])
+    size, border = torch.ones(2, dtype=torch.float64), torch.from_numpy(stats.t.isf(0.0005, freedom)) ** power
+    for factor, expected in ((0.99, [False, False]), (1.01, [True, True])):
+        rounding = Rounding(size, freedom, squared)
+        assert significance.ChangeTest(factor * border, size, rounding=rounding).beyond_rounding == expected
+    unmoved = Rounding(torch.tensor([0.0, 0.0, torch.nan]), torch.full((3,), 3.0), squared)
+    test = significance.ChangeTest(torch.tensor([0.0, 1e-9, 1.0]), torch.ones(3), rounding=unmoved)
+    assert test.beyond_rounding == [False, True, None], "rounding that never moves a measure explains no change"
+    assert significance.ChangeTest(size, size).beyond_rounding == [None, None]
+
+
 def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
     """One draw in a hundred jumps by 0.1, the others move by 1e-4: a jump of 0.1 is nothing new."""
     drawn = 1e-4 * normal(10, 32)

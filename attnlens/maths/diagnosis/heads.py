@@ -156,7 +156,7 @@ def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
         if not present:
             return
     if other > count and other % count == 0:
-        yield from _repeated(first, second, present, other // count)
+        yield from _repeat_heads(first, second, present, other // count)
         return
     for group in [size for size in range(2, count + 1) if count % size == 0]:
         kept = count // group
@@ -176,7 +176,7 @@ def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
             yield Step("averaged key heads", text, None, parts)
 
 
-def _repeated(first: Layer, second: Layer, roles: Sequence[str], times: int) -> Iterator[Step]:
+def _repeat_heads(first: Layer, second: Layer, roles: Sequence[str], times: int) -> Iterator[Step]:
     names = name_parts([f"{role}.weight" for role in roles])
     for tiled in (False, True):
         parts = {}

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def _renamed(layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None) -> dict[str, Tensor]:
+def _take_roles(
+    layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None
+) -> dict[str, Tensor]:
     """Return each role's parts, taken from the role that `sources` maps it to; biases and gains only if nearer then.
 
     `heads`: the heads that are taken from there (None: all, with the gains).
@@ -65,7 +67,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
         if not whole and (set(sources) != {"query", "key"} or not bool(better.any())):
             continue
         heads = better.nonzero().flatten().tolist()
-        parts = _renamed(first, sources, second, None if whole else heads)
+        parts = _take_roles(first, sources, second, None if whole else heads)
         names = name_parts([f"{role}.weight" for role in sources])
         kept = [f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts]
         stays = f", but not {name_parts(kept)}" if kept else ""

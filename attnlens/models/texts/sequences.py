@@ -21,8 +21,8 @@ from torch.nn import Embedding
 from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
-from attnlens.choices import Placement
-from attnlens.errors import TextError, UsageError
+from attnlens.choices import LENGTH, Placement
+from attnlens.errors import TextError, UsageError, empty_text
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.building import DOWNLOADING, silence_logging
 from attnlens.models.loading.configs import text_config
@@ -162,7 +162,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
     for path, content in zip(paths, contents, strict=True):
         unique = replace(content, name=path) if counts[content.name] > 1 else content
         if not unique.text.strip():
-            raise TextError(f"The text is empty: {unique.name}.", "Give a text of at least a few hundred words.")
+            raise empty_text(unique.name)
         if (earlier := known.setdefault(unique.text, unique)) is not unique:
             raise TextError(f"{earlier.name} and {unique.name} have the same content.", "Give each text only once.")
     return tuple(known.values())
@@ -417,7 +417,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     """Return `tokens`, by default 128 or the model's limit if that is smaller. Raises UsageError above the limit."""
     limit = position_limit(model)
-    length = tokens or max(2, min(128, limit or 128))
+    length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:
         raise UsageError(f"The model accepts at most {limit} tokens, not {length}.", "Use a smaller --length.")
     return length

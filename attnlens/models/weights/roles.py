@@ -154,53 +154,56 @@ def read_layer(
         for name, part in block.named_parameters()
         if not any(name.startswith(prefix) for prefix in outside) and (rest or name.startswith(inside))
     }
-    used: dict[str, set[int]] = {}
-    for role, rows in ({} if roles is None else roles.rows).items():
+    rows_by_role, norms = ({}, {}) if roles is None else (roles.rows, roles.gains)
+    used: dict[str, set[int]] = {}  # rows by name of the tensors that have a role; empty if all are used
+    for role, rows in rows_by_role.items():
         for kind in ("weight", "bias"):
             name = inside + (rows.name if kind == "weight" else _bias_of(rows.name))
             if name in parameters and (kind == "weight" or name != inside + rows.name):
                 parts[f"{role}.{kind}"] = rows.read(parameters[name])
                 used.setdefault(name, set()).update(rows.index.flatten().tolist())
-    gains, added = set[str](), dict[str, float]()  # names of the gains, and what norms add to them
-    for role, norm in ({} if roles is None else roles.gains).items():
-        name = f"{inside}{norm}.weight"
-        gains.add(f"{role}.gain")
+    added: dict[str, float] = {}  # what the norm of each gain adds to its weight
+    for role, norm in norms.items():
+        name, gain = f"{inside}{norm}.weight", f"{role}.gain"
+        added[gain] = offsets.get(name, 0.0)
         if name in parameters:
-            parts[f"{role}.gain"] = add_offset(parameters[name], offsets.get(name, 0.0))
-            added[f"{role}.gain"] = offsets.get(name, 0.0)
+            parts[gain] = add_offset(parameters[name], added[gain])
             used[name] = set()
         else:  # a norm without weights
-            parts[f"{role}.gain"] = torch.ones(parts[f"{role}.weight"].shape[1])
+            parts[gain] = torch.ones(parts[f"{role}.weight"].shape[1])
     output = None if roles is None else _find_output(block, module, roles, parameters)
     if roles is not None and output is not None:
         name, columns = output
         weight = parameters[name].T if columns else parameters[name]
         parts["output.weight"] = weight.T.reshape(-1, roles.rows["value"].index.shape[1], weight.shape[0])
         used[name] = set()
-    for name, part in parameters.items():
-        if name not in used:
-            parts[name] = add_offset(part, offsets.get(name, 0.0))
-            if name in offsets:
-                gains.add(name)
-                added[name] = offsets[name]
-        elif used[name]:
-            axis = -1 if any(rows.columns for rows in ({} if roles is None else roles.rows).values()) else 0
-            left = [row for row in range(part.shape[axis]) if row not in used[name]]
-            if left:
-                parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))
+    parts |= _read_others(parameters, used, offsets, -1 if any(rows.columns for rows in rows_by_role.values()) else 0)
+    added |= {name: offsets[name] for name in parameters.keys() & offsets.keys() - used.keys()}
     pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
     headless = {name for name in parts if name in parameters and not name.startswith(inside)}
     headless |= {_bias_of(output[0])} if output is not None else set()
-    added = {name: offset for name, offset in added.items() if offset}
     maps = [path for path, module in block.named_modules() if type(module).__name__ == "Conv1D"]
     return Layer(
         parts,
-        frozenset(gains),
+        frozenset(added),
         pairs,
         headless=frozenset(headless & parts.keys()),
-        offsets=added,
+        offsets={name: offset for name, offset in added.items() if offset},
         inputs_first=frozenset(parts.keys() & {f"{path}.weight" for path in maps}),
     )
+
+
+def _read_others(
+    parameters: Mapping[str, Tensor], used: Mapping[str, set[int]], offsets: Mapping[str, float], axis: int
+) -> dict[str, Tensor]:
+    """Return the tensors without a role, and of those `used` in part the other rows along `axis`; norms as gains."""
+    parts = {}
+    for name, part in parameters.items():
+        if name not in used:
+            parts[name] = add_offset(part, offsets.get(name, 0.0))
+        elif left := [row for row in range(part.shape[axis]) if used[name] and row not in used[name]]:
+            parts[f"{name} (other rows)"] = part.index_select(axis, torch.tensor(left, device=part.device))
+    return parts
 
 
 def add_offset(weight: Tensor, offset: float) -> Tensor:

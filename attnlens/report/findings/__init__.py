@@ -1,7 +1,7 @@
 """Findings: the answers that a report gives, and the commands that follow from them.
 
-Contents: `heads` (inspections: each head against chance), `changes` (swaps, plans of ranks, comparisons), `verdicts`
-(`doctor`, experiments, studies).
+Contents: `heads` (inspections: each head against chance), `swaps` (with plans of ranks), `comparisons`,
+`verdicts` (`doctor`, experiments, studies).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from attnlens.records import Finding, Kind
-from attnlens.report.findings import changes, heads, verdicts
+from attnlens.report.findings import comparisons, heads, swaps, verdicts
 from attnlens.report.shapes import Shapes
 
 KINDS: dict[Kind, tuple[Callable[[Shapes], Iterable[Finding]], Callable[[Shapes], Iterable[str]]]] = {
     "inspection": (heads.findings, heads.next_commands),
-    "swap": (changes.swap_findings, changes.after_swap),
-    "comparison": (changes.comparison_findings, changes.after_comparison),
+    "swap": (swaps.swap_findings, swaps.after_swap),
+    "comparison": (comparisons.comparison_findings, comparisons.after_comparison),
     "doctor": (verdicts.doctor_findings, verdicts.after_doctor),
     "experiments": (verdicts.experiment_findings, verdicts.after_experiments),
     "studies": (verdicts.study_findings, verdicts.after_studies),

@@ -84,10 +84,10 @@ def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> I
     if diagnosis.unexplained:
         left = tuple(diagnosis.unexplained)
         reshaped = tuple(name for name in left if first.parts[name].shape != second.parts[name].shape)
-        yield unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped), []
+        yield build_unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped), []
 
 
-def unexplained(
+def build_unexplained(
     names: tuple[str, ...],
     change: float,
     closest: tuple[str, float] | None = None,

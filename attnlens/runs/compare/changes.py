@@ -22,7 +22,7 @@ from attnlens.runs import checks
 from attnlens.runs.compare import diagnosis, significance
 from attnlens.runs.compare.causes import are_equal
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
-from attnlens.runs.compare.significance import BLOCKS, SMALLEST, ChangeTest, Rounding, number_of
+from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
@@ -30,7 +30,6 @@ from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
 
 Tensors = Mapping[str, Tensor]
-CHANGED_P = 1e-3  # p below which a form counts as changed: rounding alone moves one of a thousand heads as much
 ROUNDING_SPACINGS = 4.0
 """Relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when it is
 stored, loaded and multiplied."""

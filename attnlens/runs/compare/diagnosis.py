@@ -25,12 +25,12 @@ from attnlens.records import Site
 from attnlens.runs.compare.causes import (
     Unexplained,
     are_equal,
+    build_unexplained,
     compare_calls,
     compare_rotations,
     describe_unexplained,
     diagnose_layers,
     have_same_heads,
-    unexplained,
     with_calls,
     with_spacing,
 )
@@ -305,7 +305,7 @@ class Walk:
         if any(isinstance(entry.cause, Unexplained) for entry in outside):
             for entry in [each for each in outside if each.cause.hypothesis in ADDED]:
                 self.found.remove(entry)
-                self.found.append(replace(entry, cause=unexplained(entry.cause.parts, 1.0)))
+                self.found.append(replace(entry, cause=build_unexplained(entry.cause.parts, 1.0)))
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.

@@ -32,6 +32,7 @@ SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGL
 a head that is exact in real numbers changes M by about eps · cond in floating point, which matters to no reader."""
 SMALLEST_BLOCK = 1e-3  # smallest change of a block's output of practical size, as a share of its norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
+CHANGED_P = 1e-3  # p below which a change is not rounding: rounding alone moves one of a thousand heads as much
 POWER = 0.8  # probability with which the smallest detectable change is named
 
 
@@ -60,6 +61,16 @@ class ChangeTest:
             return torch.zeros_like(self.delta, dtype=torch.bool)
         error = torch.zeros_like(self.delta) if self.se is None or self.freedom < 1 else self.se
         return self.delta.abs() + float(stats.t.isf(0.05, max(self.freedom, 1))) * error <= smallest
+
+    @property
+    def beyond_rounding(self) -> list[bool | None]:
+        """True for each head that rounding alone moves as much with a probability below CHANGED_P; None if unknown."""
+        if self.rounding is None:
+            return [None] * len(self.delta)
+        size, p = self.rounding.size, rounding_p_values(self.delta, self.rounding)
+        beyond = torch.where(size > 0, p < CHANGED_P, self.delta != 0)
+        known = self.delta.isfinite() & size.isfinite()
+        return [bool(value) if is_known else None for value, is_known in zip(beyond, known, strict=True)]
 
     def least_change(self, level: float) -> Float[Tensor, " heads"]:
         """Compute the change that a test at `level` detects with probability POWER; NaN if no error is known."""
@@ -167,6 +178,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     categories = {name for name in tests if is_category(heads, name)}  # for each, all heads are read
     smallest = {name: None if name in categories else _smallest_change(heads, name) for name in tests}
     negligible = {name: test.negligible(smallest[name]) for name, test in tests.items() if test is not None}
+    beyond = {name: test.beyond_rounding for name, test in tests.items() if test is not None}
     rows = []
     for (name, test, place), row_p, row_q, significant in zip(
         keys, p.tolist(), q.tolist(), named.tolist(), strict=True
@@ -199,6 +211,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
                 q=number_of(row_q),
                 smallest=smallest[name],
                 negligible=small,
+                beyond_rounding=beyond[name][place] if test is not None else None,
                 named=significant and not small,
                 reason=reason,
                 **fields,

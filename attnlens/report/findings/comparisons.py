@@ -1,0 +1,313 @@
+"""Findings of comparisons: what differs between two models, the causes, the changed heads, and the effect.
+
+A head counts if its change is named at the report's false-discovery rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from shlex import quote
+from typing import Literal
+
+from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
+from attnlens.records import Comparison, DiagnosedCause, Finding, MeasureChange
+from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
+from attnlens.report.findings.heads import model_argument
+from attnlens.report.findings.swaps import is_change
+from attnlens.report.shapes import Shapes
+from attnlens.wording import clean, format_count, format_spans, join_items, short, shorten_line
+
+Place = tuple[int, int]
+"""Layer and head."""
+Names = Callable[[int], str]  # Function that names a layer
+LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
+"""Mean KL in nats, and share of equal top predictions, beyond which the effect of a difference is notable."""
+MOST_HEADS = 4  # Number of changed heads that are named
+
+
+def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield what changed between two models, why, in which heads, and the effect on predictions."""
+    comparison = shapes.report.comparison
+    assert comparison is not None  # noqa: S101  # a report of this kind has one
+    name = shapes.report.model.layer_name
+    yield from _first_lines(comparison)
+    yield from _diagnosis(comparison, name)
+    if comparison.shifts:
+        answer = "Heads do not correspond, so only distributions are compared."
+        shifts = [
+            f"{shift.measure} {short(shift.before.quartiles[1])} → {short(shift.after.quartiles[1])}"
+            for shift in comparison.shifts[:4]
+        ]
+        yield Finding(question="Changed?", answer=answer, evidence=f"Medians: {'; '.join(shifts)}.")
+        return
+    heads = format_count(len(comparison.heads), "head")
+    blocks = [block for block in comparison.blocks if block.named]
+    rate = f"false-discovery rate {comparison.fdr:g}"
+    evidence = f"{comparison.named:,} of {comparison.tests:,} changes are significant ({rate})."
+    if small := sum(row.negligible and row.q is not None and row.q <= comparison.fdr for row in comparison.rows):
+        evidence += f" {small:,} more {'is' if small == 1 else 'are'} significant but too small to matter."
+    if blocks:
+        evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
+    changes = Changes.of(comparison)
+    count = len(changes.own)
+    answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
+    if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
+        answer = f"The form M changed in none of {heads}"
+    more = " more" if count else ""
+    if changes.inherited:
+        verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")
+        answer += f"; {len(changes.inherited)}{more} {verb} differently only because {whose} inputs changed"
+        more = " more"
+    if others := changes.others:
+        answer += f"; {len(others)}{more} {'differs' if len(others) == 1 else 'differ'} in other measures"
+    severity = "notable" if count or blocks or changes.inherited or others else "none"
+    if comparison.outcome is not None and comparison.outcome.diverged:
+        answer += "; numbers that are not finite cannot be compared"
+        severity = "notable"
+    if not comparison.tests and (largest := _largest_form(comparison)) is not None:
+        answer = (
+            f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {largest.layer}.{largest.head})"
+        )
+        evidence = "Changes are not tested."
+    yield Finding(
+        question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
+    )
+    if forms := [*_forms(comparison, changes, name)]:
+        yield Finding(
+            question="Form M?", answer=forms[0], evidence=" ".join(forms[1:]), severity=severity, measures=[FORMS]
+        )
+    if notes := [*_notes(comparison, name)]:
+        yield Finding(question="Note", answer=notes[0], evidence=" ".join(notes[1:]), severity=severity)
+    if changes.own or others:
+        yield _changed_heads(comparison, changes, name)
+    yield from _predictions(comparison)
+
+
+def _largest_form(comparison: Comparison) -> MeasureChange | None:
+    rows = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
+    return max(rows, key=lambda row: row.delta or 0.0, default=None)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Heads of a comparison by what changed in them."""
+
+    forms: set[Place]  # other M: the weights changed
+    local: set[Place]  # the same M, but other attention to the same inputs
+    inherited: set[Place]  # other attention only because their inputs changed
+    others: set[Place]  # named changes of other measures alone
+
+    @property
+    def own(self) -> set[Place]:
+        """Heads that changed by themselves."""
+        return self.forms | self.local
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> Changes:
+        """Classify the heads by the distances between their forms and between their attention rows."""
+        rows = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
+        own = _places(row for row in rows[OWN_ROWS] if row.named or (row.beyond_rounding and not row.negligible))
+        changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
+        forms = _places(row for row in rows[FORMS] if row.named) | (own & changed)
+        alike = _places(row for row in rows[OWN_ROWS] if row.beyond_rounding is False)
+        inherited = (_places(row for row in comparison.rows if row.named) & alike) - own - forms
+        others = _places(row for row in comparison.rows if row.named) - own - forms - inherited
+        return cls(forms, own - forms, inherited, others)
+
+
+def _places(rows: Iterable[MeasureChange]) -> set[Place]:
+    return {(row.layer, row.head) for row in rows}
+
+
+def _first_lines(comparison: Comparison) -> Iterator[Finding]:
+    """Yield whether both models have the same tensors, and the config fields that affect attention and differ."""
+    if (tensors := comparison.tensors) is not None:
+        total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
+        same = not (differ or tensors.missing or tensors.extra)
+        answer = (
+            f"Yes: all {total} are identical (nothing was merged)."
+            if same
+            else f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
+        )
+        evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
+        for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
+            evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []
+        if tensors.types is not None:
+            sides = [_storage(which, kind) for which, kind in zip(("first", "second"), tensors.types, strict=True)]
+            evidence.append(f"The {'; the '.join(sides)}.")
+        yield Finding(
+            question="Same weights?",
+            answer=answer,
+            evidence=" ".join(evidence),
+            severity="none" if same else "notable",
+            measures=["comparison.tensors"],
+        )
+    if fields := comparison.config:
+        shown = [f"{clean(each.field)} {_value(each.first)} → {_value(each.second)}" for each in fields]
+        answer = f"No: {join_items(shown, 4)}."
+        yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+
+
+def _storage(which: str, kind: str) -> str:
+    """Say which number type represents one model's values, or how they are quantised."""
+    return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
+
+
+LONGEST = 32  # Characters of a config field's value that are printed
+
+
+def _value(value: str | None) -> str:
+    return "none" if value in (None, "null") else shorten_line(clean(value), LONGEST)
+
+
+MOST_CAUSES = 4  # Number of causes that are printed
+
+
+def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
+    """Yield one finding per cause of the difference, damage first, with the repair."""
+    causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
+    for number, cause in enumerate(causes[:MOST_CAUSES]):
+        more = len(causes) - MOST_CAUSES
+        evidence = [f"Repair: {cause.repair}."] if cause.repair else []
+        if cause.head_errors:
+            low, high = min(cause.head_errors), max(cause.head_errors)
+            evidence.append(f"Relative error of W_Q and W_K by head: {short(low)} to {short(high)}.")
+        if more > 0 and number == MOST_CAUSES - 1:
+            verb = "is" if more == 1 else "are"
+            evidence.append(f"{format_count(more, 'more cause')} {verb} in the JSON report (--json FILE).")
+        yield Finding(
+            question="Cause?",
+            answer=clean(describe_cause(cause, name)),
+            evidence=clean(" ".join(evidence)),
+            severity=_severity(cause),
+            measures=["comparison.diagnosis"],
+        )
+
+
+def _severity(cause: DiagnosedCause) -> Literal["none", "notable", "problem"]:
+    """Rate a cause; rounding to a coarser type is notable in either direction."""
+    if "rounded to " in cause.hypothesis:
+        return "notable"
+    return "none" if cause.harmless else "problem" if cause.repair else "notable"
+
+
+def describe_cause(cause: DiagnosedCause, name: Names) -> str:
+    """Return a cause with its layers and heads as a sentence; `name` returns the name of a layer."""
+    names = [name(layer) for layer in cause.layers]
+    numbered = names == [str(layer) for layer in cause.layers]
+    where = "outside the layers" if cause.tensors else ""
+    if names:
+        where = f"layer{'s' * (len(names) > 1)} {format_spans(cause.layers) if numbered else join_items(names)}"
+    if cause.heads:
+        where += f" {'head' if len(cause.heads) == 1 else 'heads'} {format_spans(cause.heads)}"
+    sentence = f"{where}: {cause.text}." if where else f"{cause.text}."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
+    """Yield sentences on the changed weights, and on heads that changed without them."""
+    if changes.forms:
+        heads = format_count(len(changes.forms), "head")
+        yield f"The query/key form M of {heads} changed: {_list(changes.forms, name)}."
+    if changes.local:
+        heads = format_count(len(changes.local), "head")
+        verb = "attends" if len(changes.local) == 1 else "attend"
+        yield f"{heads} {verb} differently to the same inputs although M is unchanged: {_list(changes.local, name)}."
+    yield from (clean(note) for note in comparison.notes if note.startswith(ON_FORMS))
+
+
+def _notes(comparison: Comparison, name: Names) -> Iterator[str]:
+    """Yield sentences on the models as a whole, and on measures with a value in only one of them."""
+    yield from (clean(note) for note in comparison.notes if not note.startswith(ON_FORMS))
+    lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
+    lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
+    if lone:
+        which = join_items(f"{row.measure} of {name(row.layer)}.{row.head}" for row in lone)
+        yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
+
+
+def _list(heads: set[Place], name: Names) -> str:
+    return join_items(f"{name(layer)}.{head}" for layer, head in sorted(heads))
+
+
+DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "KL as run {} nats"}
+"""Measures by which changed heads are ordered, the first that is known, and how their values are printed."""
+
+
+def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
+    """Return changes of practical size of one of DISTANCES, largest first, without inherited ones."""
+    for measure in DISTANCES:
+        rows = [row for row in comparison.rows if row.measure == measure and row.delta]
+        named = _places(row for row in rows if row.named)
+        shown = changes.own | (changes.others & named)
+        if found := [row for row in rows if (row.layer, row.head) in shown]:
+            return sorted(found, key=lambda row: -(row.delta or 0.0))
+    return []
+
+
+def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Finding:
+    """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
+    rows = _most_changed(comparison, changes)
+    if not rows:
+        answer = f"{_list(changes.own or changes.others, name)}."
+        return Finding(question="Which heads?", answer=answer, evidence="Layer.head.")
+    measure = rows[0].measure
+    shown = [
+        f"layer {name(row.layer)} head {row.head} ({DISTANCES[measure].format(short(row.delta or 0.0))})"
+        for row in rows[:MOST_HEADS]
+    ]
+    more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
+    answer = f"{', '.join(shown)}{more}."
+    return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
+
+
+def _predictions(comparison: Comparison) -> Iterator[Finding]:
+    """Yield the effect on the loss, the predictions and the hidden states, as far as they are known."""
+    if (outcome := comparison.outcome) is None:
+        return
+    if outcome.diverged:
+        answer = "The second model's predictions are not finite."
+        yield Finding(question="Effect?", answer=answer, severity="problem", measures=["comparison.outcome"])
+        return
+    parts, severity = [], "none"
+    if (loss := outcome.loss) is not None:
+        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
+        parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
+        parts += ["An even guess over the vocabulary is better."] * outcome.destroyed
+    if (change := outcome.predictions) is not None:
+        error = "" if change.mean_se is None else f" ± {short(change.mean_se)}"
+        parts.append(
+            f"KL {short(change.mean)}{error} nats per token (99.9 %: {short(change.q999)}); "
+            f"same top prediction for {change.same_top:.1%}."
+        )
+        large = change.mean >= LARGE_KL or change.same_top < LEAST_AGREEMENT
+        sure = change.mean > 0 if outcome.kl_ci95 is None else outcome.kl_ci95[0] > 0
+        severity = "notable" if large and sure else "none"
+    elif outcome.hidden_cosine is not None:
+        parts.append(f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}.")
+    if loss is not None and is_change(loss) and loss.delta > 0:
+        severity = "problem"
+    if parts:
+        yield Finding(
+            question="Effect?",
+            answer=parts[0],
+            evidence=" ".join(parts[1:]),
+            severity=severity,
+            measures=["comparison.outcome"],
+        )
+
+
+def after_comparison(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that draw the changes, and that turn the comparison into a gate."""
+    report = shapes.report
+    comparison = report.comparison
+    assert comparison is not None  # noqa: S101  # a report of this kind has one
+    changes, model = Changes.of(comparison), model_argument(report)
+    most_changed = _most_changed(comparison, changes)
+    if changes.own and most_changed:
+        head = most_changed[0]
+        name = f"{report.model.layer_name(head.layer)}.{head.head}"
+        yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
+    yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
+    yield f"attnlens doctor {model}"

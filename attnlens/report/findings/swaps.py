@@ -1,0 +1,309 @@
+"""Findings of swaps: the cost of a kernel, and the ranks within a budget.
+
+A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight); it counts
+as a change if the interval excludes 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from shlex import quote
+from typing import Literal
+
+from attnlens.choices import LENGTH, WINDOWS
+from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Swap
+from attnlens.report.findings.heads import model_argument
+from attnlens.report.sections.plans import share
+from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
+from attnlens.report.shapes import Shapes
+from attnlens.wording import clean, format_count, format_number, join_items, short
+
+Names = Callable[[int], str]  # Function that names a layer
+MOST_UNITS = 4  # Number of heads or layers that are named
+NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
+
+
+def swap_findings(shapes: Shapes) -> Iterator[Finding]:
+    """Yield the plan of ranks, and the cost of a kernel, or the cheapest of several."""
+    swaps = shapes.report.swaps
+    if (plan := shapes.report.plan) is not None:
+        yield from _plan_findings(plan)
+    if len(swaps) > 1:
+        yield _cheapest(swaps)
+        return
+    (swap,) = swaps
+    report = shapes.report
+    cache = None if report.plan is not None else _cache(swap, report.settings.length, report.coverage)
+    answers = (
+        _cost(swap, shapes.report.settings.interval_method),
+        cache,
+        _healed(swap),
+        _where(swap, shapes.report.model.layer_name),
+        _alternative(swap, report.settings.windows),
+        _continuations(swap),
+    )
+    yield from filter(None, answers)
+
+
+def _cost(swap: Swap, method: str) -> Finding:
+    """State the rise of the loss or, without a loss, the distance of predictions or hidden states."""
+    if swap.diverged:
+        answer = "The model diverges: its predictions with this kernel are not finite."
+        return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
+    if (loss := swap.loss) is not None:
+        decimals = loss_decimals([loss])
+        before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
+        unit = UNITS[swap.task]
+        changed = is_change(loss)
+        unclear = loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
+        answer = f"{'Unclear, read more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
+        if swap.destroyed:
+            answer = f"Destroyed: loss {before} → {after} {unit}, worse than an even guess over the vocabulary."
+        elif changed:
+            risen = "" if swap.perplexity is None else f", perplexity {format_rise(loss, swap.perplexity)[0]}"
+            answer = f"Loss {before} → {after} {unit}{risen}."
+        few = "" if method == "bootstrap" else f" ({method})"
+        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}{few}"
+        evidence = f"Change {delta}{ends}."
+        return Finding(
+            question="Cost?",
+            answer=answer,
+            evidence=evidence,
+            severity="problem" if swap.destroyed else "notable" if changed else "none",
+            measures=["swap.loss", "swap.perplexity"],
+        )
+    if swap.kl is not None:
+        answer = f"KL of the predictions from the original's: {figures(swap.kl)} {UNITS[swap.task]}."
+        ends = "" if swap.kl_ci95 is None else f"95 % interval {interval(swap.kl_ci95, 3)}."
+        return Finding(question="Cost?", answer=answer, evidence=ends, measures=["swap.kl"])
+    if swap.hidden_cosine is None:
+        return Finding(question="Cost?", answer="Unknown: nothing could be compared.", severity="problem")
+    bounds = swap.hidden_cosine_ci95
+    evidence = "" if bounds is None else f"95 % interval {interval(bounds, 3)}."
+    answer = f"Last hidden states turn: mean cosine to the original's {swap.hidden_cosine:.3f}."
+    return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
+
+
+def is_change(loss: Change) -> bool:
+    """Return True if the interval of the change excludes 0; without an interval, if the change is not 0."""
+    return loss.delta != 0 if loss.ci95 is None else not loss.ci95[0] <= 0 <= loss.ci95[1]
+
+
+def _cheapest(swaps: list[Swap]) -> Finding:
+    """Name the kernel with the smallest cost, and those whose intervals overlap with its interval."""
+    measured = [(swap, swap.loss) for swap in swaps if swap.loss is not None and not swap.diverged]
+    if not measured:
+        return Finding(question="Cheapest?", answer="Unknown: no kernel has a loss.", severity="problem")
+    best, cost = min(measured, key=lambda pair: pair[1].delta)
+    end = math.inf if cost.ci95 is None else cost.ci95[1]
+    close = [
+        clean(swap.kernel) for swap, loss in measured if swap is not best and (loss.ci95 or (-math.inf,))[0] <= end
+    ]
+    doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else "its interval lies below all others"
+    decimals = loss_decimals([cost])
+    answer = f"{clean(best.kernel)}, {doubt}."
+    evidence = f"Change of the loss {format_number(cost.delta, decimals)}"
+    evidence += "." if cost.ci95 is None else f", 95 % interval {interval(cost.ci95, decimals)}."
+    return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
+
+
+def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
+    """State how many numbers a head caches for a window, if these are fewer than all keys and values."""
+    full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
+    if full is None or swap.state is None or swap.state >= full:
+        return None
+    answer = f"{full:,.0f} → {swap.state:,.0f} numbers per head and window ({share(swap.state / full - 1, 0)})."
+    swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
+    scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
+    evidence = f"In {scope}; windows of {length} tokens."
+    return Finding(question="Cache?", answer=answer, evidence=evidence, measures=["swap.state"])
+
+
+def _healed(swap: Swap) -> Finding | None:
+    """State the share of the cost that training recovers."""
+    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
+    if swap.healing is None or len(losses) < 2:
+        return None
+    first, last = losses[0], losses[-1]
+    decimals = loss_decimals([last])
+    evidence = f"Change of the loss {format_number(first.delta, decimals)} → {format_number(last.delta, decimals)}"
+    evidence += "." if last.ci95 is None else f", 95 % interval {interval(last.ci95, decimals)}."
+    if first.delta <= max(0.0, last.delta):
+        answer, severity = "Training recovered nothing.", "problem"
+    else:
+        recovered = min(1.0, 1 - last.delta / first.delta)
+        answer, severity = f"Training recovered {100 * recovered:.0f} % of the rise.", "notable"
+    return Finding(question="Healed?", answer=answer, evidence=evidence, severity=severity, measures=["swap.stages"])
+
+
+def _where(swap: Swap, name: Names) -> Finding | None:
+    """Name the heads or layers that cost most when they are swapped alone."""
+    if not swap.sweep:
+        return None
+    costly = [effect for effect in swap.sweep if effect.significant and (effect.delta or 0.0) > 0]
+    unit = "layer" if all(effect.head is None for effect in swap.sweep) else "head"
+    total = format_count(len(swap.sweep), unit)
+    names = [
+        name(effect.layer) if effect.head is None else f"head {name(effect.layer)}.{effect.head}"
+        for effect in costly[:MOST_UNITS]
+    ]
+    costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
+    if not costly:
+        answer = f"Nowhere alone: none of {total} costs significantly when swapped alone."
+        return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
+    prefix = "layer " if unit == "layer" else ""
+    answer = f"{len(costly)} of {total} {'costs' if len(costly) == 1 else 'cost'} significantly when swapped alone."
+    evidence = f"Most: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
+    return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
+
+
+def _alternative(swap: Swap, windows: int | None) -> Finding | None:
+    """Compare the loss with that of the controls of the same size, and of uniform attention, in the same windows."""
+    controls = [control for control in swap.controls if control.loss is not None]
+    if swap.loss is None or swap.loss.ci95 is None or not controls:
+        return None
+    decimals = loss_decimals([swap.loss])
+    cheaper, level, dearer = list[str](), list[str](), list[str]()
+    for control in controls:
+        name, (low, high) = clean(control.kernel or ""), _compare_control(swap.loss, control)
+        if low > 0:
+            cheaper.append(name)
+        elif high < 0:
+            dearer.append(name)
+        elif control.difference is None:
+            level.append(name)
+        else:
+            delta = format_number(control.difference.delta, decimals)
+            level.append(f"{name} (difference {delta}, 95 % interval {interval((low, high), decimals)})")
+    costs = "; ".join(
+        f"{clean(control.kernel or '')} {format_number(control.loss.delta, decimals)}"
+        for control in controls
+        if control.loss is not None
+    )
+    parts = [f"more than {join_items(cheaper, 3)}"] if cheaper else []
+    parts += [f"less than {join_items(dearer, 3)}"] if dearer else []
+    clauses = [f"Costs {', '.join(parts)}"] if parts else []
+    if level:
+        read = "" if windows is None else f" with {format_count(windows, 'window')}"
+        clauses.append(f"{'not' if clauses else 'Not'} distinguishable{read} from {join_items(level, 3)}")
+    return Finding(
+        question="Against simple kernels?",
+        answer=f"{'; '.join(clauses)}.",
+        evidence=f"Change of the loss: {costs}.",
+        severity="problem" if cheaper else "none" if level else "notable",
+        measures=["swap.controls"],
+    )
+
+
+def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
+    """Return the 95 % interval of the loss under the kernel minus that under a control.
+
+    Reports of older versions lack paired differences: there, only intervals that do not overlap count as a difference.
+    """
+    if control.difference is not None and control.difference.ci95 is not None:
+        return control.difference.ci95
+    if control.loss is None or control.loss.ci95 is None or loss.ci95 is None:
+        return -math.inf, math.inf
+    return loss.ci95[0] - control.loss.ci95[1], loss.ci95[1] - control.loss.ci95[0]
+
+
+def _continuations(swap: Swap) -> Finding | None:
+    """State for how many tokens greedy continuations agree with the original's."""
+    if (agreement := swap.agreement) is None:
+        return None
+    differing = agreement.prompts - agreement.never
+    verb = "differs" if differing == 1 else "differ"
+    answer = f"{differing or 'None'} of {format_count(agreement.prompts, 'greedy continuation')} {verb}."
+    evidence = f"Median agreement: {min(agreement.median, agreement.tokens):.0f} of {agreement.tokens} tokens."
+    return Finding(
+        question="Same text?",
+        answer=answer,
+        evidence=evidence,
+        measures=["swap.agreement"],
+        severity="notable" if differing else "none",
+    )
+
+
+def _plan_findings(plan: Plan) -> Iterator[Finding]:
+    """Yield the ranks that the budget allows, the cache that they save, and whether the promise holds."""
+    what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
+    limit = f"a {what} at most {100 * plan.budget:g} % higher"
+    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
+    promised = plan.promised
+    evidence = (
+        "" if promised is None else ", ".join((f"Expected rise {share(promised.share)}", *_bounds(promised))) + "."
+    )
+    yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
+    if cache := _format_cache(plan.model_cache_bytes_per_token):
+        alone = plan.cache_bytes_per_token
+        evidence = "Keys and values of the whole model; values keep their size."
+        if alone.before != plan.model_cache_bytes_per_token.before:
+            evidence += f" The swapped heads alone: {_format_cache(alone)}."
+        yield _plan_cache(plan, f"{cache}.", evidence)
+    elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
+        yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
+    if (measured := plan.measured) is not None:
+        verdict = "Yes" if plan.within_budget else "No" if measured.share > plan.budget else "Here, but not guaranteed"
+        answer = f"{verdict}: {share(measured.share)} on {clean(plan.text)}."
+        yield Finding(
+            question="Within budget?",
+            answer=answer,
+            evidence="".join(f"{bounds}." for bounds in _bounds(measured)),
+            severity="none" if plan.within_budget else "problem",
+            measures=["swap.plan"],
+        )
+
+
+def _format_cache(cache: Pair) -> str:
+    """Format a change of bytes per token: `4,096 → 2,560 bytes per token (-38 %)`; empty if it is unknown."""
+    if not cache.before or cache.after is None:
+        return ""
+    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({share(cache.after / cache.before - 1, 0)})"
+
+
+def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
+    cache = plan.cache_bytes_per_token
+    smaller = cache.before is not None and cache.after is not None and cache.after < cache.before
+    severity: Literal["notable", "problem"] = "notable" if smaller else "problem"
+    return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
+
+
+def _bounds(rise: Rise) -> Iterator[str]:
+    """Yield the 95 % interval of a rise of the loss or perplexity, if there is one."""
+    if rise.ci95 is not None:
+        yield f"95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
+
+
+def after_swap(shapes: Shapes) -> Iterator[str]:
+    """Yield commands that locate the cost of the cheapest kernel, train it away, or compare kernels."""
+    report, swap = shapes.report, _find_cheapest(shapes.report.swaps)
+    model, scope, windows = model_argument(report), _scope(report), _windows(report)
+    if report.plan is not None:
+        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{scope}{windows}"
+        yield f"attnlens ranks {model} {budget} --plan plan.json"
+        yield f"attnlens ranks {model} --ranks plan.json{windows} --save smaller"
+        return
+    kernel = f"{quote(swap.kernel)}{scope}{windows}"
+    if not swap.sweep:
+        yield f"attnlens swap-kernel {model} --kernel {kernel} --sweep layers"
+    if swap.healing is None:
+        yield f"attnlens heal {model} --kernel {kernel} --train 500k"
+    yield f"attnlens swap-kernel {model} --kernel sink-window:4,64{windows}"
+
+
+def _find_cheapest(swaps: Sequence[Swap]) -> Swap:
+    """Return the kernel whose loss rises least; without a loss, the first."""
+    return min(swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
+
+
+def _windows(report: Report) -> str:
+    """Return the options that make a command read as many windows, of the same length, as this report."""
+    parts = ("windows", report.settings.windows, WINDOWS), ("length", report.settings.length, LENGTH)
+    return "".join(f" --{name} {part}" for name, part, usual in parts if part not in (None, usual))
+
+
+def _scope(report: Report) -> str:
+    """Return the options that restrict a command to the layers and heads of this report."""
+    parts = {"layers": report.settings.layers, "heads": report.settings.heads}
+    return "".join(f" --{name} {','.join(map(str, part))}" for name, part in parts.items() if part is not None)
