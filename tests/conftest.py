@@ -39,12 +39,6 @@ LARGEST = 5_000
 """Tokens of a vocabulary that is written out sooner than a text is tokenized."""
 
 
-@pytest.fixture(autouse=True)
-def _watched() -> None:
-    """Each test checks its own calls."""
-    watch.begin()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No unit that an earlier run left in the user's cache is taken up, and none is left there."""

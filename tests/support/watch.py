@@ -2,11 +2,12 @@
 
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from importlib import import_module
+from itertools import islice
 from pkgutil import walk_packages
 from typing import Any
 from weakref import ref
@@ -37,22 +38,16 @@ PLAIN = {bool, float, int, type(None)}
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 """As in mypy, an int passes as a float."""
 seen: set[tuple] = set()
-"""Calls that were checked in the running test: functions with the shapes and types of their arguments. Checking every
-step of a solver's loop again would double the time of its tests."""
+"""Calls that were checked: functions with the shapes and types of their arguments. Checking each call again, as in
+every step of a solver's loop, would double the time of the tests."""
 _known: dict[int, tuple[ref[object], int]] = {}
 """Frozen dataclasses by id, each with the number of its contents."""
 _numbers: dict[object, int] = {}
 """Contents → their number, equal for equal contents and faster to hash."""
 
 
-def begin() -> None:
-    """Forget what other tests checked."""
-    for table in (seen, _known, _numbers):
-        table.clear()
-
-
 def once(*, typechecker: Callable) -> Callable:
-    """Replace `jaxtyped`, by which the import hook decorates: a call like an earlier one in a test is not checked."""
+    """Replace `jaxtyped`, by which the import hook decorates: a call like an earlier one is not checked."""
 
     def decorated(function: Callable) -> Callable:
         if not isinstance(function, type):
@@ -81,7 +76,7 @@ def once(*, typechecker: Callable) -> Callable:
 
 
 def _kind(value: object) -> object:
-    """Return what checks depend on: shapes, types, strings, classes, and the ids of long collections."""
+    """Return what checks depend on: shapes, types, strings, classes, and the first eight entries of collections."""
     kind = type(value)
     return kind if kind in PLAIN else _reader(kind)(value)
 
@@ -94,11 +89,11 @@ def _reader(kind: type) -> Callable[[Any], object]:
     if issubclass(kind, str | type):
         return lambda value: value
     if issubclass(kind, tuple | list):
-        return lambda value: (kind, *map(_kind, value)) if len(value) <= 8 else id(value)
+        return lambda value: (kind, len(value), *map(_kind, value[:8]))
     if issubclass(kind, Mapping):
-        return lambda value: (kind, *value, *map(_kind, value.values())) if len(value) <= 8 else id(value)
+        return lambda value: (kind, len(value), *[(key, _kind(each)) for key, each in islice(value.items(), 8)])
     if not is_dataclass(kind):
-        return id if issubclass(kind, Iterable) else lambda _: kind
+        return lambda _: kind
     names = [field.name for field in fields(kind)]
 
     def read(value: object) -> object:
