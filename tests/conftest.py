@@ -1,4 +1,4 @@
-"""Registers the shared fixtures, except in the process of pytest-xdist that runs no tests: importing torch takes long."""
+"""Registers the shared fixtures, except in the process of pytest-xdist that runs no tests and need not import torch."""
 
 import pytest
 
