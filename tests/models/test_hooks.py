@@ -197,3 +197,20 @@ def test_answers_reach_the_module_contiguous():
         hooks.forward(model, inputs)
     assert seen
     assert all(part.is_contiguous() for part in seen)
+
+
+@pytest.mark.parametrize("name", families.REACHED)
+def test_a_pass_without_logits_makes_the_same_calls_and_at_most_one_position_of_logits(name):
+    model, inputs = built(name)
+    recorded = []
+    for options in ({}, hooks.without_logits(model)):
+        calls = {}
+        with torch.no_grad(), hooks.watch(model, sites_of(model, inputs), calls.__setitem__):
+            result = hooks.forward(model, inputs, **options)
+        recorded.append([(site, call.query, call.key, call.value) for site, call in calls.items()])
+        if options:
+            assert result.logits.shape[1] == 1
+    for (site, *before), (other, *after) in zip(*recorded, strict=True):
+        assert site == other
+        assert all(map(torch.equal, before, after))
+    assert bool(hooks.without_logits(model)) == (name in families.CAUSAL)

@@ -135,7 +135,7 @@ def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple
 
     with torch.no_grad(), hooks.watch(model, setup.sites, visit):
         for text, fed in batches:  # noqa: B007  # `visit` reads both variables
-            hooks.forward(model, fed.inputs)
+            hooks.forward(model, fed.inputs, **hooks.without_logits(model))
             progress(texts.sequences_in(fed.inputs))
 
     def join(by_text: Mapping[str, Fits], left_out: str | None) -> dict[Site, Basis]:

@@ -42,4 +42,5 @@ from attnlens.models.hooks.survey import (
     run_survey,
     survey,
     without_cache,
+    without_logits,
 )

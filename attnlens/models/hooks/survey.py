@@ -214,6 +214,14 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
+def without_logits(model: PreTrainedModel) -> dict[str, int]:
+    """Return the argument that limits logits to the last position, {} if there is none, for passes that use no logits.
+
+    With a large vocabulary, logits of all positions take longer than the layers.
+    """
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return, without padding, the top-level floating-point outputs or, if there are none, the nested ones."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)

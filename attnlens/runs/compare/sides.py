@@ -278,7 +278,7 @@ def run_pass(
     watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
     handles = [block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in blocks]
     with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
-        hooks.forward(model, inputs)
+        hooks.forward(model, inputs, **hooks.without_logits(model))
     for path, output in outputs.items():
         state = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(state, Tensor):

@@ -341,7 +341,7 @@ class Inspection(PreparedRun):
                 self.progress("tokens", start, self.settings.windows or 0)
                 visit_batch = partial(visit, batch=batch, start=start)
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit_batch):
-                    hooks.forward(self.loaded.model, batch.inputs)
+                    hooks.forward(self.loaded.model, batch.inputs, **hooks.without_logits(self.loaded.model))
                 start += batch.size
         return gatherers
 

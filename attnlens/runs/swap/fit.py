@@ -175,7 +175,7 @@ def _update_fits(
         return
     with torch.no_grad(), hooks.watch(setup.loaded.model, setup.sites, answer):
         for batch in batches:  # `answer` reads this variable
-            hooks.forward(setup.loaded.model, batch.inputs)
+            hooks.forward(setup.loaded.model, batch.inputs, **hooks.without_logits(setup.loaded.model))
             progress(batch.size)
 
 
