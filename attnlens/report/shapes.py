@@ -200,7 +200,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Return the numbers present, sorted; if `fill`, add those missing from 0 to the largest and below `expected`."""
+    """Return the numbers present, sorted; if `fill`, all from 0 to the larger of the last and `expected` − 1."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

@@ -21,7 +21,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Number of heads or layers that are named
-NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
+NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -57,9 +57,9 @@ def _cost(swap: Swap, method: str) -> Finding:
         unit = UNITS[swap.task]
         changed = is_change(loss)
         unclear = loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
-        answer = f"{'Unclear, read more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
+        answer = f"{'Unclear, use more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
         if swap.destroyed:
-            answer = f"Destroyed: loss {before} → {after} {unit}, worse than an even guess over the vocabulary."
+            answer = f"Destroyed: loss {before} → {after} {unit}, worse than a uniform guess over the vocabulary."
         elif changed:
             risen = "" if swap.perplexity is None else f", perplexity {format_rise(loss, swap.perplexity)[0]}"
             answer = f"Loss {before} → {after} {unit}{risen}."
@@ -81,7 +81,7 @@ def _cost(swap: Swap, method: str) -> Finding:
         return Finding(question="Cost?", answer="Unknown: nothing could be compared.", severity="problem")
     bounds = swap.hidden_cosine_ci95
     evidence = "" if bounds is None else f"95 % interval {interval(bounds, 3)}."
-    answer = f"Last hidden states turn: mean cosine to the original's {swap.hidden_cosine:.3f}."
+    answer = f"The mean cosine of the last hidden states to the original's is {swap.hidden_cosine:.3f}."
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
@@ -150,11 +150,11 @@ def _where(swap: Swap, name: Names) -> Finding | None:
     ]
     costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
     if not costly:
-        answer = f"Nowhere alone: none of {total} costs significantly when swapped alone."
+        answer = f"Nowhere: the loss rises significantly for none of {total}, each swapped alone."
         return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
     prefix = "layer " if unit == "layer" else ""
-    answer = f"{len(costly)} of {total} {'costs' if len(costly) == 1 else 'cost'} significantly when swapped alone."
-    evidence = f"Most: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
+    answer = f"The loss rises significantly for {len(costly)} of {total}, each swapped alone."
+    evidence = f"Largest rises: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
@@ -226,7 +226,7 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
-    """Yield the ranks that the budget allows, the cache that they save, and whether the promise holds."""
+    """Yield the ranks, the size of the cache, and whether the measured rise is within the budget."""
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     limit = f"a {what} at most {100 * plan.budget:g} % higher"
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
@@ -276,7 +276,7 @@ def _bounds(rise: Rise) -> Iterator[str]:
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate the cost of the cheapest kernel, train it away, or compare kernels."""
+    """Yield commands that locate the cost of the cheapest kernel, reduce it by training, or compare kernels."""
     report, swap = shapes.report, _find_cheapest(shapes.report.swaps)
     model, scope, windows = model_argument(report), _scope(report), _windows(report)
     if report.plan is not None:

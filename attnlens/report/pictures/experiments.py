@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 LEAST_Q = LEAST_P  # smaller q are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the lowest
+QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Axis labels that explain a quantity
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
 WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
@@ -356,7 +357,8 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             label=style.shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], experiment.axis)
-    axes.set_ylabel(style.shorten_label(clean(next(iter(curves.values())).quantity or ""), 30))
+    quantity = clean(next(iter(curves.values())).quantity or "")
+    axes.set_ylabel(style.shorten_label(QUANTITIES.get(quantity, quantity), 30))
     values = _finite_values(curves)
     if values.size:
         least, most = float(values.min()), float(values.max())

@@ -40,7 +40,7 @@ def standing(report: Report) -> tuple[str, bool]:
     missed = [clean(experiment.name) for experiment in report.experiments if experiment.passed is False]
     total = format_count(len(report.experiments), "experiment")
     if not any(experiment.published for experiment in report.experiments):
-        return f"{total}; nothing published to compare with.", True
+        return f"{total}; no published values to compare with.", True
     agreeing = sum((experiment.agreeing for experiment in report.experiments), Counter[Origin]())
     untested = state_untested(sum(len(experiment.untested) for experiment in report.experiments))
     verdict = f"; some differ: {join_items(missed)}" if missed else ""
@@ -190,8 +190,8 @@ def other_base(report: Report) -> list[str]:
 def state_unexpected(report: Report) -> list[str]:
     """Return the sentence on tensors in the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
-    unused = f"{format_count(len(names), 'tensor')} in the files not used by {report.model.architecture}"
-    return [f"{unused}: {join_items(names)}."] if names else []
+    count = format_count(len(names), "tensor")
+    return [f"{report.model.architecture} does not use {count} of the files: {join_items(names)}."] if names else []
 
 
 @section(60, views=(*TEXTS, "opening"))

@@ -164,7 +164,7 @@ def range_of(info: MeasureInfo) -> str:
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are not sampled"
 SAMPLED = "standard error of the mean over windows, or over texts if there are at least five (intervals)"
-ONCE = "posed once over all windows: only means over windows have a standard error"
+ONCE = "none: the problem is posed once over all windows (means over windows have a standard error)"
 IDENTIFIED = {
     "weights": "in every head: independent of the head's basis",
     "tokens": "in every head: any scores that yield the same attention weights yield the same value",

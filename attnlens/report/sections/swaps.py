@@ -130,7 +130,7 @@ def measured_controls(swap: Swap) -> list[Control]:
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the kernel and the number of its heads, the effect, and the effect on each text; on the screen, losses."""
+    """Yield kernel, number of heads, and effect (also by text); on the screen, only the losses of several kernels."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":
@@ -261,7 +261,7 @@ def _reading_help(report: Report) -> str:
     top = "KL(original ‖ changed); top-1: share of equal top predictions"
     states = "hidden cosine and CKA compare the last hidden states; 1: as in the original"
     rise = "rise: of the perplexity, e^Δ − 1; " * (swap.perplexity is not None)
-    rise += f"{DESTROYED}: an even guess over the vocabulary is better; " * any(row.destroyed for row in rows)
+    rise += f"{DESTROYED}: a uniform guess over the vocabulary is better; " * any(row.destroyed for row in rows)
     unit = UNITS[swap.task]
     columns = {"loss": f"loss and KL in {unit}; {rise}{top}", "kl": f"KL in {unit}; {top}; {states}", "hidden": states}
     intervals = none or f"intervals: paired {report.settings.interval_method}{f' ({scope})' if scope else ''}"
