@@ -30,15 +30,7 @@ ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is e
 SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
 AGREEMENT = 2.0  # Largest ratio between estimates from parts of the evidence
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
-COUNTS = (
-    "trials",
-    "iterations",
-    "seeds",
-    "cells",
-    "windows",
-    "layers",
-    "heads",
-)  # Options whose smaller values are faster
+COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
 AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets
 SHORTENING = AMOUNTS | {
     "weights": ("layers", "heads"),

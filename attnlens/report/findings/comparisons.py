@@ -16,7 +16,7 @@ from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.findings.swaps import is_change
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, format_count, format_spans, join_items, short, shorten_line
+from attnlens.wording import capitalise, clean, format_count, format_spans, join_items, short, shorten_line
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -65,10 +65,11 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if comparison.outcome is not None and comparison.outcome.diverged:
         answer += "; numbers that are not finite cannot be compared"
         severity = "notable"
-    if not comparison.tests and (largest := _largest_form(comparison)) is not None:
-        answer = (
-            f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {largest.layer}.{largest.head})"
-        )
+    distances = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
+    if distances and not comparison.tests:
+        largest = max(distances, key=lambda row: row.delta or 0.0)
+        head = f"{name(largest.layer)}.{largest.head}"
+        answer = f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {head})"
         evidence = "Changes are not tested."
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
@@ -82,11 +83,6 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if changes.own or others:
         yield _changed_heads(comparison, changes, name)
     yield from _predictions(comparison)
-
-
-def _largest_form(comparison: Comparison) -> MeasureChange | None:
-    rows = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
-    return max(rows, key=lambda row: row.delta or 0.0, default=None)
 
 
 @dataclass(frozen=True)
@@ -201,8 +197,7 @@ def describe_cause(cause: DiagnosedCause, name: Names) -> str:
         where = f"layer{'s' * (len(names) > 1)} {format_spans(cause.layers) if numbered else join_items(names)}"
     if cause.heads:
         where += f" {'head' if len(cause.heads) == 1 else 'heads'} {format_spans(cause.heads)}"
-    sentence = f"{where}: {cause.text}." if where else f"{cause.text}."
-    return sentence[0].upper() + sentence[1:]
+    return capitalise(f"{where}: {cause.text}." if where else f"{cause.text}.")
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
@@ -258,8 +253,7 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
         for row in rows[:MOST_HEADS]
     ]
     more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
-    answer = f"{', '.join(shown)}{more}."
-    return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
+    return Finding(question="Which heads?", answer=capitalise(f"{', '.join(shown)}{more}."), measures=[measure])
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:

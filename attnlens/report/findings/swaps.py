@@ -7,7 +7,7 @@ as a change if the interval excludes 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from shlex import quote
 from typing import Literal
 
@@ -15,7 +15,7 @@ from attnlens.choices import LENGTH, WINDOWS
 from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Swap
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
-from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
+from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
@@ -74,7 +74,7 @@ def _cost(swap: Swap, method: str) -> Finding:
             measures=["swap.loss", "swap.perplexity"],
         )
     if swap.kl is not None:
-        answer = f"KL of the predictions from the original's: {figures(swap.kl)} {UNITS[swap.task]}."
+        answer = f"KL of the predictions from the original's: {format_figures(swap.kl)} {UNITS[swap.task]}."
         ends = "" if swap.kl_ci95 is None else f"95 % interval {interval(swap.kl_ci95, 3)}."
         return Finding(question="Cost?", answer=answer, evidence=ends, measures=["swap.kl"])
     if swap.hidden_cosine is None:
@@ -231,9 +231,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     limit = f"a {what} at most {100 * plan.budget:g} % higher"
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
     promised = plan.promised
-    evidence = (
-        "" if promised is None else ", ".join((f"Expected rise {share(promised.share)}", *_bounds(promised))) + "."
-    )
+    evidence = "" if promised is None else f"Expected rise {share(promised.share)}{_format_interval(promised, ', ')}."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
     if cache := _format_cache(plan.model_cache_bytes_per_token):
         alone = plan.cache_bytes_per_token
@@ -249,7 +247,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             question="Within budget?",
             answer=answer,
-            evidence="".join(f"{bounds}." for bounds in _bounds(measured)),
+            evidence="" if measured.ci95 is None else f"{_format_interval(measured)}.",
             severity="none" if plan.within_budget else "problem",
             measures=["swap.plan"],
         )
@@ -269,15 +267,16 @@ def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
     return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
 
 
-def _bounds(rise: Rise) -> Iterator[str]:
-    """Yield the 95 % interval of a rise of the loss or perplexity, if there is one."""
-    if rise.ci95 is not None:
-        yield f"95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
+def _format_interval(rise: Rise, before: str = "") -> str:
+    """Format the 95 % interval of a rise of the loss or perplexity, after `before`; empty if there is none."""
+    return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
     """Yield commands that locate the cost of the cheapest kernel, reduce it by training, or compare kernels."""
-    report, swap = shapes.report, _find_cheapest(shapes.report.swaps)
+    report = shapes.report
+    # the kernel whose loss rises least; without a loss, the first
+    swap = min(report.swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
     model, scope, windows = model_argument(report), _scope(report), _windows(report)
     if report.plan is not None:
         budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{scope}{windows}"
@@ -290,11 +289,6 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     if swap.healing is None:
         yield f"attnlens heal {model} --kernel {kernel} --train 500k"
     yield f"attnlens swap-kernel {model} --kernel sink-window:4,64{windows}"
-
-
-def _find_cheapest(swaps: Sequence[Swap]) -> Swap:
-    """Return the kernel whose loss rises least; without a loss, the first."""
-    return min(swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
 
 
 def _windows(report: Report) -> str:

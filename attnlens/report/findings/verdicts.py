@@ -106,11 +106,7 @@ def describe_error(check: BackendCheck, name: Names = str) -> str:
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
     if check.output_error is None:
-        return (
-            f"has outputs that are not finite{where}: {check.reason}"
-            if check.reason
-            else "has outputs that are not finite"
-        )
+        return "has outputs that are not finite" + (f"{where}: {check.reason}" if check.reason else "")
     cause = f", because {clean(check.reason)}" if check.reason else where
     return f"differs from float64 by {check.output_error:.0e}{cause}"
 

@@ -35,7 +35,17 @@ from attnlens.report.pictures.charts import (
 from attnlens.report.sections.facts import state_whole
 from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import SAME, MeasureMap, Shapes, group_of
-from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
+from attnlens.wording import (
+    capitalise,
+    clean,
+    decimals_for,
+    format_count,
+    group_pairs,
+    join_items,
+    short,
+    source_of,
+    title_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -64,7 +74,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
         shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
         lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
     mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
-    lines.append(_capitalise(f"{short_caption(reading)}{mark}"))
+    lines.append(capitalise(f"{short_caption(reading)}{mark}"))
     lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
     return _caption(shapes, reading.info, lines)
 
@@ -78,18 +88,14 @@ def curve_caption(shapes: Shapes, name: str) -> str:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
             whose = f"{heads} of {len(group.curves)} heads with {steps} steps or more"
-            lines.append(f"{_capitalise(group.title)}: median and quartiles over {whose}.")
+            lines.append(f"{capitalise(group.title)}: median and quartiles over {whose}.")
     return _caption(shapes, shapes.info(name), lines)
 
 
 def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
     """Put the measure's meaning and caveat before the lines, and the coverage after them."""
-    meaning = _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
+    meaning = capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
     return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
-
-
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:

@@ -37,7 +37,7 @@ from attnlens.report.pictures.charts import (
 )
 from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import DESTROYED, EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
-from attnlens.wording import big, clean, decimals_for
+from attnlens.wording import big, capitalise, clean, decimals_for
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -140,7 +140,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     what = RISES[swaps[0].judged_by]
     method, units = report.settings.interval_method, report.settings.intervals or "inputs"
     paired = "paired " * (swaps[0].judged_by == "loss")
-    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}{method} 95 % "
+    caption = f"{capitalise(what)} with each kernel in every chosen head. Bars: {paired}{method} 95 % "
     ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
     caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
@@ -315,7 +315,7 @@ def _sweep_panel(swap: Swap, stem: str, number: Names) -> Panel:
     noun, mark = ("head", "grey dot") if heads else ("layer", "hollow")
     note = f"{mark}: not significant at FDR 5 %" * any(map(_is_quiet, swap.sweep))
     caption = f"{clean(swap.kernel)}. Effect on the model if only that {noun} has the kernel."
-    caption += f" {note[:1].upper()}{note[1:]}." * bool(note)
+    caption += f" {capitalise(note)}." * bool(note)
     caption += " Crossed: diverged." * (heads and any(unit.delta is None for unit in swap.sweep))
     caption += " Numbers: effects beyond the colour scale." * heads
     layers, columns = len({unit.layer for unit in swap.sweep}), len({unit.head for unit in swap.sweep})

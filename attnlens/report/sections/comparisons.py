@@ -245,13 +245,12 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
     """Yield the statistics of the predictions' KL that quantisation tools print."""
     if comparison.outcome is None or (change := comparison.outcome.predictions) is None:
         return
-    ratio, factor = change.perplexity_ratio, 100
+    ratio, quantiles = change.perplexity_ratio, {"max": change.largest, "99.9 %": change.q999, "99 %": change.q99}
+    quantiles |= {"95 %": change.q95, "median": change.median}
     lines = {
         "KL mean": _with_error(change.mean, change.mean_se),
-        **{f"KL {name}": short(value) for name, value in (("max", change.largest), ("99.9 %", change.q999))},
-        **{f"KL {name}": short(value) for name, value in (("99 %", change.q99), ("95 %", change.q95))},
-        "KL median": short(change.median),
-        "same top-1": f"{_with_error(factor * change.same_top, factor * (change.same_top_se or 0) or None)} %",
+        **{f"KL {name}": short(value) for name, value in quantiles.items()},
+        "same top-1": f"{_with_error(100 * change.same_top, 100 * (change.same_top_se or 0) or None)} %",
         "perplexity": "" if ratio is None else f"× {_with_error(ratio, change.perplexity_ratio_se)}",
     }
     note = f"KL(first ‖ second) in nats over {big(change.tokens)} predictions; ±: standard error over windows or texts."

@@ -18,6 +18,7 @@ from attnlens.report.sections.section import TEXTS, Column, Section, Table, View
 from attnlens.report.shapes import MeasureMap, Shapes, alternate_sources, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
+    capitalise,
     clean,
     decimals_for,
     decimals_with_error,
@@ -181,7 +182,7 @@ def reading_help(shapes: Shapes) -> str:
         "“between texts” is the sd of the texts' medians" * bool(summary.between_texts),
     ]
     sentence = "; ".join(filter(None, parts))
-    sentences = [f"{sentence[:1].upper()}{sentence[1:]}."] if sentence else []
+    sentences = [f"{capitalise(sentence)}."] if sentence else []
     spaces = dict.fromkeys(reading.info.space for reading in readings if reading.info.space)
     if len(spaces) > 1:
         sentences.append(f"{' and '.join(spaces)}: two different problems; compare values only within one.")

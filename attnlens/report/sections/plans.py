@@ -8,7 +8,7 @@ from statistics import median
 
 from attnlens.records import Effect, Healing, HealingTraining, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import TEXTS, Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, figures, interval
+from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, format_figures, interval
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
@@ -180,14 +180,15 @@ def healing_lines(record: Healing) -> list[str]:
     lines += map(_stage, record.stages)
     if record.best in distances:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
-        first, best = figures(distances[min(distances)]), figures(distances[record.best])
+        first, best = format_figures(distances[min(distances)]), format_figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
     if (control := record.control) is not None:
         ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
+        before, after = format_figures(control.perplexity.before), format_figures(control.perplexity.after)
         lines.append(
             f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
-            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
+            f"{before} before, {after} after; the healed model's perplexity is {control.ratio:.3f} times that of the trained "
+            f"original{ends}"
         )
     return lines
 

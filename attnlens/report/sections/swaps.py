@@ -56,7 +56,7 @@ PARAMETERS = {  # Name in words of each fitted parameter, if it differs from the
 }
 
 
-def figures(number: float | None, count: int = 3) -> str:
+def format_figures(number: float | None, count: int = 3) -> str:
     """Format a number with `count` significant digits, or `–` for None."""
     return NO_VALUE if number is None else format_number(number, decimals_for([number], count))
 
@@ -208,7 +208,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
             if judged_by == "loss"
             else {}
         )
-        cells["KL"] = figures(kl)
+        cells["KL"] = format_figures(kl)
         if judged_by == "kl":
             cells["95 % interval"] = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
         cells["top-1"] = percent(outcome.top1_agreement, 1)
@@ -232,7 +232,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
     cells = [format_outcome(outcome) for outcome in outcomes]
     original = dict.fromkeys(cells[0], "")
     original |= {"loss": format_number(losses[0].before, decimals)} if losses else {}
-    original |= {"perplexity": figures(powers[0].before)} if powers else {}
+    original |= {"perplexity": format_figures(powers[0].before)} if powers else {}
     columns = build_columns([original, *cells], missing="")
     names = Column("stage" if single else "kernel", ["original", *(name for name, _ in rows)], words=True)
     return Table([names], [column for column in columns if set(column.cells[1:]) != {NO_VALUE}])
@@ -247,7 +247,7 @@ def _loss_cells(
         "loss": format_number(getattr(loss, "after", None), decimals),
         "Δ": format_number(getattr(loss, "delta", None), decimals),
         "95 % interval": interval(getattr(loss, "ci95", None), decimals),
-        "perplexity": figures(getattr(perplexity, "after", None)),
+        "perplexity": format_figures(getattr(perplexity, "after", None)),
         "rise": rise,
         "95 % interval of rise": ends or NO_VALUE,
     }
@@ -386,7 +386,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
                 "layer": shapes.report.model.layer_number(site.layer),
                 "part": site.part,
                 "heads": join_items(site.heads, 8),
-                "output error": figures(site.output_error),
+                "output error": format_figures(site.output_error),
                 "off simplex": percent(site.off_simplex, 1) if any(site.off_simplex for site in swap.sites) else None,
                 "path": clean(site.path),
                 "site": clean(site.site),
