@@ -187,8 +187,8 @@ def healing_lines(record: Healing) -> list[str]:
         before, after = format_figures(control.perplexity.before), format_figures(control.perplexity.after)
         lines.append(
             f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-            f"{before} before, {after} after; the healed model's perplexity is {control.ratio:.3f} times that of the trained "
-            f"original{ends}"
+            f"{before} before, {after} after; the healed model's perplexity is {control.ratio:.3f} times that of the "
+            f"trained original{ends}"
         )
     return lines
 
