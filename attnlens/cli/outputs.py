@@ -272,7 +272,7 @@ class Outputs:
                 if what := describe_input(inputs, file):
                     raise UsageError(f"{flag} would replace {file}, {what}.", "Choose another path.")
         if self.bare and self.figure is None:
-            raise UsageError("--bare draws nothing without --figure.", "Add --figure FILE, or leave out --bare.")
+            raise UsageError("--bare has no effect without --figure.", "Add --figure FILE, or leave out --bare.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 

@@ -198,7 +198,7 @@ PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
-    """Guard a command and add the options of these groups; the command reads their values from `context.params`."""
+    """Wrap a command with `guard`, and add the options of `groups`, whose values it reads from `context.params`."""
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = {name: each for group in groups for name, each in group.items()}
 

@@ -145,7 +145,7 @@ CLAUSE = re.compile(r"; |: | \(|, (?=(?:e\.g\.|in|or|and|as|such as) )")
 
 
 def _describe_option(text: str, width: int) -> list[str]:
-    """Return the first sentence of a text up to the last clause that fits one line, or on as many lines as it needs."""
+    """Return a text's first sentence as lines: shortened to whole clauses that fit one line, or else wrapped."""
     sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
     if len(sentence) <= width:
         return [sentence]

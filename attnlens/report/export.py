@@ -99,7 +99,7 @@ def windows(report: Report) -> Sequence[Row]:
 
 def _plan(report: Report) -> str:
     if report.plan is None:
-        raise UsageError("The report has no plan.", "Create one with: attnlens ranks --budget loss:1%")
+        raise UsageError("The report does not contain a plan.", "Create one with: attnlens ranks --budget loss:1%")
     return report.plan.to_json()
 
 
@@ -149,7 +149,7 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     picture = named.get(f"{target.stem}.png") if target.stem != "overview" else None
     if picture is None and target.stem in measure_infos():
         raise UsageError(
-            f"The report has no picture of {target.stem}: it lacks the measure, or all heads have the same value.",
+            f"{target.stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
             "Choose a measure that varies, or give the file another name to draw the overview.",
         )
     return {target: partial(encode_picture, picture or overview(report), target.suffix.lower(), bare=bare)}

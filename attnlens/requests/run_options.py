@@ -348,7 +348,7 @@ def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:
     for each in names:
         checked_name(noun, each, known)
     if not names:
-        raise UsageError(f"{name} contains no names.", f"Choose from {', '.join(known)}, or leave out --{name}.")
+        raise UsageError(f"--{name} is empty.", f"Choose from {', '.join(known)}, or leave out --{name}.")
     return ",".join(dict.fromkeys(names))
 
 

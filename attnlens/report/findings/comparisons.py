@@ -201,7 +201,7 @@ def describe_cause(cause: DiagnosedCause, name: Names) -> str:
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
-    """Yield sentences on the changed weights, and on heads that changed without them."""
+    """Yield sentences on heads whose form M changed, and on heads that changed although M did not."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
         yield f"The query/key form M of {heads} changed: {_join_heads(changes.forms, name)}."

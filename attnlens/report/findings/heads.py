@@ -314,14 +314,14 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
         yield f"attnlens swap-kernel {model} --kernel symmetric"
     if tests.heads("tokens.share_first", 1):
         yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
-    if any(name.startswith("selection.") for name in tests.shapes.readings):
-        head = report.heads[0]
-        yield f"attnlens converge {model} --head {shapes.name_head(head)}"
+    selected = any(name.startswith("selection.") for name in shapes.readings)
+    if selected:
+        yield f"attnlens converge {model} --head {shapes.name_head(report.heads[0])}"
     if report.summary.extremes:
         extreme = report.summary.extremes[0]
         yield f"attnlens inspect {model} --head {shapes.name_head(extreme)} --show attention --html head.html"
     yield f"attnlens swap-kernel {model} --kernel rbf"
-    if not any(name.startswith("selection.") for name in tests.shapes.readings):
+    if not selected:
         yield f"attnlens inspect {model} --analyzer selection"
     yield f"attnlens inspect {model} --html heads.html"
 

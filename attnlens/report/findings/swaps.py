@@ -26,20 +26,18 @@ NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval in
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield the plan of ranks, and the cost of a kernel, or the cheapest of several."""
-    swaps = shapes.report.swaps
-    if (plan := shapes.report.plan) is not None:
-        yield from _plan_findings(plan)
-    if len(swaps) > 1:
-        yield _cheapest(swaps)
-        return
-    (swap,) = swaps
     report = shapes.report
-    cache = None if report.plan is not None else _cache(swap, report.settings.length, report.coverage)
+    if report.plan is not None:
+        yield from _plan_findings(report.plan)
+    if len(report.swaps) > 1:
+        yield _cheapest(report.swaps)
+        return
+    (swap,) = report.swaps
     answers = (
-        _cost(swap, shapes.report.settings.interval_method),
-        cache,
+        _cost(swap, report.settings.interval_method),
+        None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
         _healed(swap),
-        _where(swap, shapes.report.model.layer_name),
+        _where(swap, report.model.layer_name),
         _alternative(swap, report.settings.windows),
         _continuations(swap),
     )

@@ -200,7 +200,7 @@ def _hardening_finding(experiment: Experiment) -> Finding:
 
 
 def _head_finding(experiment: Experiment) -> Finding:
-    """State whether gradient descent on a head's selection problem reaches the SVM, and how far the head is from it."""
+    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
     ends = {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
     reached = [f"{value:.4f} from {name}" for name, value in ends.items() if value is not None]
     verdict = "Yes" if reached and all(value is None or value > REACHED for value in ends.values()) else "No"

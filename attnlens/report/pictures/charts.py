@@ -339,8 +339,8 @@ def overview(
 ) -> Figure:
     """Draw a page of panels with lettered titles; the figure's label is its caption.
 
-    `facts` are written under the title (by default the model's name), `hint` at the bottom left, and `more` at the
-    bottom right. A `bare` page has panels only.
+    The page shows `facts` under `title` (by default the model's name), `hint` at the bottom left, and `more` at the
+    bottom right. A `bare` page shows the panels only.
     """
     facts, more, title = [*filter(None, facts)], [*more], title or report.model.title
     panels = [panel for row in rows for panel in row.panels if panel is not None]

@@ -356,7 +356,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| beyond which colours saturate, so that most cells are not pale, and the open ends."""
+    """Return the |effect| beyond which colours saturate, low enough for most cells to have colour, and open ends."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0

@@ -44,13 +44,8 @@ def standing(report: Report) -> tuple[str, bool]:
     agreeing = sum((experiment.agreeing for experiment in report.experiments), Counter[Origin]())
     untested = state_untested(sum(len(experiment.untested) for experiment in report.experiments))
     verdict = f"; some differ: {join_items(missed)}" if missed else ""
-    return f"{total}; {count_agreeing(agreeing)}{verdict}{untested}.", not missed
-
-
-def count_agreeing(counts: Counter[Origin]) -> str:
-    """State how many values agree with their reference, by its origin: `3 values agree (2 published, …)`."""
-    verb = "agrees" if counts.total() == 1 else "agree"
-    return f"{format_count(counts.total(), 'value')} {verb}{count_origins(counts)}"
+    values = f"{format_count(agreeing.total(), 'value')} {'agrees' if agreeing.total() == 1 else 'agree'}"
+    return f"{total}; {values}{count_origins(agreeing)}{verdict}{untested}.", not missed
 
 
 def count_origins(counts: Counter[Origin]) -> str:
@@ -73,7 +68,7 @@ def null_cell(mean: float, sd: float) -> str:
 
 
 def no_errors(report: Report) -> str:
-    """State that there are no errors if only one window was read; otherwise return ""."""
+    """State why there are no standard errors if only one window was read; otherwise return ""."""
     return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
 
 

@@ -222,7 +222,7 @@ MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are sho
 
 @section(44, "swap")
 def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on units swapped alone: the number of significant effects, and the extreme units."""
+    """Yield the section on a sweep: the number of significant effects, and the heads or layers with extreme effects."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep]
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
@@ -265,7 +265,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many units have a significant effect, in which direction, and how many diverge."""
+    """State how many swept heads or layers have a significant effect, in which direction, and how many diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]

@@ -355,7 +355,7 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, one line per reason; reasons of one kernel or earlier stage name it."""
+    """List the fields without a value, one line per reason, with kernel and stage if others have a value."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
     for swap in swaps:  # its reasons contain those of its last stage
         kernel = swap.kernel * (len(swaps) > 1)
@@ -414,7 +414,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
-    """Build one row per kernel and stage or control; if units were swapped alone, one row per kernel and unit."""
+    """Build one row per kernel and stage or control; after a sweep, one row per kernel and swept head or layer."""
     swaps = report.swaps
     if any(swap.sweep for swap in swaps):
         return [_effect_row(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
@@ -451,7 +451,7 @@ def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outc
 
 
 def _effect_row(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
-    """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
+    """Build the row of a swept head or layer: its effect, and its values of the predictors, if any."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
     predictors = sorted(swap.predictors, key=lambda predictor: predictor.measure)
