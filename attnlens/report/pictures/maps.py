@@ -155,7 +155,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
     """Build the panels that get their own files. Raise UsageError if there are none or a value is too large."""
     if not shapes.readings and not shapes.curves:
         raise UsageError(
-            "The report does not contain measures to draw.", "Create one with: attnlens inspect MODEL --json FILE"
+            "The report contains no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE"
         )
     curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():

@@ -140,9 +140,10 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     what = RISES[swaps[0].judged_by]
     method, units = report.settings.interval_method, report.settings.intervals or "inputs"
     paired = "paired " * (swaps[0].judged_by == "loss")
-    caption = f"{capitalise(what)} with each kernel in every chosen head. Bars: {paired}{method} 95 % "
-    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
-    caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
+    caption = f"{capitalise(what)} with each kernel in every chosen head."
+    caption += f" Bars: {paired}{method} 95 % intervals over {units}."
+    cautions = dict.fromkeys(TIES[name].caution for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    caption = " ".join([caption, *filter(None, cautions)])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     note = f"grey: {controls}" if controls else ""
