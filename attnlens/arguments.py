@@ -34,7 +34,7 @@ _ONE_AT_A_TIME = RLock()  # Calls replace attention inside the model; torch allo
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is in `known`. Otherwise, raise UsageError, which suggests the nearest known name."""
+    """Return `name` if it is in `known`; otherwise raise a UsageError that suggests the nearest known name."""
     options = list(known)
     if name in options:
         return name
@@ -108,7 +108,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` refers to a report: it ends in .json, or is an open file or a file without a model."""
+    """Return True if `name` ends in .json, or is an open file or any file without the extension of a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -146,7 +146,7 @@ def listed_numbers(name: str, words: str) -> set[int]:
 
 
 def listed_layers(name: str, words: str) -> list[int | str]:
-    """Parse a list of layers such as `0-3,7` or `decoder.0-3,cross.1`; layers of one part become `decoder.0`, ….
+    """Parse a list of layers such as `0-3,7` or `decoder.0-3,cross.1`; layers with a part stay strings (`decoder.0`).
 
     Raise a UsageError that mentions `name` for anything else.
     """
@@ -190,7 +190,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file name. Raise UsageError if invalid."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; return None for a file. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
@@ -234,7 +234,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if another module defined `present` under this name; a module may redefine its own functions."""
+    """Raise UsageError if `function` would replace `present` of another module; a module may redefine its own names."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

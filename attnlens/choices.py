@@ -29,7 +29,7 @@ ControlRole = Literal["same size", "one key", "floor", "filter alone", "without 
 kernel; `without filter`: the kernel alone; `far part, healed`: a hybrid's trained far part, applied to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of the length of a training
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
-HealingStage = Literal["transfer", "whole"]  # Compare sites on the original's inputs, or whole models
+HealingStage = Literal["transfer", "whole"]  # Train each site on the original's inputs, or the whole model
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """transformers' attention implementations that `doctor` compares."""
 MASKS = ("causal", "bidirectional", "padding-left", "padding-right", "packed", "window", "prefix", "cache")

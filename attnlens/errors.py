@@ -88,7 +88,7 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
             return f"All {self.total} units are finished: run the command without --shard to write the report."
         first, *others = self.remaining
         left = f"{first} and {len(others)} more remain" if others else f"{first} remains"
-        return f"{self.finished} of {self.total} units are finished; {left}. The report is written after the last one."
+        return f"{self.finished} of {self.total} units are finished; {left}. The report is written after the last unit."
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)

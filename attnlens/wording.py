@@ -35,6 +35,11 @@ def shorten_line(line: str, most: int) -> str:
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
 
 
+def capitalise(text: str) -> str:
+    """Return a text with its first letter in upper case and all others unchanged."""
+    return text[:1].upper() + text[1:]
+
+
 def source_of(name: str) -> str:
     """Return the source of a qualified name: `weights` for `weights.symmetry`; an empty string if there is none."""
     return clean(name.rpartition(".")[0])

@@ -55,7 +55,7 @@ NO_MODEL = "No model named: using demo, the small model that ships with attnlens
 
 
 def named_model(params: Mapping[str, str | None]) -> str:
-    """Return the requested model, or demo with a message. Raise UsageError for an invalid name."""
+    """Return the requested model; without one, print a message and return demo. Raise UsageError if invalid."""
     name = params["model"]
     if name is None and not params["quiet"]:
         say(NO_MODEL)
@@ -103,7 +103,7 @@ def run_command(
     work: Work,
     options: Collection[str] | None = None,
 ) -> Report:
-    """Check the outputs, run the work, and deliver its report, which covers the finished part after an interruption.
+    """Check the outputs, run the work, and deliver and return the report; if interrupted, of the finished part.
 
     `options` are the names of the options that this run accepts, by default the request's fields. Raise OutputError if
     a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
@@ -272,7 +272,7 @@ class Outputs:
                 if what := describe_input(inputs, file):
                     raise UsageError(f"{flag} would replace {file}, {what}.", "Choose another path.")
         if self.bare and self.figure is None:
-            raise UsageError("--bare draws nothing without --figure.", "Add --figure FILE, or leave out --bare.")
+            raise UsageError("--bare has no effect without --figure.", "Add --figure FILE, or leave out --bare.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 
@@ -361,7 +361,7 @@ def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
-    """Add the windows file to the report if both are written to the same folder."""
+    """Record the name and hash of the windows file in the report if both are written to the same folder."""
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
@@ -398,7 +398,7 @@ def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError
 
 
 def _draw(path: Path, draw: Callable[[], tuple[bytes, str]]) -> None:
-    """Draw a picture or page, and write it and its caption, if any. Raise OutputError for errors while drawing."""
+    """Draw a picture or page, and write its file and caption. Raise OutputError if that fails."""
     try:
         content, caption = draw()
     except AttnlensError:

@@ -128,7 +128,7 @@ def option(
 
 
 def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: A002
-    """Create the option that names a file to write."""
+    """Create an option that names a file to write."""
     return option(flag, str | None, help, panel=OUTPUT, metavar=metavar, call_only="written")
 
 
@@ -167,13 +167,13 @@ def option_name(option: str) -> str:
 
 
 MODEL = argument(
-    "model", "Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
+    "model", "Model: hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
 WINDOWS_CSV = output(
     "--windows-csv",
-    "Write the values of each window as CSV: one row per window and head; for swaps, per window, kernel and stage.",
+    "Write the values of each window as CSV: one row per window and head or, for swaps, per window, kernel and stage.",
 )
-TABLE = option("--table", bool, "Also show all tables: every measure, layer and head, or every figure.", panel=OUTPUT)
+TABLE = option("--table", bool, "Print all tables in addition to the findings.", panel=OUTPUT)
 STRICT = option("--strict", bool, "Exit with code 3 if a part of the model could not be analysed.")
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
@@ -183,10 +183,10 @@ REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print prog
 """Options of every command with a report."""
 FIGURE = (
     "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder. A file named after a measure "
-    "(`weights.symmetry.pdf`) shows only this measure. Each caption is written to FILE.txt."
+    "(`weights.symmetry.pdf`) shows only that measure. Each caption is written to FILE.txt."
 )
 BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without title and notes."
-VERBOSE = "Also show settings, versions, timings, memory use and notes; in swaps and experiments, more tables."
+VERBOSE = "Also show settings, versions, timings, memory use and notes and, for swaps and experiments, more tables."
 OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= option("--bare", bool, BARE, panel=OUTPUT)
 OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET
@@ -198,7 +198,7 @@ PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
-    """Guard a command and add the options of these groups; the command reads their values from `context.params`."""
+    """Wrap a command with `guard`, and add the options of `groups`, whose values it reads from `context.params`."""
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = {name: each for group in groups for name, each in group.items()}
 

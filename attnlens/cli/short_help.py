@@ -13,10 +13,10 @@ from typer.models import ArgumentInfo
 
 GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the question that it answers
     "Look": {
-        "inspect": "What does each head compute, and what is beyond chance?",
+        "inspect": "What does each head compute, and which results exceed chance?",
         "compare": "What changed between two models, and in which heads?",
-        "check": "Does a model satisfy rules and a baseline? (for CI)",
-        "doctor": "Is this model read exactly, and do its attention backends and masks agree?",
+        "check": "Does a model pass rules and match a baseline? (for CI)",
+        "doctor": "Does attnlens read the model exactly? Are backends and masks right?",
     },
     "Change": {
         "swap-kernel": "What does another attention kernel cost?",
@@ -54,9 +54,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "attnlens inspect demo --head 3.6 --analyzer selection --show selection",
     ),
     "compare": (
-        "attnlens compare demo other",
-        "attnlens compare demo other --source weights --table",
-        "attnlens compare before.json after.json --html changes.html",
+        "attnlens swap-kernel demo --kernel rbf --save rbf",
+        "attnlens compare demo rbf --html changes.html",
+        "attnlens compare before.json after.json",
     ),
     "check": (
         "attnlens check demo --rule 'tokens.entropy: min > 0.05'",
@@ -101,7 +101,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "list": ("attnlens list", "attnlens list kernels", "attnlens list schema"),
     "explain": ("attnlens explain symmetry", "attnlens explain tokens.entropy", "attnlens explain rbf"),
 }
-VARIABLES = "Variables such as ATTNLENS_WINDOWS=8, or attnlens.toml, also set options."
+VARIABLES = "Environment variables, such as ATTNLENS_WINDOWS=8, and the file attnlens.toml also set options."
 
 
 def overview() -> str:
@@ -110,8 +110,9 @@ def overview() -> str:
     for group, commands in GROUPS.items():
         lines += ["", group]
         for name, question in commands.items():
-            lines += [f"  {name:12} {question}", f"{'':15}{EXAMPLES[name][0]}"]
-    return "\n".join([*lines, "", "attnlens COMMAND -h shows the main options, --help all of them."])
+            example = next(example for example in EXAMPLES[name] if example.split()[1] == name)
+            lines += [f"  {name:12} {question}", f"{'':15}{example}"]
+    return "\n".join([*lines, "", "attnlens COMMAND -h shows the main options, attnlens COMMAND --help all of them."])
 
 
 def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
@@ -144,7 +145,7 @@ CLAUSE = re.compile(r"; |: | \(|, (?=(?:e\.g\.|in|or|and|as|such as) )")
 
 
 def _describe_option(text: str, width: int) -> list[str]:
-    """Return the first sentence of a text up to the last clause that fits one line, or on as many lines as it needs."""
+    """Return a text's first sentence as lines: shortened to whole clauses that fit one line, or else wrapped."""
     sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
     if len(sentence) <= width:
         return [sentence]

@@ -30,16 +30,8 @@ ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is e
 SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
 AGREEMENT = 2.0  # Largest ratio between estimates from parts of the evidence
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
-COUNTS = (
-    "trials",
-    "iterations",
-    "seeds",
-    "cells",
-    "windows",
-    "layers",
-    "heads",
-)  # Options whose smaller values are faster
-AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages, and what makes them shorter
+COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
+AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets
 SHORTENING = AMOUNTS | {
     "weights": ("layers", "heads"),
     "compare": ("windows",),
@@ -112,7 +104,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: on an error, print a message (after a traceback if --debug is set) and exit with its code."""
+    """Wrap a command: on an error, print its message (after a traceback if --debug is set) and exit with its code."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -211,7 +203,7 @@ class Pace:
             self.reports.append((now, done))
 
     def forecast(self, remaining: int) -> list[float]:
-        """Estimate the seconds that the remaining steps take, from all the time so far and from each half of it.
+        """Estimate the seconds that the remaining steps take: from all steps so far, and from each half of the time.
 
         The first step is left out, because it may include costs that occur once. Return [] if fewer than two steps
         followed it, or if the estimates differ by more than a factor of AGREEMENT.
@@ -229,8 +221,8 @@ class Pace:
 def _announce_long(tell: ReportProgress, options: Collection[str]) -> ReportProgress:
     """Let a progress function announce, once per stage, that the stage will take longer than LONG seconds.
 
-    This needs ESTIMATED seconds of the stage and steps that are even enough for a forecast. The duration of BOUNDED is
-    always announced. `options` are the names of the options that the running command accepts.
+    A forecast needs ESTIMATED seconds of the stage and steps of similar duration. The duration of BOUNDED is always
+    announced. `options` are the names of the options that the running command accepts.
     """
     paces: defaultdict[str, Pace] = defaultdict(Pace)
     announced: set[str] = set()

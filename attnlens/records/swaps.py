@@ -147,7 +147,7 @@ class Outcome(Record):
     hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019).
     agreement: Agreement | None = None  # Agreement of greedy continuations; None if nothing is generated
     diverged: bool = False  # True if the changed model's predictions or hidden states are not finite
-    destroyed: bool = False  # True if an even guess over the vocabulary beats this model, but not the original
+    destroyed: bool = False  # True if a uniform guess over the vocabulary beats this model, but not the original
     reasons: Reasons = {}
 
 

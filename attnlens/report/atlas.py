@@ -121,7 +121,7 @@ def provenance() -> dict[str, list[dict[str, object]]]:
 
 
 def model_of(entry: Mapping[str, object]) -> TrainedModel:
-    """Build a model from its entry in the file."""
+    """Build a model from its entry in the atlas file."""
     return TypeAdapter(TrainedModel).validate_python(entry)
 
 
@@ -129,20 +129,19 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     """Return the heads of other trained models with which a measure's value in this part and depth is compared."""
     if not any(measure in model.measures for model in models()):
-        return Reference(reason=f"the atlas has no {measure}")
+        return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:
-        return Reference(reason=f"it depends on {sized_by}")
-    alike = [model for model in models() if model.part == subject.part]
+        return Reference(reason=f"the measure depends on {sized_by}")
+    alike = [model for model in models() if model.part == subject.part and model.lineage not in subject.lineages]
     if source_of(measure) == "weights":
         alike = [model for model in alike if _forms_alike(model, subject)]
-        criterion = f"whose form M is of that kind (positions {subject.positions}, {subject.tokens} tokens)"
+        criterion = f"with comparable forms M (positions: {subject.positions}; {subject.tokens} tokens)"
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
         criterion = f"that read windows of {subject.tokens} tokens" if subject.pack else "that do not read windows"
-    others = [model for model in alike if model.lineage not in subject.lineages]
-    others = [model for model in others if depth in model.measures.get(measure, {})]
+    others = [model for model in alike if depth in model.measures.get(measure, {})]
     if not others:
-        return Reference(reason=f"the atlas has no other trained {subject.part} {criterion}")
+        return Reference(reason=f"the atlas lacks other trained models of part {subject.part} {criterion}")
     return Reference(tuple(others), tuple(model.measures[measure][depth] for model in others))
 
 

@@ -39,7 +39,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
 
 def page(report: Report) -> Document:
-    """Build the document of a report's HTML page, of any length. Raise UsageError if there is nothing to draw."""
+    """Build the document of a report's HTML page. Raise UsageError if there is nothing to draw."""
     shapes = Shapes(report)
     below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
     explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
@@ -48,7 +48,7 @@ def page(report: Report) -> Document:
 
 @section(0, ("inspection", "swap", "comparison", "experiments", "studies"), ("page",))
 def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the overview."""
+    """Yield a section with the overview picture."""
     yield Section("At a glance", picture=overview(shapes.report))
 
 
@@ -60,7 +60,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview, or the margins of the only selection. Raise UsageError if there is nothing to draw."""
+    """Return the overview, or the picture of the only selection. Raise UsageError if there is nothing to draw."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
@@ -77,8 +77,8 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
 def rows(report: Report) -> Sequence[Row]:
     """Build the rows of a report, with the columns of `Report.to_dataframe`.
 
-    Inspections have one row per head, swaps one per stage, control, or unit swapped alone, experiments one per figure,
-    or per head, measure and step.
+    Inspections have one row per head; swaps one per stage and control, or per head or layer of a sweep; experiments one
+    per figure, or per head, measure and step.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)
@@ -86,7 +86,7 @@ def rows(report: Report) -> Sequence[Row]:
 
 
 def windows(report: Report) -> Sequence[Row]:
-    """Build one row per window and head, or per window, kernel and stage. Raise UsageError without windows."""
+    """Build one row per window and head, or per window, kernel and stage. Raise UsageError if no window was read."""
     values = report.windows
     if values is None or not values.windows:
         raise UsageError(
@@ -99,7 +99,7 @@ def windows(report: Report) -> Sequence[Row]:
 
 def _plan(report: Report) -> str:
     if report.plan is None:
-        raise UsageError("The report has no plan.", "Create one with: attnlens ranks --budget loss:1%")
+        raise UsageError("The report does not contain a plan.", "Create one with: attnlens ranks --budget loss:1%")
     return report.plan.to_json()
 
 
@@ -149,7 +149,7 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     picture = named.get(f"{target.stem}.png") if target.stem != "overview" else None
     if picture is None and target.stem in measure_infos():
         raise UsageError(
-            f"The report has no picture of {target.stem}: it lacks the measure, or all heads have the same value.",
-            "Choose a measure that varies, or name the file otherwise to draw the overview.",
+            f"{target.stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
+            "Choose a measure that varies, or give the file another name to draw the overview.",
         )
     return {target: partial(encode_picture, picture or overview(report), target.suffix.lower(), bare=bare)}

@@ -24,8 +24,8 @@ class Report(records.Report):
     def save(self, path: str | Path, *, bare: bool = False) -> None:
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
-        A picture is that of the measure in its name (`weights.symmetry.pdf`), otherwise the overview; its caption is
-        written to a second file (`weights.symmetry.pdf.txt`). `bare` draws for a paper, without title and notes.
+        A picture named after a measure (`weights.symmetry.pdf`) shows that measure, any other picture the overview; the
+        caption is written to a second file (`weights.symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
         Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
         """
         from attnlens.report import export
@@ -47,7 +47,7 @@ class Report(records.Report):
             )
 
     def plot(self, *, bare: bool = False) -> Figure:
-        """Draw the overview as a matplotlib Figure, whose label is the caption; `bare` draws for a paper.
+        """Draw the overview as a matplotlib Figure, whose label is the caption; `bare` omits title and notes.
 
         Raise UsageError if the report has nothing to draw.
         """
@@ -65,5 +65,5 @@ class Report(records.Report):
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a report, validating every field. Raise UsageError if the file is missing, or not a report in JSON."""
+    """Read a report, validating every field. Raise UsageError if the file is missing or is not a report in JSON."""
     return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)

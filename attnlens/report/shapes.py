@@ -135,7 +135,7 @@ class Shapes:
         sets: dict[str, list[str]] = {}
         for name in (name for name in self.report.measure_names() if name in self.readings):
             source, title = name.rpartition(".")[::2]
-            for whole in filter(None, self.info(name).wholes or [title.rpartition("_")[0]]):
+            for whole in filter(None, find_measure(name).wholes or [title.rpartition("_")[0]]):
                 sets.setdefault(f"{source}.{whole}", []).append(name)
         heads: dict[str, int] = {}  # number of heads that have the whole set
         for whole, names in sets.items():
@@ -166,7 +166,9 @@ class Shapes:
                 counts.add(measure.n)
         samples = tuple(sorted(counts))
         values, errors, null_means, null_sds = maps
-        return MeasureMap(name, self.info(name), values, errors, null_means, null_sds, labels, dict(reasons), samples)
+        return MeasureMap(
+            name, find_measure(name), values, errors, null_means, null_sds, labels, dict(reasons), samples
+        )
 
 
 def group_of(info: MeasureInfo) -> str:
@@ -200,7 +202,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Return the numbers present, sorted; if `fill`, add those missing from 0 to the largest and below `expected`."""
+    """Return the numbers present, sorted; if `fill`, all from 0 to the larger of the last and `expected` − 1."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

@@ -63,7 +63,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid option, or raise UsageError if an option or a word is unknown."""
+    """Return a UsageError for the first invalid option, or raise UsageError for an unknown option or word."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -120,7 +120,7 @@ def alternatives(hint: object) -> tuple[type, ...]:
 
 
 def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a function take the options of a request as keywords; it receives the request as its keyword `request`.
+    """Let a function take the options of a request as keywords, and receive the request as the keyword `request`.
 
     The command line passes the request itself. The function's signature and docstring list the options.
     """
@@ -224,7 +224,7 @@ def head(value: object) -> tuple[int | str, int]:
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int | str] | list[int]]:
-    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if these are already set."""
+    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if either is already set."""
     if value is None:
         return {}
     if layers is not None or heads is not None:

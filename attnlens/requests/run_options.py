@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option: one that is neither a file or output nor affects how units are run."""
+    """Return True if reports record an option: all except files, outputs, and how units of work are computed."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -151,7 +151,7 @@ class CheckRequest(Request):
         "Baseline file with the expected values of the heads.", metavar="FILE", call_only="read"
     )
     update_baseline: bool = switch(
-        "Write the values of this report to --baseline, as the new baseline.", panel=BASELINE, call_only="written"
+        "Write the report's values to --baseline, as the new baseline.", panel=BASELINE, call_only="written"
     )
     recompute: Whole | None = option("Recompute this many heads from MODEL to verify them.", metavar="NUMBER", least=1)
     annotations: bool = switch(
@@ -182,7 +182,7 @@ dtype_option = partial(
     metavar="TYPE",
 )
 device_option = partial(option, default="auto", metavar="DEVICE")
-windows_option = partial(input_option, "Number of windows (or lines) to read, in total over all texts.", least=1)
+WINDOWS_HELP = "Number of windows (or lines) to read, in total over all texts."
 
 
 class Loading(Request):
@@ -208,7 +208,7 @@ class Feeding(Loading):
     """Options for loading a model and for its input."""
 
     text: Words = several_files(
-        "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
+        "Text file to run the model on; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
         "`datasets:NAME` with the options `,config=C`, `,split=S` and `,column=T`. Repeatable "
         f"(in ATTNLENS_TEXT, separate files with `{os.pathsep}`). Default: built-in texts."
     )
@@ -223,7 +223,7 @@ class Feeding(Loading):
         python_only=True,
     )
     length: Whole | None = input_option("Tokens per window.", least=2, shown=f"{LENGTH}, or the model's limit if lower")
-    windows: Whole = windows_option(WINDOWS)
+    windows: Whole = input_option(f"{WINDOWS_HELP} Four times as many halve standard errors.", WINDOWS, least=1)
     batch_size: Whole = work_option("Number of sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"
@@ -348,7 +348,7 @@ def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:
     for each in names:
         checked_name(noun, each, known)
     if not names:
-        raise UsageError(f"{name} contains no names.", f"Choose from {', '.join(known)}, or leave out --{name}.")
+        raise UsageError(f"--{name} is empty.", f"Choose from {', '.join(known)}, or leave out --{name}.")
     return ",".join(dict.fromkeys(names))
 
 
@@ -359,14 +359,14 @@ Masks = Annotated[str, checks(partial(_listed, MASKS, "mask"))]
 class DoctorRequest(ModelRequest):
     """Options of `doctor`, which needs little text and computes in double precision."""
 
-    windows: Whole = windows_option(2)
+    windows: Whole = input_option(WINDOWS_HELP, 2, least=1)
     backends: Backends | None = option(
-        f"Compare these attention implementations, e.g. `eager,sdpa`. Known: {', '.join(BACKENDS)}.",
+        f"Compare these attention implementations, e.g. `eager,sdpa`. Choose from {', '.join(BACKENDS)}.",
         metavar="NAMES",
         shown="those that run here without compilation",
     )
     masks: Masks | None = option(
-        f"Test these properties of the masks, e.g. `causal,cache`. Known: {', '.join(MASKS)}.",
+        f"Test these properties of the masks, e.g. `causal,cache`. Choose from {', '.join(MASKS)}.",
         metavar="NAMES",
         shown="those that the model declares",
     )

@@ -135,8 +135,8 @@ class RanksRequest(KeptRequest, KernelRequest):
         shown="loss:1%",
     )
     latents: LatentForm | None = option(
-        "Form of the low-rank key latents: `group=N|all` (key heads per latent), `rotation=before|after` (compress "
-        "keys before or after RoPE), `metric=attention|output` (weight errors by attention alone, or in equal parts by "
+        "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
+        "before or after RoPE), `metric=attention|output` (weight errors by attention alone, or in equal parts by "
         "attention and by the effect on the output); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
@@ -156,7 +156,8 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Training target: `teacher` (predictions of the original model) or `text` (next tokens of the text).",
+        "Learn from the original model (`teacher`) or the text (`text`): imitate the model's predictions, or predict "
+        "the text's next tokens.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -168,7 +169,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "Also train the original model, and compare: the same weight matrices for as long, with `--learn text`."
+        "Also train the original model for comparison: the same matrices, by the same amount (needs `--learn text`)."
     )
     checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
     eta: float | None = keyword(
@@ -278,7 +279,7 @@ R = TypeVar("R", RanksRequest, HealRequest)
 
 
 def _read_plan(request: R) -> tuple[Plan | None, R]:
-    """Return the plan of --ranks (None without it), and the options completed by its layers, heads and part."""
+    """Return the plan of --ranks, or None, and the options completed by the plan's layers, heads and part."""
     from attnlens.records import Plan, read_plan
 
     ranks = request.ranks

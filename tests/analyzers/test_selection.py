@@ -470,7 +470,7 @@ def test_both_spaces_are_measured_where_logits_are_bilinear_in_inputs_and_report
             assert column.title.startswith("projected ") == (column.group == "selection, projected")
         for row in page_rows(shapes)[: len(groups)]:
             assert len({shapes.info(panel.stem).space for panel in row} - {""}) == 1
-        assert ("two different problems; compare only within one" in reading_help(shapes)) == both
+        assert ("two different problems; compare values only within one" in reading_help(shapes)) == both
         missing = " ".join(without_value(shapes))
         assert ("selection.svm_cosine" in missing and "RoPE" in missing) == (not both)
 

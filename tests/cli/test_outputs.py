@@ -121,7 +121,7 @@ def test_a_caption_replaces_no_other_output(tmp_path):
 
 
 def test_bare_needs_a_picture(tmp_path):
-    with pytest.raises(AttnlensError, match="--bare draws nothing without --figure"):
+    with pytest.raises(AttnlensError, match="--bare has no effect without --figure"):
         Outputs(bare=True, html=str(tmp_path / "page.html")).check({})
     Outputs(bare=True, figure=str(tmp_path / "heads.png")).check({})
 

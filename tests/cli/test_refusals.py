@@ -66,7 +66,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     *((f"inspect --source weights {words}", ("cannot be computed from source=weights",)) for words in
       ("--head 1.2 --show selection", "--analyzer selection")),
     (f"inspect --source weights --text {DEMO}/text.txt", ("text would be ignored",)),
-    ("inspect --source weights --windows-csv w.csv", ("no windows are read",)),
+    ("inspect --source weights --windows-csv w.csv", ("does not read windows",)),
     ("inspect --analyzer symetry", ("symetry", "Did you mean 'symmetry'")),
     ("inspect --source weight", ("Did you mean 'weights'",)),
     ("inspect --placement frist", ("Unknown placement 'frist'.", "Did you mean 'first'")),

@@ -322,5 +322,5 @@ def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick
     assert [skipped.site for skipped in report.coverage.skipped] == ["decay by training"] * quick
     text = views.markdown(report)
     assert ("Skipped" in text) == quick
-    assert "nothing published to compare with" in text
+    assert "no published values to compare with" in text
     assert "FAIL" not in text

@@ -99,11 +99,11 @@ def test_what_has_no_reference_has_a_reason():
     assert known.reason is None
     assert known.percentile(0.5) is not None
     for measure, subject, reason in (
-        ("weights.unheard", ("encoder", "absolute", 128, True), "the atlas has no weights.unheard"),
-        ("tokens.entropy", ("cross", "absolute", 128, True), "the atlas has no other trained cross"),
+        ("weights.unheard", ("encoder", "absolute", 128, True), "the atlas lacks weights.unheard"),
+        ("tokens.entropy", ("cross", "absolute", 128, True), "the atlas lacks other trained models of part cross"),
         ("tokens.entropy", ("encoder", "absolute", 128, False), "do not read windows"),
         ("tokens.entropy", ("encoder", "absolute", 64, True), "windows of 64 tokens"),
-        ("weights.symmetry", ("encoder", "bias", 128, True), "positions bias"),
+        ("weights.symmetry", ("encoder", "bias", 128, True), "positions: bias"),
     ):
         reference = atlas.reference(measure, "all", Subject(*subject))
         assert reference.percentile(0.5) is None
@@ -112,7 +112,7 @@ def test_what_has_no_reference_has_a_reason():
         assert name in entry("demo")["measures"]
         reference = atlas.reference(name, "all", ENCODER)
         assert (reference.percentile(1.0), reference.models) == (None, ())
-        assert reference.reason == f"it depends on {registry.find_measure(name).sized_by}"
+        assert reference.reason == f"the measure depends on {registry.find_measure(name).sized_by}"
 
 
 def models(measure, *subject):

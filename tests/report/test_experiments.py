@@ -143,7 +143,7 @@ def test_only_published_figures_are_judged():
         assert sentence in unescape(views.markdown(report))
         assert any(sentence in text.get_text() for text in overview_of(report).texts)
     text = views.summary(experiment_report(of_head()))
-    unpublished = "nothing published to compare with"
+    unpublished = "no published values to compare with"
     assert absent(text, unpublished, "verdict", "pass") == ["verdict", "pass"]
 
 
@@ -405,7 +405,7 @@ def test_curves_of_one_quantity_or_picture_share_their_axes():
     }
     assert [len(curves) for curves in titled(converging()).values()] == [4]
     labels = [panel_axes(of_head(), number).get_ylabel() for number in range(4)]
-    assert labels == ["correlation", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
+    assert labels == ["correlation (cosine) to SVM", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
     assert panel_axes(of_curves({"rank": [3.0, 3.0]})).get_ylabel() == ""  # the control
     values = {"a_b": [2.0, 3.0], "norm: from M": [0.5, 0.7]}
     one, pictured = of_curves(values, quantity="rank"), of_curves(values, quantity="rank", picture="ranks")

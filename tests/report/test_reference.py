@@ -96,7 +96,7 @@ def test_measures_of_others_need_no_more_than_meaning_and_formula(monkeypatch):
     registry.gathering("mine", "tokens", [MeasureInfo("mine.posed", "a meaning", "x")])(begin)
     facts = dict(explanation("mine.posed").items)
     assert (facts["analyzer"], facts["definitions"]) == ("mine: Is it so?", "x is the unknown of the formula.")
-    assert facts["error"].startswith("posed once")
+    assert facts["error"].startswith("none: the problem is posed once")
 
 
 def test_the_program_explains_a_measure_whose_name_is_unique():

@@ -137,7 +137,7 @@ def test_the_verdict_gives_the_direction_of_the_loss_and_divergence_is_no_number
         (3.28, "Loss 2.43 → 5.71"),
         (-1.0, "Loss 2.430 → 1.430"),
         (0.0, "None measurable"),
-        (0.01, "Unclear, read more --windows"),  # its interval holds 0 and more than 1 % of the loss
+        (0.01, "Unclear, use more --windows"),  # its interval holds 0 and more than 1 % of the loss
         (0.03, "Loss 2.430 → 2.460"),
     ):
         assert words in cost(swapped(deltas=(delta,))), delta
@@ -157,7 +157,9 @@ def test_a_model_without_a_head_is_described_by_its_hidden_states():
     assert row(report, "swapped")[1:5] == ["0.234", "0.192", "to", "0.275"]
     text = flowing(report)
     assert not absent(
-        text, f"mean cosine to the original's {1 / 4.28:.3f}.", f"loss, perplexity, KL, top-1: {swap_reports.HEADLESS}"
+        text,
+        f"hidden states to the original's is {1 / 4.28:.3f}.",
+        f"loss, perplexity, KL, top-1: {swap_reports.HEADLESS}",
     )
     assert "perplexity KL" not in text.split("No value")[0]
     texts = [
@@ -214,7 +216,7 @@ def test_a_model_that_reads_noise_is_described_without_a_loss():
         flowing(report),
         "KL of the predictions from the original's: 3.61 nats per token.",
         f"loss, perplexity: {swap_reports.NOISE}",
-        "Δ of the KL to the original in nats per token, a distance: it is never negative, so it is not tested",
+        "Δ of the KL to the original in nats per token, a distance, which is never negative and therefore not tested",
     )
     assert "FDR" not in flowing(report)
     assert row(report, "swapped")[1:] == ["3.61", "3.25", "to", "4.04", "27.6", "%", "0.234", "0.303"]
@@ -249,7 +251,7 @@ def test_several_kernels_are_rows_whatever_their_ties():
 
 def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole):
     sweep, text = whole.swaps[0].sweep, views.summary(whole, 110)
-    assert f"{sum(unit.significant for unit in sweep)} of 32 heads with a significant effect on 32 windows" in text
+    assert f"Effects over 32 windows are significant for {sum(unit.significant for unit in sweep)} of 32 heads" in text
     table = text[text.index("layer  head") :].splitlines()[2:23]
     ends = [*sweep[:10], *sweep[-10:]]
     assert set(table[10].split()) == {"…"}
@@ -257,7 +259,7 @@ def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole):
     assert [line.rstrip().endswith("*") for line in table[:10]] == [e.significant for e in sweep[:10]]
     alike = [Effect(layer=0, head=n, part="decoder", delta=0.1, ci95=(-0.1, 0.3), p_value=0.3) for n in range(4)]
     text = flowing(swap_report(swapped(sweep=alike), windows=4))
-    assert "0 of 4 heads with a significant effect on 4 windows (false discovery rate 5 %)." in text
+    assert "Effects over 4 windows are significant for 0 of 4 heads (false discovery rate 5 %)." in text
 
 
 def test_reports_survive_json_and_strangers_strings_are_text(whole):
@@ -289,7 +291,7 @@ def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_a
     assert not absent(
         flowing(planned()),  # the control
         "Estimated: on the calibration text used to choose the ranks",
-        "Promised: on calibration text used neither to fit nor to choose",
+        "Promised: on calibration text used neither to fit nor to choose ranks",
         "all windows of these texts",
     )
     assert "their difference" not in flowing(planned(measured=None))

@@ -567,7 +567,7 @@ def test_a_lifted_sliding_window_is_the_heads_own_change():
         assert layer > 0 or row.delta == pytest.approx(float(expected[head]), rel=1e-3)
         assert row.beyond_rounding
     assert answers(report)["Changed?"] == f"{len(result.heads)} of {len(result.heads)} heads changed."
-    cause = f"{len(result.heads)} heads attend differently to the same inputs although M is unchanged"
+    cause = f"{len(result.heads)} heads attend differently to equal inputs although M is unchanged"
     assert answers(report)["Form M?"].startswith(cause)
     assert answers(report)["Same config?"] == "No: sliding_window 5 → none."
     assert answers(report)["Cause?"].startswith("Layers 0–1: a query sees ")

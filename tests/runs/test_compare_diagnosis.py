@@ -823,6 +823,13 @@ def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own
     assert said["Which heads?"].answer == "Layer 1 head 5 (own KL 0.30 nats), layer 1 head 4 (own KL 0.20 nats)."
     assert " --head 1.5 " in commands[0], "the most changed head"
 
+    form = MeasureChange(layer=1, head=2, measure="compare.form_change", delta=0.25)
+    untested = report.comparison.model_copy(update={"rows": [form], "blocks": [], "diagnosis": [], "tests": 0})
+    parts = report.model.model_copy(update={"layer_names": ["encoder.0", "decoder.0"]})
+    said = findings(report.model_copy(update={"comparison": untested, "model": parts}))
+    answer = next(each.answer for each in said if each.question == "Changed?")
+    assert answer == "The form M changed by at most 0.25 (‖ΔM‖/‖M‖ of decoder.0.2)."
+
 
 def test_number_types_are_those_that_fit_the_values():
     own = model("llama")

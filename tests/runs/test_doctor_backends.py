@@ -364,7 +364,9 @@ def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
 def test_a_requested_mask_that_did_not_run_is_named_skipped_and_exits_with_3(tmp_path):
     report = attnlens.doctor(family("bert"), masks="causal,bidirectional", backends="eager", **PLAIN)
     (answer,) = (each.answer for each in find(Shapes(report)) if each.question == "Masks right?")
-    assert answer.startswith("Yes: every output sees what is declared (bidirectional). Not tested: causal: the model")
+    assert answer.startswith(
+        "Yes: every output sees the declared tokens (bidirectional). Not tested: causal: the model"
+    )
     family("bert").model.save_pretrained(tmp_path / "bert")
     words = ("doctor", tmp_path / "bert", "--length", "16", "--no-progress", "--backends", "eager")
     result = invoke(*words, "--masks", "causal", "--strict", "--junit", tmp_path / "tests.xml")

@@ -422,7 +422,7 @@ def test_shards_compute_each_unit_once_and_name_what_failed_and_remains(plan, st
             run_units(NAMES, units, WorkPlan(work=plan.work, shard=number), store)
         return units.computed, caught.value
 
-    later = "The report is written after the last one."
+    later = "The report is written after the last unit."
     computed, end = compute_shard("3/3")
     assert computed == [NAMES[2]]
     assert str(end) == f"1 of 3 units are finished; {NAMES[0]} and 1 more remain. {later}"

@@ -68,7 +68,7 @@ PIECES: dict[str, tuple[Any, str, str]] = {
     "budget": (search, "losses", "*/*/losses-on-*.safetensors"),
 }
 """The function that is called for each piece of work, and the files of pieces."""
-LATER = "The report is written after the last one.\n"
+LATER = "The report is written after the last unit.\n"
 ODD = "ZeroDivisionError: odd"
 ODD_ANALYZER = """
 import torch

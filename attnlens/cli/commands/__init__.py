@@ -46,7 +46,7 @@ for group, names in GROUPS.items():
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the short help of the command, or the overview of all commands, if `-h` is among the words; else None."""
+    """If `-h` is among the words, return the command's short help, or the overview without a command; else None."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:

@@ -106,7 +106,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
         ("--update-baseline", "--baseline", request.update_baseline and request.baseline is None),
     ):
         if missing:
-            raise UsageError(f"{first} needs {second}.", f"Add {second}, or omit {first}.")
+            raise UsageError(f"{first} has no effect without {second}.", f"Add {second}, or omit {first}.")
     if not names_report(subject):
         if model:
             problem = f"With two arguments, the first must be a report, but {subject} is not one."

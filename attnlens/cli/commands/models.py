@@ -42,7 +42,7 @@ def inspect(context: typer.Context) -> None:
     request = opt.build(requests.InspectRequest, params, **selected)
     check_reading(request)
     if params["windows_csv"] is not None and request.source == "weights":
-        raise UsageError("With source=weights no windows are read.", "Leave out --windows-csv, or --source weights.")
+        raise UsageError("--source weights does not read windows.", "Leave out --windows-csv, or --source weights.")
     name = named_model(params)
     run_command(params, [name], request, lambda analyses, tell: analyses.run_inspect(name, request, progress=tell))
 
@@ -113,7 +113,7 @@ def failure(report: Report) -> IdentityError:
 
 
 def backend_failure(report: Report) -> IdentityError:
-    """Return the error with which `doctor` ends if a backend or a mask differs; it names them."""
+    """Return the error with which `doctor` ends if a backend or a mask differs; its message names these."""
     failed = []
     for each in report.backends or []:
         masks = [mask.mask for mask in each.masks if mask.verdict == "differs"]
@@ -155,7 +155,7 @@ def ranks(context: typer.Context) -> None:
     def write(plan: Plan) -> None:
         if path := context.params["plan"]:
             write_atomically(local_path(path, "--plan"), plan.to_json().encode())
-            say(f"Wrote the ranks to {path}; their rise on the evaluation text follows.")
+            say(f"Wrote the ranks to {path}; next, the model is evaluated with these ranks.")
 
     run_command(
         context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell, write).run()

@@ -35,7 +35,7 @@ TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",
     "With --head or --revisions: one model. With --checkpoints: folders, files, hub ids or `demo`. "
-    "With neither a model nor any of these options, run the synthetic experiments.",
+    "If MODEL and these options are omitted, the synthetic experiments run.",
     list[str] | None,
     "MODEL",
     shown=False,
@@ -44,8 +44,8 @@ CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Treat MODEL as checkpoints, and follow every head through them, e.g. `--checkpoints a b c`. Default: those of "
-        "`demo`.",
+        "Follow every head through the checkpoints given as MODEL, e.g. `--checkpoints a b c`. Default: "
+        "the checkpoints of `demo`.",
         panel=TRAINED,
     ),
     **opt.option(
@@ -128,8 +128,8 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
 
 EXPERIMENTS = opt.argument(
     "experiments",
-    f"`{CLAIMS}`: small experiments with published values. {', '.join(f'`{name}`' for name in STUDIES)}: a table of "
-    "models to train. `all`: all these tables.",
+    f"`{CLAIMS}`: small experiments with published values. {', '.join(f'`{name}`' for name in STUDIES)}: train the "
+    "models of one table. `all`: train the models of all tables.",
     default=CLAIMS,
     metavar="TABLE",
 )

@@ -1,6 +1,6 @@
 """Findings of comparisons: what differs between two models, the causes, the changed heads, and the effect.
 
-A head counts if its change is named at the report's false-discovery rate.
+A change is `named` if it is significant at the report's false-discovery rate and large enough to matter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.findings.swaps import is_change
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, format_count, format_spans, join_items, short, shorten_line
+from attnlens.wording import capitalise, clean, format_count, format_spans, join_items, short, shorten_line
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -65,10 +65,11 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if comparison.outcome is not None and comparison.outcome.diverged:
         answer += "; numbers that are not finite cannot be compared"
         severity = "notable"
-    if not comparison.tests and (largest := _largest_form(comparison)) is not None:
-        answer = (
-            f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {largest.layer}.{largest.head})"
-        )
+    distances = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
+    if distances and not comparison.tests:
+        largest = max(distances, key=lambda row: row.delta or 0.0)
+        head = f"{name(largest.layer)}.{largest.head}"
+        answer = f"The form M changed by at most {short(largest.delta or 0.0)} (‖ΔM‖/‖M‖ of {head})"
         evidence = "Changes are not tested."
     yield Finding(
         question="Changed?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=[OWN_ROWS, FORMS, ROWS]
@@ -84,19 +85,14 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     yield from _predictions(comparison)
 
 
-def _largest_form(comparison: Comparison) -> MeasureChange | None:
-    rows = [row for row in comparison.rows if row.measure == FORMS and row.delta is not None]
-    return max(rows, key=lambda row: row.delta or 0.0, default=None)
-
-
 @dataclass(frozen=True)
 class Changes:
     """Heads of a comparison by what changed in them."""
 
-    forms: set[Place]  # other M: the weights changed
-    local: set[Place]  # the same M, but other attention to the same inputs
+    forms: set[Place]  # changed M: the weights changed
+    local: set[Place]  # unchanged M, but other attention to the same inputs
     inherited: set[Place]  # other attention only because their inputs changed
-    others: set[Place]  # named changes of other measures alone
+    others: set[Place]  # named changes, but only of other measures
 
     @property
     def own(self) -> set[Place]:
@@ -150,7 +146,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
 
 
 def _storage(which: str, kind: str) -> str:
-    """Say which number type represents one model's values, or how they are quantised."""
+    """State which number type represents one model's values, or how they are quantised."""
     return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
@@ -201,42 +197,41 @@ def describe_cause(cause: DiagnosedCause, name: Names) -> str:
         where = f"layer{'s' * (len(names) > 1)} {format_spans(cause.layers) if numbered else join_items(names)}"
     if cause.heads:
         where += f" {'head' if len(cause.heads) == 1 else 'heads'} {format_spans(cause.heads)}"
-    sentence = f"{where}: {cause.text}." if where else f"{cause.text}."
-    return sentence[0].upper() + sentence[1:]
+    return capitalise(f"{where}: {cause.text}." if where else f"{cause.text}.")
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
-    """Yield sentences on the changed weights, and on heads that changed without them."""
+    """Yield sentences on heads whose form M changed, and on heads that changed although M did not."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
-        yield f"The query/key form M of {heads} changed: {_list(changes.forms, name)}."
+        yield f"The query/key form M of {heads} changed: {_join_heads(changes.forms, name)}."
     if changes.local:
         heads = format_count(len(changes.local), "head")
         verb = "attends" if len(changes.local) == 1 else "attend"
-        yield f"{heads} {verb} differently to the same inputs although M is unchanged: {_list(changes.local, name)}."
+        yield f"{heads} {verb} differently to equal inputs although M is unchanged: {_join_heads(changes.local, name)}."
     yield from (clean(note) for note in comparison.notes if note.startswith(ON_FORMS))
 
 
 def _notes(comparison: Comparison, name: Names) -> Iterator[str]:
-    """Yield sentences on the models as a whole, and on measures with a value in only one of them."""
+    """Yield sentences on the models as a whole, and on measures with a value in only one model."""
     yield from (clean(note) for note in comparison.notes if not note.startswith(ON_FORMS))
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
     if lone:
         which = join_items(f"{row.measure} of {name(row.layer)}.{row.head}" for row in lone)
-        yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
+        yield f"Only one of the models has a value of {format_count(len(lone), 'measure')}: {which}."
 
 
-def _list(heads: set[Place], name: Names) -> str:
+def _join_heads(heads: set[Place], name: Names) -> str:
     return join_items(f"{name(layer)}.{head}" for layer, head in sorted(heads))
 
 
 DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "KL as run {} nats"}
-"""Measures by which changed heads are ordered, the first that is known, and how their values are printed."""
+"""Distances that can order the changed heads, in order of preference, and the format of their values."""
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return changes of practical size of one of DISTANCES, largest first, without inherited ones."""
+    """Return the changes of the first known distance in heads that changed by themselves, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
@@ -250,16 +245,15 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
     """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
     rows = _most_changed(comparison, changes)
     if not rows:
-        answer = f"{_list(changes.own or changes.others, name)}."
-        return Finding(question="Which heads?", answer=answer, evidence="Layer.head.")
+        answer = f"{_join_heads(changes.own or changes.others, name)}."
+        return Finding(question="Which heads?", answer=answer, evidence="Heads are written LAYER.HEAD.")
     measure = rows[0].measure
     shown = [
         f"layer {name(row.layer)} head {row.head} ({DISTANCES[measure].format(short(row.delta or 0.0))})"
         for row in rows[:MOST_HEADS]
     ]
     more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
-    answer = f"{', '.join(shown)}{more}."
-    return Finding(question="Which heads?", answer=f"{answer[0].upper()}{answer[1:]}", measures=[measure])
+    return Finding(question="Which heads?", answer=capitalise(f"{', '.join(shown)}{more}."), measures=[measure])
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
@@ -274,7 +268,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
     if (loss := outcome.loss) is not None:
         ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
         parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
-        parts += ["An even guess over the vocabulary is better."] * outcome.destroyed
+        parts += ["A uniform guess over the vocabulary is better."] * outcome.destroyed
     if (change := outcome.predictions) is not None:
         error = "" if change.mean_se is None else f" ± {short(change.mean_se)}"
         parts.append(
@@ -299,7 +293,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
 
 
 def after_comparison(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that draw the changes, and that turn the comparison into a gate."""
+    """Yield commands that draw the most changed head and all changes, and that check the second model."""
     report = shapes.report
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one

@@ -20,7 +20,7 @@ import numpy as np
 from attnlens.analyzers.registry import NULL_DRAWS
 from attnlens.records import Finding, Head, Report, Severity
 from attnlens.report.shapes import MeasureMap, Shapes, middle
-from attnlens.wording import decimals_for, format_count, format_number, join_items, short, title_of
+from attnlens.wording import capitalise, decimals_for, format_count, format_number, join_items, short, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -172,7 +172,7 @@ def _by_content(tests: HeadTests) -> Finding | None:
     answer = f"No part alone explains {half} in any of {of}"
     if counts:
         (part, count), *others = counts
-        answer = f"{part[0].upper()}{part[1:]} explains {half} in {count} of {of}"
+        answer = f"{capitalise(part)} explains {half} in {count} of {of}"
         answer += "".join(f", {part} in {count}" for part, count in others)
     parts = "; ".join(
         f"{SHARES[name]} {_percent(reading, tests.shapes)}"
@@ -314,14 +314,14 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
         yield f"attnlens swap-kernel {model} --kernel symmetric"
     if tests.heads("tokens.share_first", 1):
         yield f"attnlens swap-kernel {model} --kernel sink-window:4,64"
-    if any(name.startswith("selection.") for name in tests.shapes.readings):
-        head = report.heads[0]
-        yield f"attnlens converge {model} --head {shapes.name_head(head)}"
+    selected = any(name.startswith("selection.") for name in shapes.readings)
+    if selected:
+        yield f"attnlens converge {model} --head {shapes.name_head(report.heads[0])}"
     if report.summary.extremes:
         extreme = report.summary.extremes[0]
         yield f"attnlens inspect {model} --head {shapes.name_head(extreme)} --show attention --html head.html"
     yield f"attnlens swap-kernel {model} --kernel rbf"
-    if not any(name.startswith("selection.") for name in tests.shapes.readings):
+    if not selected:
         yield f"attnlens inspect {model} --analyzer selection"
     yield f"attnlens inspect {model} --html heads.html"
 

@@ -7,7 +7,7 @@ as a change if the interval excludes 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from shlex import quote
 from typing import Literal
 
@@ -15,31 +15,29 @@ from attnlens.choices import LENGTH, WINDOWS
 from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Swap
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
-from attnlens.report.sections.swaps import UNITS, figures, format_rise, interval, loss_decimals
+from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Number of heads or layers that are named
-NEGLIGIBLE = 0.01  # Share of the loss up to which a rise that may be 0 is called none
+NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield the plan of ranks, and the cost of a kernel, or the cheapest of several."""
-    swaps = shapes.report.swaps
-    if (plan := shapes.report.plan) is not None:
-        yield from _plan_findings(plan)
-    if len(swaps) > 1:
-        yield _cheapest(swaps)
-        return
-    (swap,) = swaps
     report = shapes.report
-    cache = None if report.plan is not None else _cache(swap, report.settings.length, report.coverage)
+    if report.plan is not None:
+        yield from _plan_findings(report.plan)
+    if len(report.swaps) > 1:
+        yield _cheapest(report.swaps)
+        return
+    (swap,) = report.swaps
     answers = (
-        _cost(swap, shapes.report.settings.interval_method),
-        cache,
+        _cost(swap, report.settings.interval_method),
+        None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
         _healed(swap),
-        _where(swap, shapes.report.model.layer_name),
+        _where(swap, report.model.layer_name),
         _alternative(swap, report.settings.windows),
         _continuations(swap),
     )
@@ -57,9 +55,9 @@ def _cost(swap: Swap, method: str) -> Finding:
         unit = UNITS[swap.task]
         changed = is_change(loss)
         unclear = loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
-        answer = f"{'Unclear, read more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
+        answer = f"{'Unclear, use more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
         if swap.destroyed:
-            answer = f"Destroyed: loss {before} → {after} {unit}, worse than an even guess over the vocabulary."
+            answer = f"Destroyed: loss {before} → {after} {unit}, worse than a uniform guess over the vocabulary."
         elif changed:
             risen = "" if swap.perplexity is None else f", perplexity {format_rise(loss, swap.perplexity)[0]}"
             answer = f"Loss {before} → {after} {unit}{risen}."
@@ -74,14 +72,14 @@ def _cost(swap: Swap, method: str) -> Finding:
             measures=["swap.loss", "swap.perplexity"],
         )
     if swap.kl is not None:
-        answer = f"KL of the predictions from the original's: {figures(swap.kl)} {UNITS[swap.task]}."
+        answer = f"KL of the predictions from the original's: {format_figures(swap.kl)} {UNITS[swap.task]}."
         ends = "" if swap.kl_ci95 is None else f"95 % interval {interval(swap.kl_ci95, 3)}."
         return Finding(question="Cost?", answer=answer, evidence=ends, measures=["swap.kl"])
     if swap.hidden_cosine is None:
         return Finding(question="Cost?", answer="Unknown: nothing could be compared.", severity="problem")
     bounds = swap.hidden_cosine_ci95
     evidence = "" if bounds is None else f"95 % interval {interval(bounds, 3)}."
-    answer = f"Last hidden states turn: mean cosine to the original's {swap.hidden_cosine:.3f}."
+    answer = f"The mean cosine of the last hidden states to the original's is {swap.hidden_cosine:.3f}."
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
@@ -150,11 +148,11 @@ def _where(swap: Swap, name: Names) -> Finding | None:
     ]
     costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
     if not costly:
-        answer = f"Nowhere alone: none of {total} costs significantly when swapped alone."
+        answer = f"Nowhere: the loss rises significantly for none of {total}, each swapped alone."
         return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
     prefix = "layer " if unit == "layer" else ""
-    answer = f"{len(costly)} of {total} {'costs' if len(costly) == 1 else 'cost'} significantly when swapped alone."
-    evidence = f"Most: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
+    answer = f"The loss rises significantly for {len(costly)} of {total}, each swapped alone."
+    evidence = f"Largest rises: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
@@ -226,14 +224,12 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
-    """Yield the ranks that the budget allows, the cache that they save, and whether the promise holds."""
+    """Yield the ranks, the size of the cache, and whether the measured rise is within the budget."""
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     limit = f"a {what} at most {100 * plan.budget:g} % higher"
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
     promised = plan.promised
-    evidence = (
-        "" if promised is None else ", ".join((f"Expected rise {share(promised.share)}", *_bounds(promised))) + "."
-    )
+    evidence = "" if promised is None else f"Expected rise {share(promised.share)}{_format_interval(promised, ', ')}."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
     if cache := _format_cache(plan.model_cache_bytes_per_token):
         alone = plan.cache_bytes_per_token
@@ -249,7 +245,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             question="Within budget?",
             answer=answer,
-            evidence="".join(f"{bounds}." for bounds in _bounds(measured)),
+            evidence="" if measured.ci95 is None else f"{_format_interval(measured)}.",
             severity="none" if plan.within_budget else "problem",
             measures=["swap.plan"],
         )
@@ -269,15 +265,16 @@ def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
     return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
 
 
-def _bounds(rise: Rise) -> Iterator[str]:
-    """Yield the 95 % interval of a rise of the loss or perplexity, if there is one."""
-    if rise.ci95 is not None:
-        yield f"95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
+def _format_interval(rise: Rise, before: str = "") -> str:
+    """Format the 95 % interval of a rise of the loss or perplexity, after `before`; empty if there is none."""
+    return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate the cost of the cheapest kernel, train it away, or compare kernels."""
-    report, swap = shapes.report, _find_cheapest(shapes.report.swaps)
+    """Yield commands that locate the cost of the cheapest kernel, reduce it by training, or compare kernels."""
+    report = shapes.report
+    # the kernel whose loss rises least; without a loss, the first
+    swap = min(report.swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
     model, scope, windows = model_argument(report), _scope(report), _windows(report)
     if report.plan is not None:
         budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{scope}{windows}"
@@ -290,11 +287,6 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     if swap.healing is None:
         yield f"attnlens heal {model} --kernel {kernel} --train 500k"
     yield f"attnlens swap-kernel {model} --kernel sink-window:4,64{windows}"
-
-
-def _find_cheapest(swaps: Sequence[Swap]) -> Swap:
-    """Return the kernel whose loss rises least; without a loss, the first."""
-    return min(swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
 
 
 def _windows(report: Report) -> str:

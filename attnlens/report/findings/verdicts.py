@@ -83,7 +83,7 @@ def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], n
         named = [f"{each.backend}, {mask.mask}: {describe_mask(mask, name)}" for each, mask in faults]
         answer, severity = f"No: {join_items(named, 2, '; ')}.", "problem"
     else:
-        answer, severity = f"Yes: every output sees what is declared ({join_items(tested, 8)}).", "none"
+        answer, severity = f"Yes: every output sees the declared tokens ({join_items(tested, 8)}).", "none"
         if left_out:
             severity = "notable"
     yield Finding(question="Masks right?", answer=f"{answer} {left_out}".rstrip(), severity=severity)
@@ -98,7 +98,7 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
 
 
 def describe_error(check: BackendCheck, name: Names = str) -> str:
-    """Describe how far a backend's outputs are from float64, and the first site where they are.
+    """Describe how far a backend's outputs are from float64, and name the first site that differs.
 
     `name` returns the name of a layer.
     """
@@ -106,11 +106,7 @@ def describe_error(check: BackendCheck, name: Names = str) -> str:
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
     if check.output_error is None:
-        return (
-            f"has outputs that are not finite{where}: {check.reason}"
-            if check.reason
-            else "has outputs that are not finite"
-        )
+        return "has outputs that are not finite" + (f"{where}: {check.reason}" if check.reason else "")
     cause = f", because {clean(check.reason)}" if check.reason else where
     return f"differs from float64 by {check.output_error:.0e}{cause}"
 
@@ -173,7 +169,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
     ]
     measured = join_items(values, MOST_VALUES, "; ")
     if not experiment.published:
-        answer = f"{measured}; nothing published to compare with."
+        answer = f"{measured}; no published values to compare with."
         return Finding(question=f"{name}:", answer=answer, evidence=question, measures=[])
     missed = [value for value in experiment.published if experiment.meets(value) is False]
     agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
@@ -204,7 +200,7 @@ def _hardening_finding(experiment: Experiment) -> Finding:
 
 
 def _head_finding(experiment: Experiment) -> Finding:
-    """State whether gradient descent on a head's selection problem reaches the SVM, and how far the head is from it."""
+    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
     ends = {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
     reached = [f"{value:.4f} from {name}" for name, value in ends.items() if value is not None]
     verdict = "Yes" if reached and all(value is None or value > REACHED for value in ends.values()) else "No"
@@ -255,8 +251,8 @@ def _order(study: StudyTable, task: str) -> str:
         if order.task == task:
             total = order.agree + order.disagree + order.undecided
             return (
-                f"Of {format_count(total, 'pair')} of cells, {order.agree} ordered as published, {order.disagree} "
-                f"reversed, {order.undecided} undecided (Holm, 5 %)."
+                f"Of {format_count(total, 'pair')} of cells, {order.agree} are ordered as published, {order.disagree} "
+                f"reversed and {order.undecided} undecided (Holm, 5 %)."
             )
     return ""
 

@@ -39,7 +39,7 @@ from attnlens.report.pictures.style import (
 )
 from attnlens.report.sections.facts import population
 from attnlens.report.sections.reference import null_words
-from attnlens.wording import big, clean, source_of
+from attnlens.wording import big, capitalise, clean, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -264,9 +264,8 @@ class Panel:
     draw: Callable[[Axes], None]
     rows: int = 12  # height, in lines of text
     width: float = 4.6  # width of the axes in inches if the panel has its own file
-    layers: Sequence[
-        str
-    ] = ()  # names of layers shown as colours; the last panel of a row with such layers gets a colour bar
+    layers: Sequence[str] = ()
+    """Names of the layers that are shown as colours; the last panel of a row with such layers gets a colour bar."""
     parts: Sequence[Panel] = ()  # panels that are drawn instead of this panel, three per row
 
 
@@ -302,7 +301,7 @@ def caption_panels(
         letters = f"({letter}) " * (len(panels) > 1)
         paragraphs.append(" ".join([f"{letters}{panel.title}{name}:", *map(_end, lines)]))
     remarks = [*notes, f"input: {report.settings.fed}" * bool(report.settings.fed), population(report)]
-    paragraphs += [f"{remark[:1].upper()}{remark[1:]}" for remark in remarks]
+    paragraphs += map(capitalise, remarks)
     paragraphs += _explain_measures(report, {panel.stem for panel in panels})
     return "".join(f"{_end(clean(paragraph))}\n" for paragraph in paragraphs if paragraph)
 
@@ -340,8 +339,8 @@ def overview(
 ) -> Figure:
     """Draw a page of panels with lettered titles; the figure's label is its caption.
 
-    `facts` are written under the title (by default the model's name), `hint` at the bottom left, and `more` at the
-    bottom right. A `bare` page has panels only.
+    The page shows `facts` under `title` (by default the model's name), `hint` at the bottom left, and `more` at the
+    bottom right. A `bare` page shows the panels only.
     """
     facts, more, title = [*filter(None, facts)], [*more], title or report.model.title
     panels = [panel for row in rows for panel in row.panels if panel is not None]

@@ -34,7 +34,7 @@ from attnlens.report.pictures.maps import heading
 from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
-from attnlens.wording import LEAST_P, clean, format_count, shorten_line, source_of
+from attnlens.wording import LEAST_P, capitalise, clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 LEAST_Q = LEAST_P  # smaller q are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the lowest
+QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Axis labels that explain a quantity
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
 WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
@@ -66,7 +67,7 @@ def comparison_panels(report: Report) -> list[Panel]:
         title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
         info, significant = find_measure(name), f"q ≤ {comparison.fdr:g}"
         note = f"dots: {significant}; hatched: no change at all"
-        caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. Logarithmic colours; KL in nats. "
+        caption = f"{capitalise(info.meaning)}: {info.formula}. Logarithmic colours; KL in nats. "
         caption += f"Dots: heads with a significant change, {significant}. Hatched: no change at all."
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name, number=report.model.layer_number)
@@ -256,7 +257,7 @@ def _trajectory_panel(experiment: Experiment, name: str, layer_name: Names) -> P
     rows_of_layers = list(map(layer_name, range(max(layers) + 1))) if len(layers) > 1 and lines else []
     null = "; grey: null ± sd" * (experiment.null(name) is not None)
     note = clean(style.shorten_label(curve.quantity or source_of(name), 30)) + null
-    caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. " if info.meaning else ""
+    caption = f"{capitalise(info.meaning)}: {info.formula}. " if info.meaning else ""
     coloured = ", coloured by layer" * bool(rows_of_layers)
     heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
     heads += f", in {curve.quantity}" if curve.quantity and not info.meaning else ""
@@ -356,7 +357,8 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             label=style.shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], experiment.axis)
-    axes.set_ylabel(style.shorten_label(clean(next(iter(curves.values())).quantity or ""), 30))
+    quantity = clean(next(iter(curves.values())).quantity or "")
+    axes.set_ylabel(style.shorten_label(QUANTITIES.get(quantity, quantity), 30))
     values = _finite_values(curves)
     if values.size:
         least, most = float(values.min()), float(values.max())

@@ -35,7 +35,17 @@ from attnlens.report.pictures.charts import (
 from attnlens.report.sections.facts import state_whole
 from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import SAME, MeasureMap, Shapes, group_of
-from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
+from attnlens.wording import (
+    capitalise,
+    clean,
+    decimals_for,
+    format_count,
+    group_pairs,
+    join_items,
+    short,
+    source_of,
+    title_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -64,7 +74,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
         shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
         lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
     mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
-    lines.append(_capitalise(f"{short_caption(reading)}{mark}"))
+    lines.append(capitalise(f"{short_caption(reading)}{mark}"))
     lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
     return _caption(shapes, reading.info, lines)
 
@@ -78,18 +88,14 @@ def curve_caption(shapes: Shapes, name: str) -> str:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
             whose = f"{heads} of {len(group.curves)} heads with {steps} steps or more"
-            lines.append(f"{_capitalise(group.title)}: median and quartiles over {whose}.")
+            lines.append(f"{capitalise(group.title)}: median and quartiles over {whose}.")
     return _caption(shapes, shapes.info(name), lines)
 
 
 def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
     """Put the measure's meaning and caveat before the lines, and the coverage after them."""
-    meaning = _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
+    meaning = capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
     return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
-
-
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
@@ -148,7 +154,9 @@ def source_heading(shapes: Shapes, name: str) -> str:
 def head_panels(shapes: Shapes) -> list[Panel]:
     """Build the panels that get their own files. Raise UsageError if there are none or a value is too large."""
     if not shapes.readings and not shapes.curves:
-        raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
+        raise UsageError(
+            "The report contains no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE"
+        )
     curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
@@ -358,9 +366,9 @@ ACROSS = 3
 NOTE = 54  # characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
 SELECTION_CAPTION = (
-    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖, relative to the best least margin 1/‖W_mm‖, "
-    "ascending; a single query can exceed 1. Null: the head randomly rotated on both sides, with its own selection and "
-    "best margin. Posed {where}."
+    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by 1/‖W_mm‖, the largest least margin of any form, "
+    "in ascending order; a single query can exceed 1. Null heads: the head randomly rotated on both sides, with the "
+    "selection and largest least margin of the rotated head. Posed {where}."
 )
 
 
@@ -485,17 +493,17 @@ def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
 
 
 def draw_margins(axes: Axes, selection: Selection) -> None:
-    """Draw the sorted margins of one head (blue) and of its null heads (grey), and the best least margin (dashed)."""
+    """Draw the sorted margins of one head (blue) and its null heads (grey), and the largest least margin (dashed)."""
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
     axes.plot(*_sort_margins(head_margins), color=style.CATEGORIES[0], linewidth=1.8, label="the head")
-    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="largest least margin, 1/‖W_mm‖")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
         style.scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of posed queries with at most this margin")
-    axes.set_ylabel("margin / best least margin")
+    axes.set_ylabel("margin / largest least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
     style.legend_above(axes, 100)
 

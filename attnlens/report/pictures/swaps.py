@@ -37,7 +37,7 @@ from attnlens.report.pictures.charts import (
 )
 from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import DESTROYED, EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
-from attnlens.wording import big, clean, decimals_for
+from attnlens.wording import big, capitalise, clean, decimals_for
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -140,9 +140,10 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     what = RISES[swaps[0].judged_by]
     method, units = report.settings.interval_method, report.settings.intervals or "inputs"
     paired = "paired " * (swaps[0].judged_by == "loss")
-    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}{method} 95 % "
-    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
-    caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
+    caption = f"{capitalise(what)} with each kernel in every chosen head."
+    caption += f" Bars: {paired}{method} 95 % intervals over {units}."
+    cautions = dict.fromkeys(TIES[name].caution for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    caption = " ".join([caption, *filter(None, cautions)])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     note = f"grey: {controls}" if controls else ""
@@ -156,7 +157,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
         by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda unit: unit.layer)) for swap in swaps]
         harms = [(kernel, as_array(unit.delta for unit in units)) for kernel, units in by_layer]
         draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
-        caption = f"Δ of the {effect_name(swaps[0])} if only that layer has the kernel."
+        caption = "Effect on the model if only that layer has the kernel."
         yield Panel("sweep", "each layer alone", "", caption, draw)
 
 
@@ -311,12 +312,13 @@ def _is_quiet(unit: Effect) -> bool:
 
 
 def _sweep_panel(swap: Swap, stem: str, number: Names) -> Panel:
-    heads, tested = _of_heads(swap), swap.judged_by == "loss"
-    noun, quiet = ("head", "Grey dot") if heads else ("layer", "Hollow")
-    note = f"Δ of the {EFFECTS[swap.judged_by]}" + f"; {quiet.lower()}: not significant at FDR 5 %" * tested
-    caption = f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if only that {noun} has the kernel."
-    caption += f" {quiet}: not significant at a false discovery rate of 5 %." * tested
-    caption += " Crossed: diverged. Numbers: effects beyond the colour scale." * heads
+    heads = _of_heads(swap)
+    noun, mark = ("head", "grey dot") if heads else ("layer", "hollow")
+    note = f"{mark}: not significant at FDR 5 %" * any(map(_is_quiet, swap.sweep))
+    caption = f"{clean(swap.kernel)}. Effect on the model if only that {noun} has the kernel."
+    caption += f" {capitalise(note)}." * bool(note)
+    caption += " Crossed: diverged." * (heads and any(unit.delta is None for unit in swap.sweep))
+    caption += " Numbers: effects beyond the colour scale." * heads
     layers, columns = len({unit.layer for unit in swap.sweep}), len({unit.head for unit in swap.sweep})
     wide = float(np.clip(0.4 * columns, 3.4, 8)) if heads else 4.6
     draw = partial(draw_sweep, swap=swap, number=number)
@@ -335,7 +337,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
             dots.append([Dot(unit.delta, unit.ci95, colour, size=size, hollow=quiet, text="diverged")])
         dot_plot(axes, dots)
         scale_around_median(axes, "x", as_array(unit.delta for unit in layers))
-        axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
+        axes.set_xlabel(f"Δ of the {effect_name(swap)}")
         label_layers(axes, [number(unit.layer) for unit in layers], [unit.part for unit in layers])
         return
     units = [unit for unit in swap.sweep if unit.head is not None]
@@ -355,7 +357,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| beyond which colours saturate, so that most cells are not pale, and the open ends."""
+    """Return the |effect| beyond which colours saturate, low enough for most cells to have colour, and open ends."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -418,7 +420,7 @@ def _ranks_panel(plan: Plan, number: Names) -> Panel:
         f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
     )
-    caption += " Promised: on calibration text used neither to fit nor to choose them." * (plan.promised is not None)
+    caption += " Promised: on calibration text used neither to fit nor to choose ranks." * (plan.promised is not None)
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.4 * heads, 3.4, 8))
     caption += f" {budget_note(plan)}."

@@ -29,7 +29,7 @@ SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
 
 def describe_check(check: Check, name: Names = str) -> str:
-    """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head.
+    """Describe the outcome of a check: values found and wanted, number of heads that break the rule, worst head.
 
     `name` returns the name of a layer.
     """
@@ -204,8 +204,8 @@ def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: N
             errors.append(format_mask_error(found[mask]) if mask in found else NO_VALUE)
         title = each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})"
         columns += [Column(title, verdicts, words=True), Column("error", errors)]
-    meaning = "; same token: most likely one" if predicting else ""
-    notes = [f"Errors against float64 (masks: up to 16 tokens){meaning}."]
+    meaning = "; same token: positions whose most likely token is the same" if predicting else ""
+    notes = [f"Errors relative to float64 (masks: up to 16 tokens){meaning}."]
     if any(not is_close(each) and mask.verdict == "agrees" for each in ran for mask in each.masks):
         notes.append(
             "A mask agrees if each output depends on the right tokens; its error includes that of the backend."
@@ -257,9 +257,9 @@ def format_mask(mask: MaskCheck, name: Names = str) -> str:
     if not mask.faults or mask.faults[0].token is None:
         return "agrees" if mask.verdict == "agrees" else "DIFFERS"
     first = mask.faults[0]
-    verb = "sees" if first.kind == "sees" else "misses"
+    verb = "SEES" if first.kind == "sees" else "MISSES"
     where = "" if first.layer is None else f", layer {name(first.layer)}"
-    return f"{first.output} {verb.upper()} {first.token}{where}"
+    return f"{first.output} {verb} {first.token}{where}"
 
 
 def format_mask_error(mask: MaskCheck) -> str:

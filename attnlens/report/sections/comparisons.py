@@ -35,7 +35,7 @@ from attnlens.wording import (
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
 SPEED = "× SDPA: training speed relative to a standard transformer (Eq. 4) with torch's attention, in the same loop."
 ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
-PUBLISHED = "published: {}; from far larger models and other data, so compare orders, not values."
+PUBLISHED = "published: {}; from far larger models and other data, so compare rankings, not values."
 HEADS = (
     "Medians over heads, before training → as tested, in the first seed's run. tokens.* and selection.* use log k on 8 "
     "held-out sequences, weights.* use s W_Q W_Kᵀ. –: no value, as in primal layers, for shares of causal heads, for "
@@ -126,7 +126,7 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
         level = [cell.name for cell in cells if cell.name not in behind]
         largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
         others = f"not significantly worse: {join_items(level, 4, '; ')}"
-        verdict = others if level else f"better than every other (largest p {format_p(largest)})"
+        verdict = others if level else f"better than all others (largest p {format_p(largest)})"
         yield f"Best by {measure}: {clean(best)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
         yield f"With BLEU below {FEW_WORDS}, hardly a phrase is translated, so the loss is more reliable."
@@ -222,7 +222,7 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the changed heads, worst first, and the smallest changes that would have been significant."""
+    """Yield the changed heads, worst first, and the smallest detectable changes."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
@@ -238,20 +238,19 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     yield from _head_sections(shapes.report, comparison, 16 if view == "terminal" else None)
     least = tuple(_least_changes(comparison))
     if least:
-        yield Section("Smallest changes that would have been named (median over heads)", items=least)
+        yield Section("Smallest detectable changes (probability of detection 80 %; median over heads)", items=least)
 
 
 def _prediction_section(comparison: Comparison) -> Iterator[Section]:
     """Yield the statistics of the predictions' KL that quantisation tools print."""
     if comparison.outcome is None or (change := comparison.outcome.predictions) is None:
         return
-    ratio, factor = change.perplexity_ratio, 100
+    ratio, quantiles = change.perplexity_ratio, {"max": change.largest, "99.9 %": change.q999, "99 %": change.q99}
+    quantiles |= {"95 %": change.q95, "median": change.median}
     lines = {
         "KL mean": _with_error(change.mean, change.mean_se),
-        **{f"KL {name}": short(value) for name, value in (("max", change.largest), ("99.9 %", change.q999))},
-        **{f"KL {name}": short(value) for name, value in (("99 %", change.q99), ("95 %", change.q95))},
-        "KL median": short(change.median),
-        "same top-1": f"{_with_error(factor * change.same_top, factor * (change.same_top_se or 0) or None)} %",
+        **{f"KL {name}": short(value) for name, value in quantiles.items()},
+        "same top-1": f"{_with_error(100 * change.same_top, 100 * (change.same_top_se or 0) or None)} %",
         "perplexity": "" if ratio is None else f"× {_with_error(ratio, change.perplexity_ratio_se)}",
     }
     note = f"KL(first ‖ second) in nats over {big(change.tokens)} predictions; ±: standard error over windows or texts."
@@ -280,13 +279,14 @@ def _head_sections(report: Report, comparison: Comparison, most: int | None) -> 
         place = {"layer": report.model.layer_name(head.layer), "head": f"{head.head}{partner}"}
         row = {**place, "form M": head.relation or NO_VALUE}
         distances = [(title, _distance(changes.get(name))) for name, title in titles.items()]
-        row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
+        counts = {"changes*": str(len(named)), largest: _largest(named, sizes)}
+        row |= dict(distances[:3]) | counts | dict(distances[3:])
         rows.append(row)
     table = build_table(rows, {"layer", "head"}, {"head", "form M", largest})
     notes = [EXPLAINED] if OWN_ROWS in titles else []
-    notes.append("*: named.")
+    notes.append("*: significant, and large enough to matter.")
     if more > 0:
-        notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
+        notes.append(f"{format_count(more, 'more head')} changed: see --table, --csv or --json.")
     yield Section("Heads that changed, worst first", table=table, notes=notes)
 
 
@@ -299,14 +299,14 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the significant change that is largest relative to its measure's interquartile range in the base model."""
+    """Format the named change that is largest relative to its measure's interquartile range in the first model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) on the smallest change of each tokens.* measure that would be significant."""
+    """Yield (measure, text) on the smallest detectable change of each tokens.* measure."""
     sizes = effect_sizes(comparison)
     known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AROUND = 3  # Number of unmarked tokens shown on each side of a marked one
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
 """Signs around a token by kind of mark; one token can have several."""
-LEGEND = "<query> [selected] {support}: support vectors among the other tokens; … unmarked tokens"
+LEGEND = "<query> [selected token] {support vector among the other tokens}; …: omitted tokens"
 
 
 @section(70, "inspection", ("screen",))
@@ -41,9 +41,8 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section(
             f"What layer {shapes.report.model.layer_name(selection.layer)} head {selection.head} selects",
             notes=(
-                f"{queries} posed {WHERE_POSED[selection.space]}; margins are relative to the best least margin, "
-                "1/‖W_mm‖:",
-                "a head's least margin is at most 1; a single query's can exceed 1",
+                f"{queries} posed {WHERE_POSED[selection.space]}. Margins are divided by 1/‖W_mm‖, the largest least "
+                "margin of any form: a head's least margin is at most 1, but a single query's margin can exceed 1.",
                 LEGEND,
             ),
             passages=passages,

@@ -40,17 +40,12 @@ def standing(report: Report) -> tuple[str, bool]:
     missed = [clean(experiment.name) for experiment in report.experiments if experiment.passed is False]
     total = format_count(len(report.experiments), "experiment")
     if not any(experiment.published for experiment in report.experiments):
-        return f"{total}; nothing published to compare with.", True
+        return f"{total}; no published values to compare with.", True
     agreeing = sum((experiment.agreeing for experiment in report.experiments), Counter[Origin]())
     untested = state_untested(sum(len(experiment.untested) for experiment in report.experiments))
     verdict = f"; some differ: {join_items(missed)}" if missed else ""
-    return f"{total}; {count_agreeing(agreeing)}{verdict}{untested}.", not missed
-
-
-def count_agreeing(counts: Counter[Origin]) -> str:
-    """State how many values agree with their reference, by its origin: `3 values agree (2 published, …)`."""
-    verb = "agrees" if counts.total() == 1 else "agree"
-    return f"{format_count(counts.total(), 'value')} {verb}{count_origins(counts)}"
+    values = f"{format_count(agreeing.total(), 'value')} {'agrees' if agreeing.total() == 1 else 'agree'}"
+    return f"{total}; {values}{count_origins(agreeing)}{verdict}{untested}.", not missed
 
 
 def count_origins(counts: Counter[Origin]) -> str:
@@ -73,7 +68,7 @@ def null_cell(mean: float, sd: float) -> str:
 
 
 def no_errors(report: Report) -> str:
-    """State that there are no errors if only one window was read; otherwise return ""."""
+    """State why there are no standard errors if only one window was read; otherwise return ""."""
     return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
 
 
@@ -190,8 +185,8 @@ def other_base(report: Report) -> list[str]:
 def state_unexpected(report: Report) -> list[str]:
     """Return the sentence on tensors in the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
-    unused = f"{format_count(len(names), 'tensor')} in the files not used by {report.model.architecture}"
-    return [f"{unused}: {join_items(names)}."] if names else []
+    count = format_count(len(names), "tensor")
+    return [f"{report.model.architecture} does not use {count} of the files: {join_items(names)}."] if names else []
 
 
 @section(60, views=(*TEXTS, "opening"))

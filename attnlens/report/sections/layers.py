@@ -18,6 +18,7 @@ from attnlens.report.sections.section import TEXTS, Column, Section, Table, View
 from attnlens.report.shapes import MeasureMap, Shapes, alternate_sources, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
+    capitalise,
     clean,
     decimals_for,
     decimals_with_error,
@@ -58,7 +59,7 @@ MARKED = (
 @section(35, ("inspection", "experiments"), ("page",))
 @section(98, views=("terminal",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips explain gaps."""
+    """Yield a table of `value±se` of every measure of every head, with nulls; tooltips explain missing values."""
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
         line = "Too many heads for a table without scripts: --csv writes them all."
         yield Section("Every head", lines=(line,), instead=True)
@@ -114,7 +115,7 @@ def _head_column(
 @section(10, "inspection", TEXTS)
 @section(10, "experiments", ("markdown",))
 def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield medians over heads, one row per layer: measures that fit on a page; in markdown, one table per source."""
+    """Yield medians over heads, one row per layer, in one table or, in Markdown, one table per source."""
     if not shapes.readings:
         return
     summary = shapes.report.summary
@@ -181,10 +182,10 @@ def reading_help(shapes: Shapes) -> str:
         "“between texts” is the sd of the texts' medians" * bool(summary.between_texts),
     ]
     sentence = "; ".join(filter(None, parts))
-    sentences = [f"{sentence[:1].upper()}{sentence[1:]}."] if sentence else []
+    sentences = [f"{capitalise(sentence)}."] if sentence else []
     spaces = dict.fromkeys(reading.info.space for reading in readings if reading.info.space)
     if len(spaces) > 1:
-        sentences.append(f"{' and '.join(spaces)}: two different problems; compare only within one.")
+        sentences.append(f"{' and '.join(spaces)}: two different problems; compare values only within one.")
     unsure = [reading.name for reading in readings if reading.info.identified == "nowhere"]
     sentences += [f"{join_items(unsure)}: {NOT_IDENTIFIED}"] if unsure else []
     return " ".join(sentences)

@@ -8,7 +8,7 @@ from statistics import median
 
 from attnlens.records import Effect, Healing, HealingTraining, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import TEXTS, Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, figures, interval
+from attnlens.report.sections.swaps import DIVERGED, LARGE, effect_name, format_figures, interval
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
@@ -18,12 +18,12 @@ SAVED = {  # Description of each cost that a plan saves or adds, by field
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
-RANK = "rank: one per key head, for all query heads that share the key head."
+RANK = "rank: one per key head, shared by all query heads that use the key head."
 LATENT = "Latents: numbers cached per token instead of a site's keys."
 ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
 PROMISED = (
-    "Promised: on calibration text used neither to fit nor to choose. The rise over {population} lies within the "
-    "interval in 95 % of such runs, and above it in 2.5 %."
+    "Promised: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within the "
+    "interval in 95 % of such runs, and above the interval in 2.5 %."
 )
 MEASURED = "Measured: on the evaluation text."
 HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
@@ -36,7 +36,7 @@ POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like the
 
 @section(20, "swap", ("screen", *TEXTS, "page"))
 def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the ranks of each layer, on the screen if they are few; elsewhere also rises, savings, and explanations."""
+    """Yield the ranks of each layer (on the screen, of at most MOST_LAYERS); elsewhere also rises and savings."""
     plan = shapes.report.plan
     if plan is None:
         return
@@ -87,7 +87,7 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
     turned = "before" if form.get("rotation") == "before" else "after"
     by = "by the output" if form.get("metric") == "output" else "by attention"
-    yield f"Latents: {keys}, of keys {turned} the rotation, pairs weighted {by}"
+    yield f"Latents: {keys}, fitted to keys {turned} the rotation, with pairs weighted {by}"
     if plan.forms:
         ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
         texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
@@ -180,14 +180,15 @@ def healing_lines(record: Healing) -> list[str]:
     lines += map(_stage, record.stages)
     if record.best in distances:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
-        first, best = figures(distances[min(distances)]), figures(distances[record.best])
+        first, best = format_figures(distances[min(distances)]), format_figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
     if (control := record.control) is not None:
         ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
+        before, after = format_figures(control.perplexity.before), format_figures(control.perplexity.after)
         lines.append(
             f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
-            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
+            f"{before} before, {after} after; the healed model's perplexity is {control.ratio:.3f} times that of the "
+            f"trained original{ends}"
         )
     return lines
 
@@ -221,7 +222,7 @@ MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are sho
 
 @section(44, "swap")
 def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on units swapped alone: the number of significant effects, and the extreme units."""
+    """Yield the section on a sweep: the number of significant effects, and the heads or layers with extreme effects."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep]
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
@@ -253,7 +254,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
             cells[most:-most] = [{title: None if cell is None else "…" for title, cell in cells[0].items()}]
         rows += cells
     noun, windows = "head" if heads else "layer", shapes.report.settings.windows or 0
-    untested = ", a distance: it is never negative, so it is not tested."
+    untested = ", a distance, which is never negative and therefore not tested."
     test = "; * significant at a false discovery rate of 5 %." if tested else untested
     note = f"Δ of the {effect_name(swaps[0])}{test}"
     note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
@@ -264,14 +265,14 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many units have a significant effect, in which direction, and how many diverge."""
+    """State how many swept heads or layers have a significant effect, in which direction, and how many diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
     harm, diverged = sum(delta > 0 for delta in significant), sum(effect.delta is None for effect in effects)
     signs = f": {harm} raise the loss, {len(significant) - harm} lower it" * bool(significant)
-    text = f"{len(significant)} of {format_count(len(effects), noun)} with a significant effect on "
-    text += f"{format_count(windows, 'window')} (false discovery rate 5 %){signs}."
+    text = f"Effects over {format_count(windows, 'window')} are significant for {len(significant)} of "
+    text += f"{format_count(len(effects), noun)} (false discovery rate 5 %){signs}."
     return text + f" {diverged} diverged." * (diverged > 0)
 
 
@@ -317,12 +318,12 @@ def _prediction_help(swaps: Sequence[Swap]) -> str:
     text = (
         "ρ: Spearman correlation over heads between Δ and a measure of the original model on the same windows. 95 % "
         "intervals: bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, "
-        f"corrected for all {measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of "
-        "0. Correlation is not causation"
+        f"corrected for all {measures} measures (maxT). *: p < 0.05, and the interval over layers excludes 0. "
+        "Correlation is not causation"
     )
     ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
     if ceilings:
-        least = " and ".join(dict.fromkeys(ceilings))
-        text += f"; noise in the windows limits a perfect measure to ρ ≈ {least} (split halves)"
+        limits = " and ".join(dict.fromkeys(ceilings))
+        text += f"; noise in the windows limits a perfect measure to ρ ≈ {limits} (split halves)"
     diverged = sum(prediction.diverged for prediction in predictions)
     return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")

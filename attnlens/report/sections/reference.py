@@ -45,9 +45,9 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """List every measure and curve with its range, meaning and formula, those of a plain inspect first."""
+    """List every measure and curve with its range, meaning and formula, those of the default analyzers first."""
     rows = []
-    for info in sorted(infos, key=lambda info: (info.name not in _plain_measures(), not info.headline)):
+    for info in sorted(infos, key=lambda info: (info.name not in _default_measures(), not info.headline)):
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
         rows.append({"measure": info.name, "range": range_of(info), "meaning": meaning})
     return Section(table=_folded_table(rows))
@@ -164,7 +164,7 @@ def range_of(info: MeasureInfo) -> str:
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are not sampled"
 SAMPLED = "standard error of the mean over windows, or over texts if there are at least five (intervals)"
-ONCE = "posed once over all windows: only means over windows have a standard error"
+ONCE = "none: the problem is posed once over all windows (means over windows have a standard error)"
 IDENTIFIED = {
     "weights": "in every head: independent of the head's basis",
     "tokens": "in every head: any scores that yield the same attention weights yield the same value",
@@ -186,22 +186,22 @@ def kernel_pages() -> dict[str, Section]:
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 
-def _plain_measures() -> set[str]:
-    """Return the names of the measures of a plain inspect."""
+def _default_measures() -> set[str]:
+    """Return the names of the measures of the default analyzers."""
     return {info.name for analyzer in list_analyzers() if analyzer.by_default for info in analyzer.measures}
 
 
 def explanation(name: str) -> Section:
     """Return the page of a measure or kernel. Raise UsageError unless the name, or a synonym, matches exactly one.
 
-    The source can be omitted: `entropy` is `tokens.entropy`. Measures of a plain inspect take precedence.
+    The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
     pages = measure_pages() | kernel_pages()
     word = name.strip().lower()
     word = word if word in SYNONYMS else word.replace(" ", "_")
     ends = [full for full in pages if full.endswith(f".{word}")]
-    plain = [full for full in ends if full in _plain_measures()]
-    for candidates in ([word] if word in pages else [], ends, plain, [SYNONYMS.get(word, "")]):
+    default = [full for full in ends if full in _default_measures()]
+    for candidates in ([word] if word in pages else [], ends, default, [SYNONYMS.get(word, "")]):
         if len(candidates) == 1 and candidates[0] in pages:
             return pages[candidates[0]]
     if ends:
@@ -261,7 +261,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
-    """Build the page of a measure or distance; `facts`: lines in which the two kinds differ."""
+    """Build the page of a measure or distance; `facts` are the lines in which measures and distances differ."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     low, high = info.scale

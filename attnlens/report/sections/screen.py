@@ -17,7 +17,7 @@ MOST_COLUMNS = 64
 
 @section(0, views=("screen", "markdown", "opening"))
 def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the findings."""
+    """Yield a section with the findings."""
     yield Section("" if view == "screen" else "Findings", findings=find(shapes))
 
 

@@ -184,7 +184,7 @@ def section(
 def build_sections(shapes: Shapes, *views: View) -> Iterator[Section]:
     """Yield the sections of a report that are shown in these views, by ascending order.
 
-    A builder of several of these views yields its sections once, as in the last of them.
+    A builder registered for several of these views yields its sections once, for the last of these views.
     """
     kind = shapes.report.kind
     chosen = {builder: (order, view) for view in views for order, builder in _BUILDERS.get((kind, view), [])}

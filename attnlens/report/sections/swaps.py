@@ -56,7 +56,7 @@ PARAMETERS = {  # Name in words of each fitted parameter, if it differs from the
 }
 
 
-def figures(number: float | None, count: int = 3) -> str:
+def format_figures(number: float | None, count: int = 3) -> str:
     """Format a number with `count` significant digits, or `–` for None."""
     return NO_VALUE if number is None else format_number(number, decimals_for([number], count))
 
@@ -130,7 +130,7 @@ def measured_controls(swap: Swap) -> list[Control]:
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the kernel and the number of its heads, the effect, and the effect on each text; on the screen, losses."""
+    """Yield kernel, number of heads, and effect (also by text); on the screen, only the losses of several kernels."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":
@@ -208,7 +208,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
             if judged_by == "loss"
             else {}
         )
-        cells["KL"] = figures(kl)
+        cells["KL"] = format_figures(kl)
         if judged_by == "kl":
             cells["95 % interval"] = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
         cells["top-1"] = percent(outcome.top1_agreement, 1)
@@ -232,7 +232,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
     cells = [format_outcome(outcome) for outcome in outcomes]
     original = dict.fromkeys(cells[0], "")
     original |= {"loss": format_number(losses[0].before, decimals)} if losses else {}
-    original |= {"perplexity": figures(powers[0].before)} if powers else {}
+    original |= {"perplexity": format_figures(powers[0].before)} if powers else {}
     columns = build_columns([original, *cells], missing="")
     names = Column("stage" if single else "kernel", ["original", *(name for name, _ in rows)], words=True)
     return Table([names], [column for column in columns if set(column.cells[1:]) != {NO_VALUE}])
@@ -247,7 +247,7 @@ def _loss_cells(
         "loss": format_number(getattr(loss, "after", None), decimals),
         "Δ": format_number(getattr(loss, "delta", None), decimals),
         "95 % interval": interval(getattr(loss, "ci95", None), decimals),
-        "perplexity": figures(getattr(perplexity, "after", None)),
+        "perplexity": format_figures(getattr(perplexity, "after", None)),
         "rise": rise,
         "95 % interval of rise": ends or NO_VALUE,
     }
@@ -261,7 +261,7 @@ def _reading_help(report: Report) -> str:
     top = "KL(original ‖ changed); top-1: share of equal top predictions"
     states = "hidden cosine and CKA compare the last hidden states; 1: as in the original"
     rise = "rise: of the perplexity, e^Δ − 1; " * (swap.perplexity is not None)
-    rise += f"{DESTROYED}: an even guess over the vocabulary is better; " * any(row.destroyed for row in rows)
+    rise += f"{DESTROYED}: a uniform guess over the vocabulary is better; " * any(row.destroyed for row in rows)
     unit = UNITS[swap.task]
     columns = {"loss": f"loss and KL in {unit}; {rise}{top}", "kl": f"KL in {unit}; {top}; {states}", "hidden": states}
     intervals = none or f"intervals: paired {report.settings.interval_method}{f' ({scope})' if scope else ''}"
@@ -355,7 +355,7 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, one line per reason; reasons of one kernel or earlier stage name it."""
+    """List the fields without a value, one line per reason, with kernel and stage if others have a value."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
     for swap in swaps:  # its reasons contain those of its last stage
         kernel = swap.kernel * (len(swaps) > 1)
@@ -386,7 +386,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
                 "layer": shapes.report.model.layer_number(site.layer),
                 "part": site.part,
                 "heads": join_items(site.heads, 8),
-                "output error": figures(site.output_error),
+                "output error": format_figures(site.output_error),
                 "off simplex": percent(site.off_simplex, 1) if any(site.off_simplex for site in swap.sites) else None,
                 "path": clean(site.path),
                 "site": clean(site.site),
@@ -414,7 +414,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
-    """Build one row per kernel and stage or control; if units were swapped alone, one row per kernel and unit."""
+    """Build one row per kernel and stage or control; after a sweep, one row per kernel and swept head or layer."""
     swaps = report.swaps
     if any(swap.sweep for swap in swaps):
         return [_effect_row(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
@@ -451,7 +451,7 @@ def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outc
 
 
 def _effect_row(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
-    """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
+    """Build the row of a swept head or layer: its effect, and its values of the predictors, if any."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
     predictors = sorted(swap.predictors, key=lambda predictor: predictor.measure)
