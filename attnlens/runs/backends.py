@@ -49,11 +49,11 @@ def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
             if not any(getattr(config, "_attn_implementation", None) == name for config in list_configs(model)):
-                raise ValueError(f"{type(model).__name__} does not support it")
+                raise ValueError(f"{type(model).__name__} does not support {name}")
             yield model
         return
     if name != "eager" and not (name == "sdpa" and model._supports_sdpa):
-        raise ValueError(f"{type(model).__name__} has its own attention code, which does not support it")
+        raise ValueError(f"{type(model).__name__} has its own attention code, which does not support {name}")
     if name == getattr(model.config, "_attn_implementation", "eager"):
         yield model
         return

@@ -139,7 +139,7 @@ def without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites' calls on random ids (without media if `bare`); keep the known call if ids don't reach a site."""
+    """Return the sites' calls on random ids (without media if `bare`); keep known calls of sites not reached."""
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
