@@ -287,7 +287,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that stores as many numbers as the kernel at each site; record why if none applies."""
+    """Build the sink-window control that stores as many numbers as each site's kernel; record why if none applies."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
