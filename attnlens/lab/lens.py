@@ -54,7 +54,7 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect()` without options; of the first call with options, if there was no such call."""
+        """Report of the last `inspect()` without options or, if all calls had options, of the first call."""
         return self.inspect() if self._report is None else self._report
 
     @property
@@ -91,5 +91,5 @@ class Lens:
         return f"<Lens {clean(info.id)}: {info.architecture}, {big(info.parameters)} parameters>"
 
     def _repr_html_(self) -> str | None:
-        """Return the findings of the last inspect as HTML; None before it, so that notebooks show the repr."""
+        """Return the findings of the last `inspect()` as HTML; None before it, so that notebooks show the repr."""
         return None if self._report is None else self._report._repr_html_()

@@ -36,24 +36,24 @@ SIZE = 1e-2  # Size of a perturbation relative to the token's vector
 COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes without float64: an output must change under both
 NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise of a repeated pass
 ATTENDED = 1e-6  # Attention weight from which a perturbed token must change the output
-CLEARLY_ATTENDED = 0.05  # The same for a backend whose outputs differ from float64, perhaps by coarser rounding
-COARSE = 0.02  # Largest difference of two passes of such a backend that rounding can explain, as in bfloat16
+CLEARLY_ATTENDED = 0.05  # Upper limit of that weight for a backend whose outputs differ from float64
+COARSE = 0.02  # Largest relative difference between two passes of a backend that bfloat16 rounding can explain
 DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
 Outputs = dict[Site, Tensor]
 
 
 @contextmanager
 def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Yield the model with the attention implementation `name`. Raise ValueError if its code does not support it."""
+    """Yield the model with the attention implementation `name`. Raise ValueError if the model does not support it."""
     # private: transformers has no public test
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
             if not any(getattr(config, "_attn_implementation", None) == name for config in list_configs(model)):
-                raise ValueError(f"{type(model).__name__} does not support it")
+                raise ValueError(f"{type(model).__name__} does not support {name}")
             yield model
         return
     if name != "eager" and not (name == "sdpa" and model._supports_sdpa):
-        raise ValueError(f"{type(model).__name__} has its own attention code, which does not support it")
+        raise ValueError(f"{type(model).__name__} has its own attention code, which does not support {name}")
     if name == getattr(model.config, "_attn_implementation", "eager"):
         yield model
         return
@@ -108,12 +108,12 @@ def relative_error(expected: Tensor, found: Tensor) -> float:
 
 
 def largest_error(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Return the largest relative error of the pairs; NaN if one is not finite."""
+    """Return the largest relative error over all pairs of tensors; NaN if any of the errors is NaN."""
     return float(torch.tensor([relative_error(*pair) for pair in zip(expected, found, strict=True)]).max())
 
 
 def between_passes(tolerance: float, error: float) -> float:
-    """Return the tolerance for two passes of a backend that differs from float64 by `error`: it can round coarsely."""
+    """Return the tolerance for comparing two passes of a backend whose own error against float64 is `error`."""
     return tolerance if error <= tolerance else max(tolerance, min(2 * error, COARSE))
 
 
@@ -129,7 +129,7 @@ class Prepared:
 
 
 class Comparison:
-    """The outputs of a model in float64 with recomputed attention, with which backends are compared."""
+    """Reference outputs of a model (float64, recomputed attention), and the comparison of backends with them."""
 
     def __init__(
         self, loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
@@ -143,7 +143,7 @@ class Comparison:
                 with torch.no_grad():
                     hooks.forward(self.reference, hooks.as_dtype(inputs, torch.float64))
             except FAILURES:
-                self.reference = self.model  # it can't run in float64
+                self.reference = self.model  # the model can't run in float64
         self.inputs = dict(inputs)
         self.reached = [each for each in reached if each.site.is_among(request.layers)]
         self.named_backends = None if request.backends is None else request.backends.split(",")
@@ -165,7 +165,7 @@ class Comparison:
             yield
 
     def _prepare(self) -> None:
-        """Build the tests of the masks, with their reference outputs, or the reasons why there are none."""
+        """Build the mask tests with their reference outputs; record the reason for each test that can't be built."""
         named = self.named_masks
         if not (self.inputs.keys() <= TEXT_INPUTS and "input_ids" in self.inputs):
             reason = "masks are tested only for models that read nothing but text"
@@ -182,13 +182,15 @@ class Comparison:
             except (*FAILURES, AttnlensError) as error:
                 if is_memory(error):
                     raise
-                self.refused[case.name] = f"the model can't run on it ({loading.first_line(error)})"
+                self.refused[case.name] = (
+                    f"the model can't run on the inputs of this test ({loading.first_line(error)})"
+                )
                 continue
             if prepared is not None:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
-        """Find the tokens that each site must and may see, and each piece's outputs; None without packing support."""
+        """Compute the tokens that each site must or may see, and the expected outputs; None without packing support."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
@@ -231,7 +233,10 @@ class Comparison:
             yield from (name for name in BACKENDS if name not in DEFAULT)
 
     def check(self, name: str) -> BackendCheck | None:
-        """Compare one backend in the model's type, or in a lower precision if it fails; None if it can't run here."""
+        """Compare one backend with the reference, in a lower precision if the model's type fails.
+
+        Return None if the backend was not requested by name and can't run here.
+        """
         reasons = list[str]()
         for dtype in dict.fromkeys((self.model.dtype, torch.float32, torch.bfloat16)):
             model = self.model
@@ -316,7 +321,7 @@ class Comparison:
     def _check_mask(
         self, prepared: Prepared, model: PreTrainedModel, tolerance: float, output_error: float
     ) -> MaskCheck:
-        """Test one property; in float32 if float64 is not finite (softmax in float32 of a mask in float64)."""
+        """Run one mask test; repeat it in float32 if the outputs in float64 are not finite."""
         try:
             check = self._try_mask(prepared, model, tolerance, output_error)
             if check.error is None and model.dtype == torch.float64:
@@ -329,10 +334,10 @@ class Comparison:
         return check
 
     def _try_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float, output_error: float) -> MaskCheck:
-        """Test one property in the model's type; the error is None if real tokens have outputs that are not finite.
+        """Run one mask test in the model's type; the error is None if outputs of real tokens are not finite.
 
-        `output_error` is that of the backend without a mask's inputs. If it exceeds the tolerance, the backend can
-        round coarsely, so the change by a token with little attention can be lost, and outputs can depend on padding.
+        `output_error` is the backend's error on the ordinary inputs. If it exceeds the tolerance, the backend may round
+        coarsely: a token with little attention may then leave the output unchanged, and padding may change it.
         """
         case = prepared.case
         least = ATTENDED
@@ -375,9 +380,9 @@ class Comparison:
     def _probe_outputs(
         self, prepared: Prepared, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
     ) -> list[Sight]:
-        """Return the model's outputs that depend on a token that no chain of sites lets them see.
+        """Find outputs of the model that depend on a token although no chain of sites connects the two.
 
-        Nothing is returned if only some layers were requested, or if the outputs are not those of the perturbed input.
+        Return [] if only some layers were requested, or if the outputs are not those of the perturbed input.
         """
         case = prepared.case
         shape = case.documents.shape
@@ -416,9 +421,9 @@ class Comparison:
         outputs: Mapping[Site, Tensor],
         least: float,
     ) -> list[Sight]:
-        """Return the outputs of a site that depend on a wrong token, the largest change first.
+        """Find outputs of a site that depend on a hidden token or ignore an attended one, largest change first.
 
-        A token with an attention weight of at least `least` must change the output.
+        A perturbed token must change each output that gives it an attention weight of at least `least`.
         """
         case, site = prepared.case, target.site
         arguments, name = calls[site], target.other or target.input_name
@@ -452,7 +457,7 @@ class Comparison:
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, alone: bool) -> list[MaskCheck]:
         """Compare cached decoding (a prefill, then single steps) with one pass; [] if the model declares no cache.
 
-        The pass runs in float64 or, with `alone`, on the backend itself, because the backend differs from float64.
+        The single pass is the reference model's or, with `alone`, the backend's, if the backend differs from float64.
         """
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
@@ -471,7 +476,7 @@ class Comparison:
     def _decode(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float, *, alone: bool
     ) -> MaskCheck:
-        """Run cached decoding (a prefill, then single steps), and compare each output with that of one pass."""
+        """Decode with the cache (a prefill, then single steps), and compare each output with that of a single pass."""
         targets = [each for each in self.reached if each.site.part != "cross" and stream_of(each, inputs) == stream]
         whole: Outputs = {}
         comparable, computing = (model, torch.no_grad()) if alone else (self.reference, self._recomputing())
@@ -526,7 +531,7 @@ class Comparison:
 
 @contextmanager
 def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int]) -> Iterator[None]:
-    """Inside the `with`, perturb the embedding of token `probes[r]` in row r wherever these ids are embedded."""
+    """Context manager: perturb the embedding of token `probes[r]` in row r whenever the model embeds `ids`."""
     rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
 
     def move(_module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
@@ -552,7 +557,8 @@ def check_backends(
 ) -> tuple[list[BackendCheck], list[str]]:
     """Compare the requested backends, or those that run here, with the model in float64.
 
-    Return comparisons and notes. Raise ModelError if backends or masks were requested and the model can't be compared.
+    Return the comparisons and a list of notes. If the comparison fails, return a note with the reason, or raise
+    ModelError if backends or masks were requested.
     """
     try:
         comparison = Comparison(loaded, inputs, hooks.survey(loaded.model, inputs), request)

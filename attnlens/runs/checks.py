@@ -39,7 +39,7 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
 
 
 def predictions(task: Task) -> Measured:
-    """Build a function that returns a model's predictions, or the hidden states of a model without a head."""
+    """Return a function that computes a model's logits, or its hidden states if the task is `hidden`."""
 
     def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **output_options(task))
@@ -62,10 +62,10 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return module and name (`name and 3 more`) of missing weights that affect the measured values, or None.
+    """Return the module and the name (`name and 3 more`) of missing weights that affect the measured values, or None.
 
     A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
-    these inputs (an expert that no token chose) can run on other inputs, so its weights count.
+    these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -129,7 +129,7 @@ def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int)
 def without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and on random ids, without media, whose ids have special positions."""
+    """Return the sites' calls on one token and on random ids, both without media (whose positions are special)."""
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
@@ -139,7 +139,7 @@ def without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites with calls on random ids (without media if `bare`); keep known calls that ids don't reach."""
+    """Return the sites' calls on random ids (without media if `bare`); keep known calls of sites not reached."""
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
@@ -158,7 +158,10 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 
 
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return (identity error, None) or (None, a non-finite weight). Raise IdentityError if the error is too large."""
+    """Return (identity error, None), or (None, name) if the weight `name` is not finite and the error is NaN.
+
+    Raise IdentityError if the error exceeds the tolerance.
+    """
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
@@ -183,7 +186,7 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
 
 
 def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | None:
-    """Return a sentence if a product of a query and a key overflows `dtype`; None if none does."""
+    """Return a sentence that reports the largest q·k if it overflows `dtype`; otherwise None."""
     limit = torch.finfo(dtype).max
     products = (each.call.query.double() @ each.call.paired_key.double().mT for each in reached)
     largest = max(float(product.abs().max()) for product in products)
@@ -212,7 +215,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of recomputed attention; raise ModelError if a weight is not finite."""
+    """Return the relative error of outputs with recomputed attention; raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."

@@ -362,7 +362,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare the loss of another changed model (before) with this one's (after); None if one has none."""
+        """Compare the loss of another changed model (before) with this one's (after); None if either has no loss."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
@@ -396,7 +396,7 @@ def _mean(
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return each text with the indices of its sequences; empty if there is only one text."""
+    """Return (text, indices of its sequences) for each text; [] if there is only one text."""
     numbers = torch.tensor(design.texts)
     pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
     nonempty = [pair for pair in pairs if len(pair[1])]

@@ -82,7 +82,10 @@ LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # options of `loa
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return options for `load`. Raise UsageError if a loaded model gets any, ModelError if it is on device meta."""
+    """Return the request's options of `load`.
+
+    If `model` is loaded, raise UsageError for any such option, and ModelError if its weights are on the meta device.
+    """
     options = {name: value for name, value in request.explicit().items() if name in LOADED}
     if not isinstance(model, Loaded):
         return options
@@ -95,7 +98,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
-    """Return the settings with the model's device, dtype, notes and window length; raise UsageError if too long."""
+    """Add the model's device, dtype, notes and window length to settings; raise UsageError for an invalid length."""
     device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
     length = texts.window_length(loaded.model, settings.length)
     notes = [*settings.notes, *loaded.notes]
@@ -131,7 +134,7 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
 
 
 def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
-    """Return the settings with a description of the input: texts in windows or lines, or only noise."""
+    """Return the settings with a description of the input: its texts, windows and intervals, or its noise."""
     text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
         update = {
@@ -171,7 +174,7 @@ def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall
 
 
 def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError if any text, or a length in tokens, is given for a model that does not read text."""
+    """Raise UsageError if the user gave a text, or a length in tokens, for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
@@ -180,7 +183,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return a batch's tensors on the model's device. Raise UsageError if it is empty or contains other values."""
+    """Move a batch's tensors to the model's device. Raise UsageError if the batch is empty or has other values."""
     remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)
@@ -227,7 +230,7 @@ def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenize
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model in evaluation mode without gradients; restore its modules and parameters after the block."""
+    """Context manager: put the model in evaluation mode without gradients; restore modes and gradients afterwards."""
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]

@@ -1,4 +1,4 @@
-"""Build inputs that test one property of attention masks each, and the tokens that each output must see."""
+"""Build inputs that each test one property of attention masks, with the tokens that each output may see."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
 PROBED = 6  # Number of tokens in a test; row r of the batch perturbs one of them
-ORDERED = 16  # The same number in the tests `causal` and `bidirectional`, whose faults can depend on the position
+ORDERED = 16  # Number of tokens in the tests `causal` and `bidirectional`, whose faults can depend on the position
 PADS = 2  # Number of padding tokens
 DOCUMENTS = (2, 2, 2)  # Tokens of each packed document
 STEPS = 3  # Number of tokens decoded one by one with the cache
@@ -29,7 +29,7 @@ LONGEST_WINDOW = 128  # Longest window that is tested unless `window` is request
 
 @dataclass(frozen=True)
 class Rule:
-    """Tokens that a site should see: all, or those up to the output's own; within a window or chunk, if any."""
+    """Tokens that a site should see: all, or (if causal) none after the query; limited to a window or chunk if set."""
 
     causal: bool
     window: int | None = None
@@ -43,7 +43,7 @@ class Rule:
 
 
 def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
-    """Return the rule that the configuration declares for a site's module or, by default, the rule its mask shows."""
+    """Return the rule that the configuration declares for a site; without a declaration, infer it from the mask."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
     causal = part == "decoder"
@@ -78,11 +78,11 @@ class Case:
     inputs: dict[str, Tensor]
     stream: str  # Name of the input whose tokens are perturbed
     probes: list[int]
-    documents: Int[Tensor, "rows tokens"]  # Number of each token's document; −1 for padding
+    documents: Int[Tensor, "rows tokens"]  # Index of each token's document; −1 for padding
     pieces: list[tuple[int, int, int, dict[str, Tensor]]]
-    """Row, first and last token, and inputs of a pass over these tokens alone, with the same outputs."""
-    prefix: int = 0  # Number of first tokens that all outputs see
-    same_positions: bool = True  # False if the tokens have other positions alone, which changes the outputs, too
+    """(row, start, end, inputs): a pass over these tokens alone, which must give the same outputs; end is exclusive."""
+    prefix: int = 0  # Number of tokens at the start that all outputs see
+    same_positions: bool = True  # False if the tokens' positions change when they are passed alone
 
     def to(self, device: torch.device) -> Case:
         """Return the test with its inputs on a device."""
@@ -93,7 +93,7 @@ class Case:
         return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()}, pieces=pieces)
 
     def declared(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
-        """Return which tokens each output may depend on; a cross-attention sees all tokens but padding."""
+        """Return a mask of the tokens that each output may depend on; cross-attention sees all but padding."""
         real = self.documents >= 0
         rows, tokens = self.documents.shape
         if queries != tokens:
@@ -122,7 +122,7 @@ def main_stream(inputs: Mapping[str, Tensor]) -> str:
 
 
 class Cases:
-    """The tests of a model: those that it declares, or those that were requested."""
+    """Mask tests of a model: the requested tests, or all that apply to the model."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Cases:
         self.windows = sorted({rule.window for rule in self.rules.values() if rule.window is not None})
 
     def build(self) -> Iterator[Case | tuple[str, str]]:
-        """Yield each test, or its name and why it can't be made."""
+        """Yield each test or, if a test can't be built, its name and the reason."""
         builders: dict[str, Callable[[], Case | str | None]] = {
             "causal": self._causal,
             "bidirectional": self._bidirectional,
@@ -164,19 +164,19 @@ class Cases:
                 yield case
 
     def row(self, name: str, tokens: int) -> Tensor:
-        """Return one row of ids of an input, repeated if it is too short."""
+        """Return one row of `tokens` ids of the named input; repeat the ids if there are too few."""
         ids = self.ids[name]
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cached(self) -> dict[str, Tensor]:
-        """Return the inputs of a pass over one sequence, longer than the shortest window unless that is very long."""
+        """Return the inputs for the cache test: one sequence, longer than the shortest window up to LONGEST_WINDOW."""
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens
         return {self.stream: self.row(self.stream, min(tokens, limit)), **self._others(self.stream, 1)}
 
     def _others(self, stream: str, rows: int) -> dict[str, Tensor]:
-        """Return the ids of the other input of an encoder–decoder."""
+        """Return the ids of the other input of an encoder–decoder (not `stream`), `rows` times; {} for other models."""
         return {name: self.row(name, PROBED).expand(rows, -1) for name in self.ids if name != stream}
 
     def _whole(self, name: str, stream: str, tokens: int, probes: list[int]) -> Case:
@@ -214,7 +214,7 @@ class Cases:
 
     def _prefix(self) -> Case | str | None:
         if self.named is None:
-            return None  # no configuration declares it
+            return None  # no configuration declares a prefix
         if not self.causal or self.stream != "input_ids":
             return "only decoders without an encoder read a prefix"
         case, first = self._whole("prefix", "input_ids", PROBED, list(range(PROBED))), PROBED // 2
@@ -235,7 +235,7 @@ class Cases:
         total = PROBED + PADS
         padding = range(PADS) if left else range(PROBED, total)
         ends = (PADS, total - 1) if left else (0, PROBED - 1)
-        # the padding, the first and the last token, in rows of different lengths
+        # perturb the padding, the first and the last token; the last two rows have less padding
         rows = [(PADS, place) for place in (*padding, *ends)] + [(1, 0), (1, total - 1)]
         pad = getattr(self.model.config, "pad_token_id", None)
         ids = torch.full((len(rows), total), pad if isinstance(pad, int) and pad >= 0 else 0)
@@ -252,7 +252,7 @@ class Cases:
         mask = (documents >= 0).long()
         inputs = {"input_ids": ids, "attention_mask": mask, **self._others("input_ids", len(rows))}
         counted = self.stream == "input_ids" and self.causal and "position_ids" in self.parameters
-        if left and counted:  # as `generate` does
+        if left and counted:  # `generate` sets these positions, too
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
         name = "padding-left" if left else "padding-right"
         probes = [place for _, place in rows]

@@ -34,13 +34,13 @@ CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's 
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Compute tokens per second: the median over passes, without the first (warm-up) pass if there are several."""
+    """Compute the median of tokens per second over passes; if there are several, omit the first (warm-up)."""
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     return statistics.median(rates[1:] or rates)
 
 
 def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
-    """Measure peak memory during `work` in bytes: allocated on a GPU, resident on a CPU; None if not available."""
+    """Run `work` and return its peak memory in bytes (GPU: allocated, CPU: resident); None if it can't be measured."""
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         work()
@@ -56,7 +56,7 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
 
 @contextmanager
 def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterator[None]:
-    """Raise ModelError if memory runs out for these inputs."""
+    """Context manager: raise ModelError if memory runs out while these inputs are processed."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -132,7 +132,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 
 def owners_of(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the sequence that each output at a real token belongs to; None if the outputs can't be assigned."""
+    """Return the index of the sequence of each output at a real token; None if there is no such assignment."""
     sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
@@ -194,7 +194,7 @@ class TokenLosses:
         targets: Int[Tensor, "batch positions"],
         ids: Int[Tensor, "batch positions"],
     ) -> None:
-        """Add the losses at a batch's targets: the original's, and the changed model's."""
+        """Add a batch: `losses` are those of the original and of the changed model at each predicted token."""
         predicted = (targets != NOTHING).cpu()
         values = *(loss.double().cpu() for loss in losses), evidence(ids, targets)[predicted]
         for rows, part in zip((self.before, self.after, self.back), values, strict=True):
@@ -222,7 +222,7 @@ class TokenLosses:
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
-        """Return the change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
+        """Return the change on tokens whose evidence lies more than `window` tokens back, or why it is missing."""
         if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"

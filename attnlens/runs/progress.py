@@ -36,7 +36,7 @@ def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def telling(progress: Progress, stage: str, total: int) -> Tell:
-    """Report 0 finished steps of a stage, and return a function that adds finished steps and reports their sum."""
+    """Start a stage at 0 steps; return a function that adds finished steps and reports the total so far."""
     done = 0
 
     def tell(more: int) -> None:
@@ -50,6 +50,6 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """Yield a function like that of `telling`; `most` bounds the steps, and all of them are reported at the end."""
+    """Yield the function that `telling` returns, for at most `most` steps; report the stage as complete at the end."""
     yield telling(progress, stage, most)
     progress(stage, most, most)

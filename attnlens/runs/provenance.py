@@ -49,7 +49,7 @@ def content_of(
 
 
 def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
-    """Return the source code of an analyzer or a kernel, because code can change without a new version."""
+    """Return the source code of an analyzer or a kernel, since code can change without a new version."""
     function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():

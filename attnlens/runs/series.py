@@ -50,7 +50,7 @@ class CheckpointReading(TypedDict):
     """Results of one checkpoint."""
 
     report: records.Report  # report of `inspect`
-    loss: float | str  # loss on the same text in nats per predicted token, or why it is missing
+    loss: float | str  # loss on the run's text in nats per predicted token, or why it is missing
     complete: bool  # True if every part of the checkpoint could be read
 
 
@@ -140,8 +140,8 @@ class Checkpoint:
     name: str  # folder name or revision
     model: str  # name as passed to `load`
     revision: str | None  # revision of a hub model
-    place: Location  # location of its files
-    step: int | None  # training step in its name, if any
+    place: Location  # location of the model's files
+    step: int | None  # training step in the name; None if the name has none
 
 
 def of_demo() -> list[str]:
@@ -150,7 +150,7 @@ def of_demo() -> list[str]:
 
 
 def step_of(name: str) -> int | None:
-    """Parse the training step in a name; None if there is none."""
+    """Parse the training step in a name; return None if the name contains none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
     match = STEP.search(Path(name).name)
@@ -376,7 +376,7 @@ class Series:
         return {"report": report, "loss": loss, "complete": not results.missing}
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
-        """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""
+        """Return the model's loss on the run's text in nats per predicted token, or why it is unknown."""
         if not self.contents:
             return "the loss requires a text, but only weights were read"
         if task_of(loaded.model) not in ("causal", "masked"):

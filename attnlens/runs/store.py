@@ -187,7 +187,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def output_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of the system, and of a remote store's library, into an OutputError."""
+    """Context manager: turn errors of the system or of a remote store's library into an OutputError."""
     try:
         yield
     except AttnlensError:

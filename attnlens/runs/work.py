@@ -55,7 +55,7 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a unit has no value."""
+    """Reason for a missing value of a unit."""
 
     reason: str
     error: BaseException | None = None
@@ -66,12 +66,12 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]  # reasons of units without a value, except those that an interruption prevented
+    missing: dict[str, str]  # reason by unit without a value; units prevented by an interruption are omitted
     stopped: bool  # True if the user interrupted the run
 
 
 class WorkPlan(SharedRequest):
-    """Plan of where units are kept and which processes compute them."""
+    """Location of a run's stored units, and the processes that compute them."""
 
     device: str = "auto"
 
@@ -230,7 +230,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Return a unit's value, or a Failure after a second attempt; errors of the user are not retried."""
+    """Compute a unit and return its value, or a Failure after two attempts; a user's error is not retried."""
     for _ in range(2):
         try:
             return compute(name)

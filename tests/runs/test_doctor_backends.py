@@ -275,7 +275,7 @@ def test_a_requested_backend_that_cannot_run_is_named_with_the_reason():
     assert check.verdict == "not run"
     assert "FlashAttention2" in check.reason or "flash" in check.reason.lower()
     check, _ = checked("bloom", backends=["sdpa"])["sdpa"]
-    assert check.reason == "BloomForCausalLM has its own attention code, which does not support it"
+    assert check.reason == "BloomForCausalLM has its own attention code, which does not support sdpa"
     refused(UsageError, lambda: attnlens.doctor("demo", backends="sdpaa"), "Did you mean 'sdpa'?")
     refused(UsageError, lambda: attnlens.doctor("demo", masks=["causl"]), "Did you mean 'causal'?")
 

@@ -40,7 +40,7 @@ QUICK = (8, 16, 32, 64), 300
 
 @dataclass(frozen=True)
 class Fits:
-    """What every trial and width needs for a fit: known pairs, initial weights and held-out pairs."""
+    """Data for the fit of every trial and width: known pairs, initial weights and held-out pairs."""
 
     initial: list[Tensor]  # initial weights of each layer of both networks, (trials, 2, widths, in, out)
     widths: tuple[int, ...]  # number of features m of each fit

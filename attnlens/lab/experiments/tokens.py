@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run with those overrides (options of requests.SyntheticRequest) that this experiment uses; judge the result.
+        """Run the experiment with those of the overrides (options of SyntheticRequest) that it uses; judge the result.
 
         The published values apply with any seed and at least as many trials as in the quick run, but not if another
         setting is changed.
@@ -224,7 +224,7 @@ def directions(
 
 
 def grid(iterations: int) -> list[int]:
-    """Return the steps 1, 2, 3, 5, 10, 20, 30, 50, … below `iterations`, and `iterations`."""
+    """Return the steps 1, 2, 3, 5, 10, 20, 30, 50, … below `iterations`, followed by `iterations` itself."""
     steps = {factor * 10**power for power in range(len(str(iterations))) for factor in (1, 2, 3, 5)}
     return sorted({step for step in steps if step < iterations} | {iterations})
 
@@ -345,7 +345,7 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)",
 )
 def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
+    """Compute for each d the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
     shares, rows = list[float](), dict[str, Figure]()
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)

@@ -330,7 +330,7 @@ def errors(case: Case, seed: int) -> dict[str, float]:
 
 
 def _objective(case: Case, solution: ksvd.Dual) -> float:
-    """Compute |J| at the primal weights of a dual solution, in K's unit."""
+    """Compute |J| at the primal weights of a dual solution, in the unit of K."""
     weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     return float(ksvd.objective(e, r, weights.query_weight, weights.key_weight, weights.multipliers).abs())

@@ -51,7 +51,7 @@ READING = 0.3  # relative error allowed for a figure read off a logarithmic axis
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """For each d, average 1 − correlation of W with three matrices: W_fin + R·W_mm, W_mm and the single-token SVM.
+    """Average for each d 1 − the correlation of W with three matrices: W_fin + R·W_mm, W_mm and the single-token SVM.
 
     An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """

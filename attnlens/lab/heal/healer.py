@@ -36,7 +36,7 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of the weights with two or more axes, by name: 1 for entries that affect only swapped queries, keys.
+    """Return masks of weights with two or more axes, by name: 1 for entries that affect only swapped queries or keys.
 
     Gradients show what an entry affects, for any layout (fused, interleaved, shared by heads or sites).
     """
@@ -58,7 +58,7 @@ def trainable(
     def cut(
         _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Cut gradients at the inputs: a weight that several calls share also affects the inputs of later calls."""
+        """Detach a module's inputs, since a weight shared by several calls also affects the inputs of later calls."""
         values = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
@@ -274,7 +274,7 @@ class Healer(SwapSetup):
         return losses.flatten(), owners
 
     def values(self) -> dict[str, Tensor]:
-        """Return the current values of the trained weights, by name, without gradients."""
+        """Return the current values of the trained weights by name, detached from the graph."""
         return {name: part.value.detach() for name, part in self.weights.items()}
 
 
@@ -296,7 +296,7 @@ def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | N
 
 @contextmanager
 def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
-    """Apply gradient checkpointing (Chen et al. 2016) to these modules inside the block."""
+    """Context manager: apply gradient checkpointing (Chen et al. 2016) to these modules."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:

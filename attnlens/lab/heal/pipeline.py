@@ -306,7 +306,7 @@ class Descent:
         return self.share + self.one_step > self.end + ROUNDING or self.share >= self.end
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore a state that `_store_state` has saved."""
+        """Restore a state saved by `_store_state`."""
         for name, value in saved["fields"].items():
             setattr(self, name, value)
         self.spent, self.resumed = saved["seconds"], True

@@ -42,7 +42,7 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
 
 
 def by_output(form: Kernel) -> Kernel:
-    """Return the form with pairs weighted by their effect on the output."""
+    """Return a copy of the form that weights pairs by their effect on the output."""
     return _with(form, metric=OUTPUT)
 
 
@@ -85,7 +85,7 @@ class Basis:
         return [by_key[key] for key in self.latents.key_of]
 
     def heads_of(self, latent: int) -> list[int]:
-        """Return the query heads that use a latent."""
+        """Return the query heads that read a latent."""
         return [head for head, used in zip(self.heads, self.latent_of, strict=True) if used == latent]
 
 

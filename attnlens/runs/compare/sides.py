@@ -111,7 +111,7 @@ class ComparedModel(Inspection):
         return replace(self, inputs=None, report=report)
 
     def factors_of(self, site: Site) -> SiteFactors | None:
-        """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
+        """Return the factors of a site's weights, or why they are unknown; None if the run did not read weights."""
         return (self.factors or {}).get(site)
 
 

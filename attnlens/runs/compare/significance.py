@@ -38,7 +38,7 @@ POWER = 0.8  # probability with which the smallest detectable change is named
 
 @dataclass(frozen=True)
 class Rounding:
-    """The effect on a measure of rounding the weights, estimated from draws."""
+    """Effect of rounding the weights on a measure, estimated from random draws."""
 
     size: Float[Tensor, " heads"]  # root mean square of the changes; mean of divergences, which are squares
     freedom: Float[Tensor, " heads"]  # degrees of freedom of the size
@@ -290,7 +290,7 @@ def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Inside the block, move one value in twelve of each weight by ± one spacing of the weight's stored type."""
+    """Context manager: move one value in twelve of each weight by ± one spacing of the weight's stored type."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:

@@ -21,7 +21,7 @@ NOTE = (
 
 
 def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> Comparison:
-    """Compare two inspected models with corresponding sites, with at most one layer of each in memory."""
+    """Compare two inspected models site by site, with at most one layer of each model in memory."""
     sites = {first.site: second.site for first, second in zip(sides[0].reached, sides[1].reached, strict=True)}
     distances: dict[tuple[str, int, str], float | None] = {}
     relations: dict[tuple[str, int], Relation | None] = {}

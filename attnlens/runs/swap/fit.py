@@ -139,7 +139,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Repeat the typed value of each unfitted trainable parameter for all heads, in the shape that a fit would give."""
+    """Expand each unfitted trainable parameter from its typed value to one row per head, as a fit would return it."""
     unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
@@ -163,7 +163,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: Tell = lambda _: None,
 ) -> None:
-    """Update each fit with the swapped heads of its site in the original model, batch by batch, without padding."""
+    """Run the original model batch by batch, and update each fit with the swapped heads of its site at real tokens."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:

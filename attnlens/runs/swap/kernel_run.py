@@ -55,7 +55,7 @@ from attnlens.runs.work import Stopped
 
 @dataclass
 class SwapSession:
-    """State of a run that all its kernels share."""
+    """State of a run, shared by all of its kernels."""
 
     command: str  # name of the command, for the report
     loaded: loading.Loaded
@@ -139,7 +139,7 @@ class SwapSession:
 
     @cached_property
     def continuation(self) -> tuple[Continued | str, list[str]]:
-        """The original model's continuation of the prompts (or why there is none), and notes."""
+        """The original model's continuations of the prompts (or why they are missing), and notes."""
         if isinstance(self.prompts, str):
             return self.prompts, []
         requested, limit = self.options.generate, position_limit(self.loaded.model)  # which includes the longest prompt
@@ -151,7 +151,7 @@ class SwapSession:
 
 @contextmanager
 def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set these weights of the model inside the block; restore the original weights afterwards."""
+    """Context manager: set these weights of the model, and restore the original weights afterwards."""
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].detach().clone() for name in values}
 
@@ -287,7 +287,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that stores as many numbers as the kernel at each site, or explain its absence."""
+    """Build the sink-window control that stores as many numbers as each site's kernel; record why if none applies."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -323,7 +323,7 @@ Result = TypeVar("Result")
 
 
 class KernelResult(TypedDict):
-    """Result of one kernel, which its unit stores."""
+    """Result of one kernel, as stored in the kernel's unit."""
 
     swap: Swap
     plan: Plan | None
@@ -337,7 +337,7 @@ class RankStep(Protocol):
     """Step that chooses the ranks of the kernel `rank`, instead of a fit (`attnlens.lab.ranks`)."""
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
-        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
+        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on the text."""
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Return the swap with the chosen ranks, and add notes to the run's record."""
@@ -423,7 +423,7 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def teller(self, stage: str, total: int) -> Tell:
-        """Return a function that reports the progress of a stage, named after the kernel too if there are several."""
+        """Return a function that reports the progress of a stage, prefixed with the kernel if there are several."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return telling(self.session.progress, label, total)
 

@@ -74,7 +74,7 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
 def leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> dict[str, float | str]:
-    """Measure `causality_error` and `mask_error`, or explain why one does not apply. Raises IdentityError on a leak.
+    """Measure `causality_error` and `mask_error`, or explain why either does not apply. Raise IdentityError on a leak.
 
     `user` is the name of the kernel if a user registered it: the error then asks the user to correct it.
     """
