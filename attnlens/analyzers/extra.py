@@ -65,7 +65,7 @@ EXTENDED = tuple(
 
 @analyzer("extended", source="tokens", measures=EXTENDED, by_default=False)
 def split_all_pairs(query_key: QueryKey) -> Readings:
-    """Which kernel do a head's scores form if extended to pairs that the model never compares? Not identified.
+    """Which kernel do a head's scores form if extended to pairs that the model never compares? (Not identified.)
 
     L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row means,
     and S and A are the symmetric and skew parts of L.
@@ -76,7 +76,7 @@ def split_all_pairs(query_key: QueryKey) -> Readings:
     return {f"extended.share_{part}": getattr(parts, part) for part in SHARES}
 
 
-ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
+ERROR = 0.1  # largest mean total variation, in [0, 1], between a query's exact and approximate attention
 LARGEST = 64  # last order that the kernel taylor:N accepts
 WITHIN = f"within {ERROR} of the head's own, in total variation"
 CHOICE = "no query sees two keys"
@@ -91,7 +91,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Return the MeasureInfo of a measure's null, the value for random queries and keys, which is not identified."""
+    """Return the MeasureInfo of the measure's value for random queries and keys, which is not identified."""
     return replace(
         info,
         name=f"{info.name}_by_chance",

@@ -26,8 +26,8 @@ NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not a
 
 
 share = partial(MeasureInfo, low=0, high=1, self_only=False)
-# The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
-# but changes every cosine. Its measures have no Gaussian null, and exist for cross-attention too.
+# The cosine kernel is not identified: adding c to every key adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
+# but changes every cosine. Its measures have no Gaussian null, but have values for cross-attention.
 cosine_measure = partial(
     MeasureInfo, low=0, self_only=False, identified="nowhere", missing=NO_KERNEL, sized_by="head_dim"
 )
@@ -168,8 +168,8 @@ def of_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular vectors.
 
-    Both K and V are centred over keys: otherwise a near-constant vector could span K's leading space, which then has no
-    part in centred values. See `ksvd.share_inside` for the share by chance.
+    Both K and V are centred over keys, because a near-constant vector could otherwise span K's leading space, in which
+    centred values have no part. `ksvd.share_inside` states the share expected by chance.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")
@@ -179,6 +179,6 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
 
 
 def _cumulative_curves(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
-    """Compute the two cumulative curves of a matrix."""
+    """Compute the cumulative curves of a matrix's singular values and of their squares."""
     powers = {"spectrum": values, "energy": values.square()}
     return {f"ksvd.{matrix}_{name}": linalg.cumulative(part) for name, part in powers.items()}

@@ -34,7 +34,7 @@ NULLS = {  # meaning of a null's value, by kind of null
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
 NULL_DRAWS = {"factors": 64, "rotations": 8}
-"""Number of random heads of each kind of null. Of 64 draws, the mean is known to 1/8 of its sd, and the sd to 9 %."""
+"""Number of random heads for each kind of null. 64 heads determine the mean to 1/8 of the sd, and the sd to 9 %."""
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,33 @@ class MeasureInfo:
     name: str  #: Name qualified by source: `weights.symmetry`
     meaning: str  #: Meaning in one line of plain words
     formula: str  #: Formula in the notation of the docstrings
-    low: float | None = None  #: Smallest possible value
-    high: float | None = None  #: Largest possible value
+    low: float | None = None  #: Smallest possible value; None: unbounded
+    high: float | None = None  #: Largest possible value; None: unbounded
     scale: tuple[str, str] = ("", "")  #: Meaning of a low and of a high value, in plain words
     curve: bool = False  #: True for a curve (one number per step), False for a scalar
     self_only: bool = True  #: True if queries and keys must share a domain, so that cross-attention has no value
     labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category
-    missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN
+    missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN, as a clause
     grows_with_factors: bool = False  #: True if proportional to ‖Q‖‖K‖; the null is then rescaled to the head's norms
-    has_null: bool = True  #: True if independent Gaussian factors are its null (weights.* scalars only)
-    null: Literal["factors", "rotations"] = "factors"  #: Draws of its null: independent factors, or M randomly rotated
-    steps: str = "index"  #: Unit of a curve's steps, as on the axis of its plot: index, distance in tokens
+    has_null: bool = True  #: True if the measure has a null by independent Gaussian factors (weights.* scalars only)
+    null: Literal["factors", "rotations"] = "factors"  #: Random heads of the null: independent factors, or M rotated
+    steps: str = "index"  #: Unit of a curve's steps on the axis of its plot: `index`, `distance in tokens`
     headline: bool = False  #: True if the measure comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """Heads whose attention determines the measure: all; those that see all pairs (others have no value); none,
-    because queries and keys with the same attention yield other values."""
-    wholes: tuple[str, ...] = ()  #: Totals that the measure is a part of; parts of one source sum to 1 in every head
+    """Heads whose attention determines the measure. everywhere: all heads; all pairs: heads that see all pairs (others
+    have no value); nowhere: none, because other queries and keys with the same attention have other values."""
+    wholes: tuple[str, ...] = ()  #: Names of the totals to which the measure belongs; parts of a total sum to 1
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
-    ends: Literal["", "largest", "both"] = ""  #: Ends of the range that are listed among the most extreme heads
+    ends: Literal["", "largest", "both"] = ""  #: Which of the largest and smallest values count as extreme heads
     beside: str = ""  #: Measure with the value under uniform attention, if needed for interpretation
     matrix: str = ""  #: Matrix of the measure, if measures of the same name use other matrices: `M`
     series: int = 0  #: Rank from 1 among the measures shown for a series of checkpoints; 0: listed last
-    space: str = ""  #: Space of the question, if posed in several spaces, which tables and plots separate
+    space: str = ""  #: Space in which the measure is defined, if there are several; tables and plots separate them
     use: str = ""  #: Advice on using the result, in a sentence or two
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
-    """Quantity that the measure scales with (`head_dim`); models that differ in it can't be compared. The window's
-    length, which all tokens.* depend on, is not listed."""
+    """Quantity that determines the size of the measure (`head_dim`): models can be compared only if it is equal. The
+    length of windows, on which all tokens.* depend, is not listed."""
 
     @property
     def caution(self) -> str:
@@ -83,7 +83,7 @@ class MeasureInfo:
 OWN_ROWS, ROWS, FORMS = "compare.own_kl", "compare.row_kl", "compare.form_change"
 QUERY_ANGLE, KEY_ANGLE = "compare.query_angle", "compare.key_angle"
 distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing="one of the models has no value")
-BETWEEN_ROWS = (  # distances between the attention rows of the same windows
+BETWEEN_ROWS = (  # distances between the models' attention rows on the same windows
     distance(
         OWN_ROWS,
         "change in attention due to the block alone: the second model's block gets the first model's hidden states",
@@ -121,7 +121,7 @@ BETWEEN_FORMS = (  # distances between the weights
     ),
 )
 DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)  # each is 0 between equal heads
-NAMED = distance(  # pages and rules use it alongside the changes
+NAMED = distance(  # shown on pages and usable in rules, like the changes
     "compare.named",
     "number of the head's named changes",
     "#{q ≤ the false-discovery rate} over all that is compared",
@@ -135,10 +135,10 @@ class Named:
 
     name: str  # name on the command line
     source: Source  # source that it reads: weights or tokens
-    question: str  # first line of the function's docstring
+    question: str  # question that it answers: the first line of the function's docstring
     measures: tuple[MeasureInfo, ...]  # scalars and curves that it returns
-    definitions: str = field(default="", kw_only=True)  # rest of the docstring: symbols, assumptions and omissions
-    by_default: bool = field(default=True, kw_only=True)  # True if it runs when no analyzer is named
+    definitions: str = field(default="", kw_only=True)  # remaining docstring: symbols, assumptions and omissions
+    by_default: bool = field(default=True, kw_only=True)  # True if it runs when the user names no analyzers
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class Analyzer(Named):
     """Analyzer that answers one question about a QueryKey with a pure function."""
 
     function: Callable[[QueryKey], Readings]  # function that computes the measures
-    needs_base: bool = False  # True if it compares with the site without its adapter; runs for models with an adapter
-    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # a measure and its function, for swept heads
+    needs_base: bool = False  # True if it compares a site with the site without its adapter (models with adapters only)
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the only measure in sweeps, and its function
 
     def read(self, query_key: QueryKey) -> Readings:
-        """Compute the measures. Raise UsageError unless they are a dict of declared measures in the expected shapes."""
+        """Compute the measures. Raise UsageError if an undeclared measure, or another type or shape is returned."""
         readings, remedy = self.function(query_key), "Return {measure: tensor of shape (…, heads)}; curves add an axis."
         if not isinstance(readings, dict):
             raise UsageError(f"The analyzer {self.name} returns {type(readings).__name__} instead of a dict.", remedy)
@@ -176,21 +176,21 @@ class GatheringPlace:
 
     site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
-    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
-    bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
+    """M on the module's inputs x, extended by a 1: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
+    are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: the largest only
-    shown: bool = False  # True if the posed problem is shown as well as measured
+    top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: the one of most weight
+    shown: bool = False  # True if the report must contain the problem in addition to its measures
 
 
 @dataclass(frozen=True)
 class Answer:
     """Results of a gatherer for one head."""
 
-    measures: dict[str, Measure]  # measures by qualified name, each with its value or its own reason for lacking one
-    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # values per sequence, for means over sequences
-    curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only those with a value
-    shown: Selection | None = None  # posed problem if it is shown; without the tokens' texts at this point
+    measures: dict[str, Measure]  # by qualified name; each has a value, or the reason why it lacks one
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure: value of each sequence, for means
+    curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only curves with a value
+    shown: Selection | None = None  # the problem, if the report must contain it; its sentences are added later
 
 
 @runtime_checkable
@@ -198,14 +198,14 @@ class Gatherer(Protocol):
     """Object that accumulates the sequences of a site to answer one question."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Add one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
+        """Add one sequence, a QueryKey from tokens with one batch axis of length 1, without padding.
 
-        `sequence` is its number among the sequences read; `query_key.heads` are the requested heads whose values are
-        finite in this sequence.
+        `sequence` is its index among the sequences read. `query_key` contains only requested heads whose queries and
+        keys are finite in this sequence.
         """
 
     def solve(self) -> dict[int, Answer]:
-        """Return the answer for every head that was seen, keyed by its number in the model."""
+        """Return the answer for every head that `update` received, by its number in the model."""
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,11 @@ class Gathering(Named):
     """Analyzer that answers one question over several sequences, with an object that accumulates them."""
 
     begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
-    needs_inputs: bool = False  # True if it needs the modules' inputs, and the form on them
+    needs_inputs: bool = False  # True if it needs the modules' inputs and the form M on these inputs
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
-"""Registered analyzers by name and source. Python imports the package, which registers the built-in ones, first."""
+"""Registered analyzers by name and source; importing `attnlens.analyzers` registers the built-in analyzers."""
 
 
 def analyzer(
@@ -231,10 +231,10 @@ def analyzer(
 ) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
-    `kind` is the class to create, and `facts` are its remaining fields, among them: `by_default=False`, for an analyzer
-    that runs only if it is named; `needs_base`, for one that compares the model with itself without its adapter;
-    `brief`, a measure and the function that computes it alone, for swept heads. Raises UsageError if another analyzer
-    has one of the measures, or has the name and `replace` is false.
+    `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only if
+    the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`, a
+    measure and the function that computes it alone, for swept heads. Raises UsageError if another analyzer has one of
+    the measures, or if another analyzer has the name and `replace` is false.
     """
     infos = tuple(measures)
 
@@ -257,7 +257,7 @@ def analyzer(
 gathering = partial(analyzer, kind=Gathering)
 """Register, like `analyzer`, a function GatheringPlace → Gatherer that answers a question over several sequences.
 
-`needs_inputs=True`: the gatherer needs the modules' inputs.
+Pass `needs_inputs=True` if the gatherer needs the modules' inputs.
 """
 
 
@@ -277,7 +277,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for swept heads: those that run by default, and others reduced to their brief measure."""
+    """Return the analyzers for swept heads: those with a brief measure, reduced to it, and others run by default."""
     selected = []
     for entry in _plain_analyzers():
         if entry.brief is not None:
@@ -290,7 +290,7 @@ def select_sweep_analyzers() -> list[Analyzer]:
 
 
 def select_adapter_analyzers(source: Sources) -> list[Analyzer]:
-    """Return the analyzers of that source that compare a model with itself without its adapter."""
+    """Return the analyzers of a source that compare a model with itself without its adapter."""
     return [entry for entry in _plain_analyzers() if entry.needs_base and source in ("both", entry.source)]
 
 
@@ -304,12 +304,12 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def measure_sources() -> dict[str, Source]:
-    """Return the source of every measure and curve, which the name may not show (`ksvd.rank90` is read from tokens)."""
+    """Return the source of every measure and curve, which some names do not contain (`ksvd.rank90` reads tokens)."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the info of a measure, curve, distance or change; the texts are empty if the name is unknown."""
+    """Return the MeasureInfo of a measure, curve, distance or change; its texts are empty if the name is unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

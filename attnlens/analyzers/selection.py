@@ -33,7 +33,7 @@ WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces i
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
-SPACES: tuple[Space, ...] = tuple(WORDS)  # on the inputs with the head's M, or on k and q with s·I: not comparable
+SPACES: tuple[Space, ...] = tuple(WORDS)  # inputs, with the head's M, and projected k and q, with s·I
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
 selection_share = partial(selection_measure, low=0, high=1)
@@ -48,7 +48,7 @@ DECIDED = selection_share(
     series=1,
     use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
 )
-POSED = (  # measures of what was posed, which is chosen once for all spaces
+POSED = (  # measures of the queries in the problem, which are chosen once for all spaces
     posed_measure(
         "selection.queries",
         "number of posed queries: the most decided ones of all sequences",
@@ -64,7 +64,7 @@ POSED = (  # measures of what was posed, which is chosen once for all spaces
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
     ),
 )
-OF_SPACE = (  # measures of a head by the SVM of one space
+OF_SPACE = (  # measures of a head that compare it with the SVM of one space
     selection_measure(
         "margin",
         "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
@@ -136,7 +136,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
 
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
-MOST_TOKENS = 4096  # tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences
+MOST_TOKENS = 4096  # most tokens of text from which a problem draws its queries (the first sequences)
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
 
@@ -144,9 +144,9 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 class Solved:
     """The results of one selection problem, without its tensors."""
 
-    values: dict[str, float]  # value by measure, without the space in the name
-    reason: str | None  # reason why further measures are missing
-    margins: list[float] = field(default_factory=list)  # least margin of each query over the best possible, ascending
+    values: dict[str, float]  # values by name of the measure without source and space
+    reason: str | None  # reason why other measures are missing; None if none is
+    margins: list[float] = field(default_factory=list)  # each query's least margin / best possible margin, ascending
     best: float = 0.0  # best possible margin, 1/‖W_mm‖
     picks: list[records.Pick] = field(default_factory=list)  # posed queries and their selections, if they are shown
 
@@ -159,22 +159,22 @@ class StoredSequence:
     """The parts of one sequence that a Selector stores."""
 
     sequence: int  # index of the sequence among the inputs
-    query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs and a 1, (1, n, d_model + 1)
-    key: Float[Tensor, "kv_heads keys head_dim"]  # keys; or the same inputs
-    copies: tuple[Int[Tensor, "queries keys"], ...]  # result of count_copies, one per mask and key head
-    place_of: dict[int, tuple[int, int, int]]  # maps a head to the indices of its queries, keys and copies
+    query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs with a 1, (1, n, d_model + 1)
+    key: Float[Tensor, "kv_heads keys head_dim"]  # keys; or the module's inputs with a 1
+    copies: tuple[Int[Tensor, "queries keys"], ...]  # results of count_copies, one per mask and key head
+    place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by the head's number
 
     def scene(self, head: int) -> Scene:
-        """Return the sequence as the head sees it, in float64."""
+        """Return the tokens, queries and visible copies of one head, in float64."""
         query, key, copies = self.place_of[head]
         return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
 
 class Selector:
-    """Gather one site's sequences and pose every head's selection problem on them, in all available spaces.
+    """Gatherer of one site's sequences that solves every head's selection problem in all available spaces.
 
-    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, otherwise queries and keys.
-    The null rotates each space's form randomly on both sides, and then chooses queries and tokens again.
+    It stores up to MOST_TOKENS tokens of a site: the module's inputs if M acts on them, otherwise queries and keys. The
+    null rotates each space's form randomly on both sides, and then chooses queries and tokens again.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -184,11 +184,11 @@ class Selector:
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale, self.biased = 1.0, False
-        # spaces in which the problems are posed; the first is used for display and training
+        # spaces in which the problems are solved; reports show the first one
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Count the decided queries of one sequence, and store the sequence if there is room."""
+        """Count the decided queries of one sequence; store the sequence unless there would be too many tokens."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
@@ -204,7 +204,7 @@ class Selector:
             self.stored.append(parts)
 
     def solve(self) -> dict[int, Answer]:
-        """Pose and solve every head's problem and those of its null, in parallel workers."""
+        """Solve every head's problems and those of its null, in parallel threads."""
         if self.biased:
             nothing = records.Measure(value=None, reason=BIASED)
             measures = {info.name: nothing for info in MEASURES if not info.curve and info is not DECIDED}
@@ -220,13 +220,13 @@ class Selector:
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Solve one head's problem in the first space, or return the reason why there is no result."""
+        """Solve one head's problem in the first space; return the reason if there is no result."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
-        """Return the parts of the sequence that the heads need."""
+        """Return the parts of the sequence from which the heads' problems are built."""
         count, keys = len(query_key.heads), query_key.key.shape[-2]
         masks = query_key.allowed
         masks = torch.ones(1, query_key.query.shape[-2], keys).bool() if masks is None else masks[0].cpu()
@@ -243,13 +243,13 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; share the previous sequence's matrix if it is equal, as it mostly is."""
+        """Count the copies of each token; return the previous sequence's matrix if it is equal, to save memory."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
 
     def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
-        """Return the sequences and the head's form in one of its spaces; the scores are the same in all spaces."""
+        """Return the sequences and the head's form in one space; the scores are equal in all spaces."""
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
             return scenes, _scaled_identity(self.stored[0].key.shape[-1], self.scale)
@@ -261,21 +261,24 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield space, selections and solution. A head selects once for all spaces; its null selects in each space."""
+        """Yield space, selections and solution; `draw` is the number of a random head of the null, None for the head.
+
+        A head selects once for all spaces; its null selects in each space.
+        """
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
             if draw is not None:
                 # one seed per head, draw and space, so that no result depends on the order of calls
                 parts = (self.place.seed, self.place.site.layer, head, draw, space)
-                # 7 bytes: torch's seeds have less than 64 bits
+                # 7 bytes, because torch's seeds have less than 64 bits
                 form = form.rotate_randomly(int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big"))
             if chosen is None or draw is not None:
                 chosen = head_svm.choose(scenes, form, self.softmax[head], MOST_QUERIES, self.place.top_p)
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve one head's problems in all spaces, or the problems of one draw of its null."""
+        """Solve and summarise the problems of `_solve_spaces` for one head and draw."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
@@ -312,7 +315,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Summarise a problem's solution without tensors, with the picks if the sequences' `numbers` are given."""
+    """Summarise a problem's solution without tensors; if the sequences' `numbers` are given, include the queries."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -341,7 +344,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; its null is the mean and sd of the draws with a value, if there are at least two."""
+    """Return a problem's measure; its null is the mean and sd over the draws with a value, if at least two have one."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
@@ -350,7 +353,7 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Move a tensor to main memory as float32, or as float64 if it is float64."""
+    """Move a tensor to main memory, in float32 or better."""
     return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -365,8 +368,8 @@ def selector(place: GatheringPlace) -> Selector:
     """Does a head select tokens like its max-margin SVM, and with what margin?
 
     Margins and cosine use M′ = M − W_fin. W_fin is the smallest form with M's score differences inside the selected
-    sets; it is 0 if sets contain one token. M scores the selected token above all others, so margins are then positive;
-    for sets of several tokens (`top-p`) margins can be negative.
+    sets. If each set contains one token, W_fin is 0 and margins are positive, because M scores this token above all
+    others; for sets of several tokens (`top-p`) margins can be negative.
 
     If the logits are bilinear in the module's inputs, the problem is posed on these inputs and, under names with
     `projected_`, on queries and keys with W = s·I. Otherwise (RoPE, QK-norm, cross-attention) it is posed only on

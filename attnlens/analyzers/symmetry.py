@@ -92,7 +92,7 @@ LONG = "more than 2,048² pairs and {}: reduce --length"  # the number is that o
 GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, so the measure is not identified"
-KERNEL, SCORES = "kernel_shares", "score_shares"  # totals that the shares are parts of
+KERNEL, SCORES = "kernel_shares", "score_shares"  # names of the totals to which the shares add up
 score_share = partial(share, missing=f"{NOTHING_SEEN}, or there are {GAPS}", headline=True, ends="largest")
 kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
@@ -174,7 +174,7 @@ TOKENS = (
     ),
     share(
         "tokens.first_if_even",
-        "value of share_first under uniform attention",
+        "value of tokens.share_first under uniform attention",
         "mean of 1/(keys that the query sees) over the same queries",
         self_only=False,
         missing="no query sees two keys",

@@ -29,10 +29,12 @@ def check(
 ) -> Report:
     """Return the report with `checks`: the outcome for every rule, and for every measure of the baseline.
 
-    `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path of a TOML file with a table [check], or strings such
-    as "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` set the tolerance for changes from the baseline.
-    Raise UsageError if a rule is invalid or matches nothing, if the report is partial (unless `allow_partial` is True),
-    or if the baseline belongs to a different run.
+    `report` is a Report or the path of its JSON file. `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path
+    of a TOML file with a table [check], or strings such as "tokens.entropy: min > 0.05". `baseline` is the path of a
+    baseline file. A head fails if its change from the baseline exceeds both the share `relative` (default 0.05) of the
+    baseline's value and `absolute` (default: `relative` times the measure's range), and is significant at the
+    false-discovery rate `fdr` (default 0.05). Raise UsageError if a rule is invalid or matches nothing, if the report
+    is partial (unless `allow_partial` is True), or if the baseline belongs to a different run.
     """
     from attnlens.checks.judging import verdict
     from attnlens.checks.rule import Tolerance, rules_of

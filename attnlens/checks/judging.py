@@ -1,4 +1,4 @@
-"""Check a report against rules and a baseline: find the values that each rule covers, and build a Check from them."""
+"""Check a report against rules and a baseline: find the values that each rule covers, and build a Check per rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
 from attnlens.wording import clean, join_items
 
-SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")  # settings that must agree
+EQUAL_SETTINGS = ("windows", "length", "pack", "placement", "seed", "select", "source")
+"""Settings that a report and its baseline must share."""
 
 
 def baseline_of(report: Report) -> Baseline:
@@ -34,7 +35,7 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError with the first property that differs, unless report and baseline share heads and text."""
+    """Raise UsageError with the first property that differs if report and baseline differ in heads or text."""
     known = set(report.measure_names())
     missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
     for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
@@ -53,7 +54,7 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
     yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
         yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
-    yield from ((f"settings.{name}", getattr(run.settings, name)) for name in SAME_TEXT)
+    yield from ((f"settings.{name}", getattr(run.settings, name)) for name in EQUAL_SETTINGS)
     yield "the number of heads", len(run.heads)
     yield from (("a head", (head.site, head.head)) for head in run.heads)
     yield "measures", missing
@@ -63,8 +64,8 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
 
     The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
-    freedom of one run, with Benjamini–Hochberg over all heads and measures. The two runs are treated as independent,
-    which is conservative if both read the same windows (`compare` pairs the windows).
+    freedom of one run; p-values are adjusted over all heads and measures by Benjamini–Hochberg. The two runs are
+    treated as independent, which is conservative if both read the same windows (`compare` pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -99,21 +100,21 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Compute the median of the known values; None if there are none."""
+    """Compute the median of the values that are not None; return None if there are none."""
     present = [value for value in values if value is not None]
     return median(present) if present else None
 
 
 def _size(change: Breach) -> float:
-    """Return the absolute change; ∞ if the value appeared or vanished, and 0 if both runs lack the value."""
+    """Return |change|; ∞ if only one of report and baseline has a value, and 0 if neither has one."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline's column; p is two-sided, and None if an error is unknown."""
-    from scipy.special import stdtr  # late: rules need no test
+    """Compare one measure of every head with the baseline; p is two-sided, and None if a standard error is unknown."""
+    from scipy.special import stdtr  # imported late, because rules need no test
 
     changes = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
@@ -143,7 +144,11 @@ def verdict(
     *,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with `checks`: one per rule, and one per measure of the baseline read from `file`."""
+    """Return the report with `checks`: one per rule, and one per measure of the baseline, which was read from `file`.
+
+    Raise UsageError if the report has no heads, if it is partial (unless `allow_partial` is True), if a rule matches
+    nothing, or if the baseline belongs to a different run.
+    """
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
@@ -159,13 +164,16 @@ def verdict(
 BLOCKS = "compare.blocks"  # subject of rules on the changes of a comparison's blocks
 NO_BLOCKS = "only reports of attnlens compare on text have blocks, if each of the model's blocks runs once"
 COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
-# First parts of dotted paths into the report, and paths that are suggested for misspelled ones
+# First parts of dotted paths into the report, and paths that are suggested for misspelled paths
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Return the heads that a rule covers, with their values; [] for a field. Raise UsageError if no value exists."""
+    """Return the heads that a rule covers, with their values; [] if the rule's subject is not a measure.
+
+    Raise UsageError if no covered head has a value.
+    """
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"
@@ -212,7 +220,7 @@ def _match_field(report: Report, rule: Rule) -> float:
         why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
-        problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted} needs several heads."
+        problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted!r} needs several heads."
         raise UsageError(problem, f'Use the condition "value {rule.comparison}", without @ filters.')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
@@ -220,12 +228,12 @@ def _match_field(report: Report, rule: Rule) -> float:
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(rule: Rule, why: str, remedy: str = "Correct the rule or remove it: it can't fail.") -> UsageError:
+def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule, which cannot fail.") -> UsageError:
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 
 def _value_at(value: object, path: str) -> object:
-    """Return the value at a dotted path; keys of mappings can contain dots. Raise LookupError if no value is there."""
+    """Return the value at a dotted path; keys of mappings can contain dots. Raise LookupError if the path is wrong."""
     name, _, remainder = path.partition(".")
     if isinstance(value, Mapping):
         name = max((key for key in value if path == key or path.startswith(f"{key}.")), key=len, default="")
@@ -249,7 +257,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return the outcome of each rule, in order; in a comparison's report, the changes count as measures too."""
+    """Return the outcome of each rule, in order; in a comparison's report, changes are measures too."""
     report = report.with_changes()
     occurrences = Counter[str]()
     checks = []
@@ -301,7 +309,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 def _breaking_heads(
     heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
 ) -> list[tuple[Head | Breach, float]]:
-    """Return the heads that break the rule, worst first; [] if no single head can make the rule's aggregate fail."""
+    """Return the heads that break the rule, worst first; [] if no head alone makes the rule's aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -322,7 +330,7 @@ def _is_decisive(rule: Rule, value: float) -> bool:
 
 
 def breach(head: HeadId | Breach, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
-    """Build the record of a head or block that breaks a rule, with its value, its value in the baseline, and p."""
+    """Build the record of a head or block: its value, its value in the baseline (`base`), and the p of their change."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 

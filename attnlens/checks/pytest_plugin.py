@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
-    """Return a function that inspects a path (cached) or a model in memory, with options of `inspect`."""
+    """Return a function that inspects a model with options of `attnlens.inspect`; results of paths are cached."""
     known: dict[str, Report] = {}
 
     def report_of(subject: object, **options: object) -> Report:
@@ -38,7 +38,8 @@ def assert_attention(
 ) -> None:
     """Fail the test if a report breaks a rule. `model_or_report` is a report, its path, or a model to inspect first.
 
-    `rules` are as for `attnlens.check`, and `options` as for `attnlens.inspect`. Raise UsageError for invalid rules.
+    `rules`, `baseline` and `allow_partial` are those of `attnlens.check`, and `options` those of `attnlens.inspect`.
+    Raise UsageError for invalid rules.
     """
     __tracebackhide__ = True
     import attnlens
@@ -58,7 +59,7 @@ def _assertion_fixture() -> Callable[..., None]:
 
 
 def _report(subject: object, options: dict[str, object], rules: object = None) -> Report:
-    """Return `subject` if it is a report; read it if it is a path; else inspect the model as the rules need."""
+    """Return or read a report, or inspect a model; `rules` determine the analyzers unless `options` contain them."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import options_for
@@ -71,5 +72,5 @@ def _report(subject: object, options: dict[str, object], rules: object = None) -
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
     required = {} if rules is None or "analyzers" in options else options_for(rules_of(rules), None)
-    inspect: Callable[..., Report] = attnlens.inspect  # checks its arguments itself
+    inspect: Callable[..., Report] = attnlens.inspect  # untyped, because it checks its arguments
     return inspect(subject, **(required | options))

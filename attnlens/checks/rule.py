@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnlens.records import Head, ModelInfo
 
 DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
-LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
+LONGEST = 200  # maximum length of a condition in characters, far above that of real conditions
 TABLES = (("check",), ("tool", "attnlens", "check"))  # names of the tables of rules in attnlens.toml and pyproject.toml
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
@@ -42,7 +42,7 @@ class Criterion:
 
     operator: str  # <, <=, >, >=, ==, != or in
     low: float  # bound, or lower end of the range
-    high: float  # the same bound, or upper end of the range
+    high: float  # bound, or upper end of the range
 
     def holds(self, number: float) -> bool:
         """Return True if the number satisfies the comparison."""
@@ -58,12 +58,12 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition on one subject: the heads that it covers, an aggregate of their values, and a bound for it."""
+    """A condition on one subject: the heads that the rule covers, an aggregate of their values, and its bound."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound
-    share: Criterion | None = None  # for the aggregate `share`: the comparison that a counted head satisfies
-    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by word of FILTERS
+    share: Criterion | None = None  # for the aggregate `share`: the comparison that counted heads satisfy
+    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by member of FILTERS
     subject: str = ""  # `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
     wanted: str = ""  # condition as written
     file: str | None = None  # file that contains the rule
@@ -75,7 +75,7 @@ class Rule:
 
     @property
     def named(self) -> str:
-        """Subject on one line, without the control characters that a malicious subject can contain."""
+        """Subject without line breaks and control characters, which a malicious subject can contain."""
         return clean(self.subject)
 
     @property
@@ -95,7 +95,7 @@ class Rule:
 
     @property
     def id(self) -> str:
-        """Identifier that does not depend on the bounds: `tokens.entropy: min > @layers 0,1`."""
+        """Identifier that contains no bound of the aggregate: `tokens.entropy: min > @layers 0,1`."""
         return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
 
     @property
@@ -129,7 +129,7 @@ def condition(text: object) -> Rule:
     if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "share, and no other aggregate, takes a comparison in brackets: share(> 0.9) < 0.1.")
+        raise _parse_error(text, "only share needs a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _parse_comparison(text, inner)
     return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
@@ -167,7 +167,7 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
 
 
 def _parse_error(text: object, why: str) -> UsageError:
-    remedy = 'After the measure, write a condition such as "min > 0.05 @layers 0-3".'
+    remedy = 'Write a condition such as "min > 0.05 @layers 0-3".'
     return UsageError(f"Cannot parse the condition {format_value(text)}: {why}", remedy)
 
 
@@ -209,7 +209,10 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read [check] or [tool.attnlens.check] of a TOML file. Raise UsageError if a `named` file contains no rules."""
+    """Read the table [check] or [tool.attnlens.check] of a TOML file.
+
+    Raise UsageError if the file contains no rules, unless `named` is False because the user did not name the file.
+    """
     remedy = f"Give a TOML file with a table [check] that contains, e.g., {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
     if named and not table:
@@ -238,14 +241,14 @@ class Tolerance:
     """Tolerance for changes: a head fails if its change exceeds both bounds and is unlikely to be due to chance."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
-    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one
+    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` times its range, if bounded
     fdr: float = FDR  # expected share of false alarms among the heads that fail by their p-value
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Return the tolerance for one measure; its absolute bound defaults to `relative` times the measure's range."""
+        """Return the tolerance for one measure, with `relative` times the measure's range if `absolute` is None."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 
@@ -256,5 +259,5 @@ class Tolerance:
             valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
             if not valid and not (name == "absolute" and number is None):
                 limits = "from 0 to below 1" if name == "fdr" else "of at least 0"
-                problem = f"{name}={format_value(number)} is not valid."
-                raise UsageError(problem, f"Give a number {limits}, such as 0.05.")
+                problem = f"{name} must be a number {limits}, not {format_value(number)}."
+                raise UsageError(problem, f"Pass, e.g., {name}=0.05.")

@@ -17,10 +17,11 @@ from attnlens.kernels.registry import FILTERS, HYBRIDS, KERNELS, TIES, Modifier,
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed
 
-for _module in sorted(iter_modules(__path__), key=lambda module: module.name != "products"):  # first in lists
+# `products` is imported first, because lists show kernels in the order of registration
+for _module in sorted(iter_modules(__path__), key=lambda module: module.name != "products"):
     if not _module.ispkg:
         import_module(f"{__name__}.{_module.name}")
 
-OWN = Kernel(KERNELS["exponential"])  # the models' own kernel
+OWN = Kernel(KERNELS["exponential"])  # the kernel of unmodified models
 
 __all__ = ["FILTERS", "HYBRIDS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]

@@ -1,4 +1,4 @@
-"""The kernels `rank` and `nearest`: logits of a given rank, or of a symmetric or positive form, in closed form."""
+"""The kernels `rank` and `nearest`, fitted in closed form: logits of low rank, or of a symmetric or positive form."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 class Turn:
     """RoPE with a frequency and a partner for each coordinate: x_c(p) = x_c cos ω_c p + x_π(c) sin ω_c p.
 
-    Su et al. 2021 (RoFormer), Eq. 16. In a pair that rotates by θ, the first coordinate has ω = −θ, the second θ.
+    Su et al. 2021 (RoFormer), Eq. 16. In a pair that rotates by θ per position, ω is −θ for the first coordinate and θ
+    for the second.
     """
 
     frequency: Float[Tensor, " head_dim"]  # ω; 0 for an unrotated coordinate
-    partner: Int[Tensor, " head_dim"]  # π, the other coordinate of its pair; itself if unrotated
+    partner: Int[Tensor, " head_dim"]  # π, the index of the pair's other coordinate; the same index if unrotated
 
     def rotate(self, x: Tokens, positions: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
         """Rotate x from position 0 to `positions` or, with `back`, from `positions` to position 0."""
@@ -62,9 +63,10 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
-    C_q = Σ_i u_i q_i q_iᵀ of each key head, where u_i is the sum of q_i's weights. C_k = Σ_ij w_ij (k_j − k̄_i)(k_j −
-    k̄_i)ᵀ of a latent's stacked keys, summed over its query heads, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. Before the
-    rotation, k̄ is the same for all queries: softmax ignores a common part only of rotated keys.
+    A latent is a vector from which the keys of one or several key heads are computed. For each key head, C_q = Σ_i u_i
+    q_i q_iᵀ, where u_i is the sum of q_i's weights. For the stacked keys of each latent, C_k = Σ_ij w_ij (k_j −
+    k̄_i)(k_j − k̄_i)ᵀ summed over its query heads, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. For keys before the rotation,
+    k̄ is the same for all queries, because softmax ignores a common part only of rotated keys.
     """
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among the swapped key heads
@@ -75,7 +77,7 @@ class Grams:
     and Σ_j w_j; empty before the first batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
-        """Add the pairs of a batch with the weight of each pair."""
+        """Add the pairs of a batch, each with its weight."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
             of_queries, of_keys = token_positions(call)
@@ -85,7 +87,7 @@ class Grams:
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
-            # a sink acts as a key at 0 with the weight that is missing to 1; queries with a choice count equally
+            # a sink acts as a key at 0 that has the weight missing to 1; queries with a choice count equally
             whole, rows = torch.ones_like(rows), (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
@@ -95,7 +97,7 @@ class Grams:
         self.add(sums)
 
     def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> list[Tensor]:
-        """Compute the sums over the stacked keys of the key heads `group`; `whole` (…, 1) sums each row's weights."""
+        """Compute C_k, Σ_j w_j k_j and Σ_j w_j of the stacked keys of a group; `whole` is the total weight of rows."""
         heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
         stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
         by_key = weight[:, heads].sum((1, 2))[..., None]
@@ -112,7 +114,7 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of these moments and `other`; if `equal`, `other` is scaled to the same total weight first."""
+        """Return the sum of both moments; if `equal`, `other` is first scaled to the total weight of these moments."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
@@ -137,7 +139,10 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return, per shared parameter, an index for each query head, equal if heads share it; empty if no head does."""
+    """Return an index for each query head by name of a parameter: heads with equal indices share the parameter.
+
+    The result is empty if no heads share parameters.
+    """
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -147,12 +152,12 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Directions of one site's latents, leading directions first; a query head uses the latent of its key head."""
+    """Directions of the latents of a site, leading directions first; a query head uses the latent of its key head."""
 
-    groups: tuple[tuple[int, ...], ...]  # as in Grams
-    key_of: tuple[int, ...]  # as in Grams
+    groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as in Grams
+    key_of: tuple[int, ...]  # key head of each query head, as in Grams
     query_map: Float[Tensor, "latents size size"]
-    """A = C_q^{−½}UΣ^½, with the C_q of the latent's key heads as diagonal blocks; zeros beyond a smaller latent."""
+    """A = C_q^{−½}UΣ^½, where C_q is block diagonal over the latent's key heads; padded with zeros to equal sizes."""
     key_map: Float[Tensor, "latents size size"]  # B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩
     mean: Float[Tensor, "kv_heads head_dim"] | None = None  # k̄ before the rotation; None for latents of rotated keys
     turn: Turn | None = None  # rotation applied to the reconstructed keys; None for latents of rotated keys
@@ -168,9 +173,10 @@ class Latents:
         return [self.head_dim * len(group) for group in self.groups]
 
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """Return the fitted parameters of the swapped query heads; `ranks` are the sizes to which the latents are cut.
+        """Return the fitted parameters of the swapped query heads for latents that are cut to the sizes `ranks`.
 
-        Maps are as wide as the largest latent, with zeros beyond a smaller one; an uncut latent gets the identity.
+        Maps are as wide as the largest latent; those of smaller ones are padded with zeros. An uncut latent gets the
+        identity.
         """
         width, device = max(1, *ranks), self.key_map.device
         dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
@@ -234,28 +240,30 @@ ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries 
 
 
 class MapsFit:
-    """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
+    """The maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q and C_k are those of `Grams`, with w half the head's own attention and half uniform over the keys seen. For
-    independent queries and keys, the logits are the least-squares best of rank r, up to terms that softmax ignores. A
-    sink acts as a key at 0 with the rest of the weight, because no map changes its logit. Query heads of one key head
-    share its maps; `group` key heads share one latent of r numbers per head.
+    C_q and C_k are those of `Grams` with the weights of `pairs_weighted`: half the head's own attention, half uniform
+    over the visible keys. If queries and keys are independent, the logits are the best of rank r in the least-squares
+    sense, up to terms that softmax ignores. A sink acts as a key at 0 with the remaining weight, because no map changes
+    the logit of a sink. Query heads of one key head share its maps; `group` key heads share a latent of r numbers per
+    head.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
         self.typed: dict[str, float] = {}
         self.rank, self.group = rank, group
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT
-        self.turn: Turn | None = None  # the rotation; callers that fit keys before it must set it
+        self.turn: Turn | None = None  # the rotation; callers must set it if `rotation` is BEFORE
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
-        """G = E[g gᵀ] of the loss's gradient g in each head's output; callers that fit by the output must set it."""
+        """G = E[g gᵀ], where g is the gradient of the loss in a head's output; callers must set G if the metric is
+        OUTPUT."""
         self.grams: Grams | None = None
-        self.outputs: Grams | None = None  # the same moments, with pairs weighted by their effect on the output
+        self.outputs: Grams | None = None  # moments in which pairs are weighted by their effect on the output
 
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
         """Add the moments of a batch; `by_attention` is `pairs_weighted(call)`, if already computed."""
         numbers = sorted(set(call.key_heads))
-        indices = tuple(range(len(numbers)))  # if the group does not divide their number, the last latent is smaller
+        indices = tuple(range(len(numbers)))  # if `group` does not divide their number, the last latent is smaller
         groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
         blank = partial(Grams, groups, tuple(map(numbers.index, call.key_heads)), self.turn if self.before else None)
         self.grams = self.grams or blank()
@@ -273,12 +281,12 @@ class MapsFit:
         return both
 
     def latents(self) -> Latents:
-        """Return the directions; under the output metric, the weights by attention and by output count half each."""
+        """Compute the directions; under the metric OUTPUT, weights by attention and by output count half each."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
     def solve(self) -> dict[str, Tensor]:
-        """Return the parameters of the swapped heads: identities if r is at least head_dim."""
+        """Return the parameters of the swapped heads; the maps are identities if r is at least head_dim."""
         latents = self.latents()
         return latents.maps([min(self.rank, latents.head_dim) * len(group) for group in latents.groups])
 
@@ -303,11 +311,11 @@ def share_keys(
     partner: Int[Tensor, "heads head_dim"] | None = None,
     **_parameters: object,
 ) -> Call | None:
-    """Return a call whose exponential kernel is that of the latents: ⟨q A, z⟩, or ⟨q, k̂⟩ for k̂ = R(j)(z Aᵀ + offset).
+    """Return a call whose exponential kernel is that of the latents z; None if `members` is None (nothing is shared).
 
-    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no latent is
-    shared, and the result is None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt
-    and rotated.
+    z = Σ_m k_m B_m over the key heads m of the latent; `members` identifies each key head by a query head that reads
+    it. `key_map` is B, (heads, members, head_dim, size). The scores are ⟨q A, z⟩ or, if `frequency` is given, those of
+    the rebuilt and rotated keys: ⟨q, R(j)(z Aᵀ + offset)⟩.
     """
     if members is None:
         return None
@@ -366,7 +374,7 @@ def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, 
     return score
 
 
-STEPS, ENOUGH = 500, 1e-9  # most steps towards the nearest positive form, and the relative change at which they end
+STEPS, ENOUGH = 500, 1e-9  # limits of the search for the nearest positive form: number of steps, relative change
 
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
@@ -376,15 +384,16 @@ def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size siz
 
 
 def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
-    """Compute P, X and weights; N = PXPᵀ is the symmetric N that minimises tr (N−N₀)ᵀC_q(N−N₀)C_k, N₀ = `form`.
+    """Compute P, X and weights such that N = PXPᵀ is the symmetric N with the least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
-    PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and X_ab = (λ_a X₀_ab +
-    λ_b X₀_ba)/(λ_a+λ_b); outside the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}.
-    The weights are (λ_a+λ_b)/2: any other X' has the error of X plus Σ weights (X'−X)².
+    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_kP = 1 and PᵀC_qP = diag λ, the error is Σ_ab λ_a
+    (X−X₀)²_ab for X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (λ_a X₀_ab + λ_b X₀_ba)/(λ_a+λ_b). X is 0 outside the span of the tokens.
+    If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights are (λ_a+λ_b)/2: the error of any other X' is that
+    of X plus Σ weights (X'−X)².
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
-    # share of C_q in C_q + C_k in each direction; rounding can exceed [0, 1]
+    # share of C_q in C_q + C_k in each direction; rounding can leave the interval [0, 1]
     share = values.clamp(0, 1)
     basis = inverse @ vectors
     back = vectors.mT @ root @ form @ root @ vectors
@@ -392,14 +401,14 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
     both = weights + weights.mT
     # here and below, `tiny` turns 0/0 into 0
     mean = (weights * back + weights.mT * back.mT) / both.clamp_min(torch.finfo(both.dtype).tiny)
-    # if both weights are 0, any value has the same error
+    # if both weights are 0, the error does not depend on X
     return basis, torch.where(both > 0, mean, (back + back.mT) / 2), both / 2
 
 
 def nearest_positive(form: Square, weights: Square) -> Square:
     """Find the positive semidefinite X' that minimises Σ weights (X'−X)²; for equal weights it is [X]₊.
 
-    By FISTA (Beck & Teboulle 2009) with the restarts of O'Donoghue & Candès (2015).
+    The method is FISTA (Beck & Teboulle 2009) with the restarts of O'Donoghue & Candès (2015).
     """
     step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     border = ENOUGH * form.norm(dim=(-2, -1))
@@ -418,11 +427,11 @@ def nearest_positive(form: Square, weights: Square) -> Square:
 
 
 def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
-    """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| first; zeros beyond a head's rank."""
+    """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| of X first; zeros beyond a head's rank."""
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
     values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
-    # eigenvalues up to eps · size · largest are rounding; strict: a zero form has border 0 and keeps no direction
+    # eigenvalues up to `border` are rounding; the comparison is strict because the border of a zero form is 0
     border = torch.finfo(form.dtype).eps * form.shape[-1] * values[..., :1].abs()
     signs = values.sign() * (values.abs() > border)
     width = max(1, int(signs.abs().sum(-1).max()))
@@ -430,13 +439,13 @@ def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ra
     return factor[..., :width].contiguous(), signs[..., :width].contiguous()
 
 
-SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # the part of the logits that is kept
-FITTED, ORACLE = 0, 1  # a form fitted to calibration text, or the parts of the evaluated text's own logits
-TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts each part exactly
+SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # values of `part`: the part of the logits that is kept
+FITTED, ORACLE = 0, 1  # values of `how`: a form fitted to calibration text, or a part of the text's own logits
+TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts each part of a text's own logits
 
 
 class NearestFit:
-    """the form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
+    """The form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
 
     The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, where u = [q; k] and N₀ = [[0, I], [0, 0]]. If ū is the mean of u over
     queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
@@ -448,7 +457,7 @@ class NearestFit:
     def __init__(self, part: int, how: int = FITTED) -> None:
         self.typed: dict[str, float] = {}
         self.part = part
-        # number of queries that have a choice, Σ u and Σ uuᵀ over them, and Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, head by head
+        # for each head: number of queries with a choice, their Σ u and Σ uuᵀ, and Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ
         self.count = self.total = self.second = self.seen = torch.zeros(())
 
     def update(self, call: Call) -> None:
@@ -467,10 +476,10 @@ class NearestFit:
     def solve(self) -> dict[str, Tensor]:
         """Return the swapped heads' parameters: centre ū and, unless the part is no-key, also factor, signs and gate.
 
-        N = F diag(signs) Fᵀ, where `factor` is F (heads, 2·head_dim, r) and the signs are ±1 (0 beyond the rank of a
+        N = F diag(signs) Fᵀ, where `factor` is F, (heads, 2·head_dim, r), and `signs` are ±1 (0 beyond the rank of a
         head).
         """
-        count = self.count.clamp_min(1)  # 0/1, not 0/0, in a head without any choice
+        count = self.count.clamp_min(1)  # 0/1, not 0/0, in a head whose queries have no choice
         centre = self.total / count
         if self.part == NO_KEY:
             return {"centre": centre}
@@ -497,7 +506,7 @@ def nearest_call(
 ) -> Call:
     """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
 
-    Under no-skew, g_i, which softmax ignores, is omitted; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
+    Under no-skew, g_i is omitted, because softmax ignores it; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
     """
     if centre is None:
         raise UsageError("The kernel `nearest` must be fitted before use.", "Fit it to calibration text first.")
@@ -516,11 +525,12 @@ def nearest_call(
     return replace(call, query=query, key=key, value=call.paired_value)
 
 
-def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
+def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
     """Return the oracle's queries and keys unchanged; raise UsageError for the fitted form, which mixes the two."""
     if how == ORACLE:
         return query, key, scale
-    raise UsageError("nearest needs the query and key of both tokens: a query and a key alone have no score.", TOGETHER)
+    problem = "nearest computes each score from the query and key of both tokens, but got only one of each."
+    raise UsageError(problem, TOGETHER)
 
 
 @kernel(
@@ -542,7 +552,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
             default=FITTED,
         ),
     ),
-    dot=alone,
+    dot=_nearest_dot,
     prepare=nearest_call,
     fused="SDPA on [Fᵀu, gate]",
     fit=NearestFit,

@@ -1,4 +1,4 @@
-"""Weights of token pairs for fits: pairs seen, the head's own attention, the effect of each pair on the output."""
+"""Weights of token pairs for fits: visible pairs, the head's own attention, the effect of each pair on the output."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
 
 
 def pairs_weighted(call: Call) -> Matrix:
-    """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
+    """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen.
 
-    Under the attention, the variance of a change of logits is twice its KL divergence to second order. The uniform half
-    controls keys whose logits a wrong fit could raise. A sink has half of its attention weight.
+    All queries have a total weight of 1 if there are no sinks, whose attention is left out. To second order, the KL
+    divergence of a change of logits is half its variance under the attention. The uniform half limits errors at keys
+    with little attention, whose logits a wrong fit could raise.
     """
     seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
@@ -48,15 +49,15 @@ def own_attention(call: Call) -> Matrix:
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
     """Compute the squared effect of an error in a logit: a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), where ō_i = Σ_j a_ij v_j.
 
-    Errors δ_ij of the logits change the output by Σ_j a_ij δ_ij (v_j − ō_i) to first order. `metric` is G of each head,
-    such as W_OᵀW_O.
+    To first order, errors δ_ij of the logits change the output by Σ_j a_ij δ_ij (v_j − ō_i). `metric` contains G of
+    each head, such as W_OᵀW_O.
     """
     attention = own_attention(call)
     value, metric = call.paired_value.double(), metric.double().to(attention.device)
     mean = attention @ value
     onto = value @ metric
     length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
-    # only rounding makes a squared length negative
+    # only rounding can make a squared length negative
     return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
 
 

@@ -1,4 +1,4 @@
-"""The kernel `primal`: Primal-Attention with scores from kernel SVD and output from least squares, in closed form."""
+"""The kernel `primal`: Primal-Attention fitted in closed form, scores by kernel SVD and outputs by least squares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     PerHead = Float[Tensor, " heads"]
     Real = Bool[Tensor, "#batch #heads tokens"] | None
 
-HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
+HELD_OUT = 4  # one of this many sequences is held out from the regression, to choose its ridge strength
 STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
 
 
@@ -52,12 +52,12 @@ class Moments:
         return self.gram[..., -1, -1]
 
     def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
-        """Return the moments of the scores [e; r; 1] = mapsᵀz."""
+        """Return the moments of the scores mapsᵀz = [e; r; 1] instead of z."""
         return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
 
 
 class PrimalFit:
-    """the scores' maps by KSVD, the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
+    """The maps to scores by KSVD, the map to outputs by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
 
     C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens; C_k is that of keys. Up to a factor that W_c absorbs, e
     and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2, Eq. 6).
@@ -80,7 +80,7 @@ class PrimalFit:
         self.observe(*features(call, self.samples), output)
 
     def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
-        """Add a batch's features and head outputs at the tokens that `real` marks (None: all)."""
+        """Add a batch's features and head outputs at the tokens that `real` marks, or at all tokens if it is None."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
         if real is not None:
@@ -95,8 +95,8 @@ class PrimalFit:
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
         """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
-        At most as many scores as features are kept; those beyond the rank of K are zero. `tokens` is the mean number of
-        tokens per sequence.
+        The number of scores is at most the number of features; scores beyond the rank of K are zero. `tokens` is the
+        mean number of tokens per sequence.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
@@ -132,7 +132,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D contains the scores' sds."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D is the diagonal of the scores' sds."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT
@@ -173,7 +173,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
 def primal(
     query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
 ) -> Output:
-    """Compute Primal-Attention from each token's own KSVD scores, without values (causal heads add running means)."""
+    """Primal-Attention: outputs from each token's KSVD scores, without values; causal heads score running means."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)
     to_output = output_map.to(query)

@@ -1,4 +1,4 @@
-"""Kernels of the score s⟨q, k⟩, of a distance, an overlap or an angle, and inner products of finitely many features."""
+"""Kernels of the score s⟨q, k⟩, of a distance, overlap or angle of q and k, and of finitely many features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ksvd = LazyModule("attnlens.maths.ksvd")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
-LARGEST_NARROW_ORDER = 8  # float64 above this order: terms of the alternating sum are e^{2|x|} times the sum
+LARGEST_NARROW_ORDER = 8  # higher orders use float64: terms of the alternating sum are e^{2|x|} times the sum
 
 
 @kernel(
@@ -44,7 +44,7 @@ def exponential(score: Score) -> Score:
 
 
 class OffsetFit:
-    """the offset c of each head: least squares of s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|, row-centred, on a grid of both signs.
+    """The offset c of each head: least squares of s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|, row-centred, on a grid of both signs.
 
     The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines the best value.
     """
@@ -68,11 +68,12 @@ class OffsetFit:
         """Return `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets, best = errors.new_tensor(self.offsets), errors.argmin(0)
-        size = len(self.offsets) // 2  # 0 and the ends of each sign's grid lack a neighbour of the same sign
+        size = len(self.offsets) // 2
+        # the offset 0 and the ends of each sign's grid lack a neighbour of the same sign
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
         at = best.clamp(1, len(self.offsets) - 2)
         before, here, after = (errors.gather(0, (at + step)[None])[0] for step in (-1, 0, 1))
-        # to the vertex of the parabola; 0/tiny if all three errors are equal
+        # step to the vertex of the parabola; 0/tiny = 0 if all three errors are equal
         step = (before - after) / (2 * (before - 2 * here + after)).clamp_min(torch.finfo(errors.dtype).tiny)
         ratio = 10 ** (step / PER_DECADE * offsets[best].sign())
         return {"offset_of_head": torch.where(inner, offsets[best] * ratio, offsets[best])}
@@ -83,7 +84,7 @@ def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
 
 
 def _odd_sign(value: Score) -> Score:
-    """Return the sign, which is +1 at 0, so that a row of zeros gives uniform attention."""
+    """Return the sign of each entry: +1 at 0, so that a row of zeros gives uniform attention."""
     return 1.0 - 2.0 * (value < 0).to(value)
 
 
@@ -106,7 +107,7 @@ def polynomial(score: Score, degree: int, offset: float, offset_of_head: PerHead
 
 
 def _partial_exponential(score: Score, order: int) -> Score:
-    """Compute Σ_{n≤N} xⁿ/n! by Horner's rule, from the last term."""
+    """Compute Σ_{n≤N} xⁿ/n! of x = `score` by Horner's rule."""
     score = score.double() if order > LARGEST_NARROW_ORDER else wide(score)
     total = score / order + 1
     for n in range(order - 1, 0, -1):
@@ -153,7 +154,7 @@ def hard(score: Score) -> Score:
 
 
 class OriginFit:
-    """the origin b of each head, so that distances are ‖q + b − k‖: minimises (s⟨q, k⟩ − log k)², row-centred.
+    """The origin b of each head, so that distances are ‖q + b − k‖: minimises (s⟨q, k⟩ − log k)², row-centred.
 
     Pairs are weighted half by attention, half uniformly. For a given γ this is the regression of ½‖k‖² + (1 −
     2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
@@ -166,22 +167,22 @@ class OriginFit:
 
     def update(self, call: Call) -> None:
         """Add the normal equations of a batch, without storing z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩."""
-        seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
+        weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
         # changes only rounding, in which keys with a large common part would lose their scatter
         key = key - key.mean(-2, keepdim=True)
-        count = seen.sum(-1)[..., None]
-        mean = seen @ key / count.clamp_min(1)  # a count below 1 is 0: the query has no choice
-        # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, m_i the mean key that query i sees
-        scatter = (key * seen.sum(-2)[..., None]).mT @ key - (mean * count).mT @ mean
-        by_key = seen.sum(-2)[..., None] * half + self.ratio * ((seen.mT @ query) * key).sum(-1, keepdim=True)
-        by_query = seen @ half + self.ratio * (count * (query * mean).sum(-1, keepdim=True))
+        total = weight.sum(-1)[..., None]
+        mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query has no choice
+        # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, where m_i is the weighted mean of the keys that query i sees
+        scatter = (key * weight.sum(-2)[..., None]).mT @ key - (mean * total).mT @ mean
+        by_key = weight.sum(-2)[..., None] * half + self.ratio * ((weight.mT @ query) * key).sum(-1, keepdim=True)
+        by_query = weight @ half + self.ratio * (total * (query * mean).sum(-1, keepdim=True))
         self.scatter = self.scatter + scatter.sum(0)
         self.target = self.target + (key * by_key).sum((0, 2)) - (mean * by_query).sum((0, 2))
 
     def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
         """Return `origin`, (heads, head_dim)."""
-        # eps · size · largest: no slope in directions in which the keys do not vary
+        # the slope is 0 in directions in which keys vary by rounding alone
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
         inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
@@ -201,7 +202,7 @@ def _rbf_dot(
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        parts.append((term - parts[0]).to(key))  # bf16 has 8 bits for ‖k‖²/2; two dimensions have 16
+        parts.append((term - parts[0]).to(key))  # the rounding error of bf16, which stores only 8 bits of ‖k‖²/2
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
 
@@ -221,8 +222,8 @@ def _rbf_dot(
 def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
     """The Gaussian kernel; for γ = ½, the exponential kernel times e^{−s‖k‖²/2}, which cancels if all ‖k‖ are equal.
 
-    The fitted `origin` b changes a row's softmax only by the key term 2γs⟨b, k⟩; the query term −γs‖q + b‖² matters if
-    rows are averaged or compared with a sink.
+    The fitted `origin` b changes the softmax of a row only by the key term 2γs⟨b, k⟩. The query term −γs‖q + b‖²
+    matters only if log k is averaged with its transpose or compared with a sink.
     """
     query = wide(query)
     shifted = query if origin is None else query + origin.to(query)[:, None]
@@ -268,7 +269,7 @@ def _distance(query: Query, key: Key, norm: int) -> Matrix:
 
 
 class BetaFit:
-    """the β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0."""
+    """The β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0."""
 
     def __init__(self, beta: float) -> None:
         self.typed = {"beta_of_head": beta}
@@ -310,13 +311,13 @@ def _cosine_dot(
     trainable=("beta_of_head",),
 )
 def cosine(query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None) -> Matrix:
-    """The exponential of the cosine: independent of lengths and of the model's scale."""
+    """The exponential of β·cos(q, k): independent of the lengths of q and k and of the model's scale."""
     query, key, factor = _cosine_dot(wide(query), wide(key), scale, beta, beta_of_head)
     return factor * (query @ key.mT)
 
 
-RELU_FLOOR = 1e-3  # Performer's code adds it to every feature (kernel_epsilon), so that no row of attention is 0/0
-LARGEST_EXPONENT = 40.0  # bound of the exponent, √80 deviations of ω away: 40/‖x√s‖ + ‖x√s‖/2 ≥ √80
+RELU_FLOOR = 1e-3  # added to every feature as in Performer's code (kernel_epsilon), so that no row of attention is 0/0
+LARGEST_EXPONENT = 40.0  # bound of the exponent; to exceed it, ω must deviate by 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 sds
 
 
 @kernel(
@@ -352,8 +353,8 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
     """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
 
-    The exponent is bounded, not shifted by a maximum over tokens, which would depend on later tokens. In float32, k
-    underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
+    The exponent is clipped at a constant, because a shift by the maximum over tokens would depend on later tokens. In
+    float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
     """
     x = wide(x) * scale**0.5
     draws: Tensor = ksvd.orthogonal_draws(count, x.shape[-1], seed).to(x)
@@ -368,9 +369,10 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 
 
 class LearnedStart:
-    """the maps W of queries and keys: initially rows of random orthogonal directions with lengths of Gaussian rows.
+    """The maps W of queries and keys: initially rows of random orthogonal directions with lengths of Gaussian rows.
 
-    Before training, φ(q)φ(k) is therefore close to positive random features of ±ω (Choromanski et al. 2021, Lemma 1).
+    Before training, φ(q)φ(k) is therefore close to that of positive random features of ±ω (Choromanski et al. 2021,
+    Lemma 1).
     """
 
     def __init__(self, count: int) -> None:
@@ -379,7 +381,7 @@ class LearnedStart:
         self.weight = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Read the shapes of a batch."""
+        """Draw the initial maps for the numbers of heads and coordinates of a batch."""
         weight = ksvd.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 

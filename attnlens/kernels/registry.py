@@ -36,10 +36,10 @@ class KernelParameter:
     default: float | None = None  # value if none is typed; None: the parameter is required
     low: float | None = None  # smallest allowed value
     above: float | None = None  # exclusive lower bound
-    high: float | None = None  # largest allowed value; a larger one is probably a typo, and would need too much memory
+    high: float | None = None  # largest allowed value; larger numbers are probably typos and would need too much memory
     even: bool = False  # True if odd values make the kernel negative somewhere (refused unless allow_signed)
     multiple_of: int = 1  # for counts: number that divides all allowed values
-    words: tuple[tuple[str, float], ...] = ()  # values typed as words: the only values if there are no bounds
+    words: tuple[tuple[str, float], ...] = ()  # values typed as words; without `high`, no other values are allowed
     shown_at_default: bool = True  # True if the kernel's spelling includes the parameter at its default
 
 
@@ -54,7 +54,7 @@ class KernelInfo:
     """Attention kernel: attention = softmax(log k(q, k) + bias, over the allowed keys) v."""
 
     name: str  # on the command line
-    formula: str  # of log k(q, k), with s the scale; for the form "output" of the output, `output = …`
+    formula: str  # formula of log k(q, k), where s is the scale; `output = …` for the form "output"
     meaning: str  # first line of the function's docstring
     source: str  # paper that defines the kernel
     positive: bool  # True if k ≥ 0 everywhere, so that rows of the attention matrix are probabilities
@@ -75,15 +75,15 @@ class KernelInfo:
     """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel; None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
-    fused: str = "row tiles"  # fast and exact method of computation
+    fused: str = "row tiles"  # fastest exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
     fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none
     fit_reads: bool = True  # True if the fit reads queries and keys; False if it reads only their shapes
     trainable: tuple[str, ...] = ()  # fitted parameters that healing can train further
-    equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty: none
+    equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty if there is none
     reads: bool = True  # True if the kernel depends on queries and keys at all
-    needs_fit: bool = False  # True if the kernel is undefined without calibration text (rank)
-    caution: str = ""  # caveat for readers of its numbers, in one sentence
+    needs_fit: bool = False  # True if the kernel is undefined without a fit to calibration text (rank)
+    caution: str = ""  # caveat for readers of the kernel's results, in one sentence
     oracle: Callable[..., str | None] | None = None
     """(**parameters) → tie that replaces this kernel to analyse the evaluated text's own logits, or None."""
 
@@ -102,17 +102,17 @@ class KernelInfo:
 class Fit(Protocol):
     """Fit of a kernel's free parameters per head, in closed form from the model's attention calls."""
 
-    typed: dict[str, float]  # value of each parameter before the fit; empty if the kernel is undefined without it
+    typed: dict[str, float]  # value of each parameter before the fit; empty if the kernel is undefined without a fit
 
     def update(self, call: Call) -> None:
-        """Add the queries, keys and values of these heads from one batch."""
+        """Add the queries, keys and values of one batch to the fit."""
 
     def solve(self) -> dict[str, Tensor]:
-        """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
+        """Return the fitted parameters, each (heads, …), keyed by keyword arguments of the kernel's function."""
 
 
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
-SCORE = {**PAIR, "form": "score"}  # common facts of kernels of queries and keys, and of kernels of the score
+SCORE = {**PAIR, "form": "score"}  # PAIR, SCORE: fields shared by most kernels of (query, key), and of the score
 KERNELS: dict[str, KernelInfo] = {}  # registered kernels by name; importing the package registers the built-in kernels
 
 
@@ -127,12 +127,12 @@ def kernel(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
-    Raises UsageError if a tie, filter or hybrid has this name, or if another kernel has it and `replace` is false.
+    Raises UsageError if the name belongs to a tie, filter or hybrid, or to another kernel and `replace` is false.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in (*TIES, *FILTERS, *HYBRIDS):
-            raise UsageError(f"The name {name!r} is taken by a tie, filter or hybrid.", "Choose another name.")
+            raise UsageError(f"{name!r} is the name of a tie, filter or hybrid.", "Choose another name.")
         if name in KERNELS and not replace:
             refuse_replacing("kernel", name, function, KERNELS[name].function)
         build: Callable[..., KernelInfo] = KernelInfo
@@ -143,12 +143,12 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ; NaN if JLJ is not finite, because LAPACK would then fail."""
+    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ (`core`); NaN if JLJ is not finite, because LAPACK would fail."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 
 def positive_part(form: Pairs) -> Pairs:
-    """Compute [X]₊: set the negative eigenvalues of a symmetric X to 0. No gradient exists if eigenvalues are equal."""
+    """Set the negative eigenvalues of a symmetric X to 0. The result has no gradient if eigenvalues are equal."""
     values, vectors = torch.linalg.eigh(form)
     positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return positive
@@ -168,18 +168,18 @@ class Modifier:
     reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
     from_start: bool = False  # filters: True if positions count from the start of the text
     part: Callable[[Pairs], Pairs] | None = None  # ties of whole sequences: log k → part kept, up to query-only terms
-    caution: str = ""  # caveat for readers of its numbers
+    caution: str = ""  # caveat for readers of the modifier's results
 
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """A filter with its parameters: the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
+    """A filter with its parameters; it defines the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
 
     modifier: Modifier
     parameters: Mapping[str, int]
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
-        """Return True for the keys, given by position, that each query keeps; causality is ignored."""
+        """Return which keys each query keeps, from their positions; causality is ignored."""
         assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
         return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
 
@@ -248,7 +248,7 @@ TIES = _by_name(  # of queries and keys, for self-attention only
 )
 
 WIDTH = KernelParameter("width", "tokens on each side, including the token", int, low=1, high=2**31)
-FILTERS = _by_name(  # which keys a query keeps, by position
+FILTERS = _by_name(  # they select the keys that a query keeps by position
     Modifier(
         "window",
         "|i − j| < w",

@@ -25,18 +25,18 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with all that is needed to compute it."""
+    """A registered kernel with its parameters, tie, filter and fitted parameters."""
 
     info: KernelInfo  # the registered kernel
     parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
-    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # chosen per head by a fit
+    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # parameters that a fit chose
     near: KeyFilter | None = None  # for a hybrid: filter of the keys that keep the model's own kernel
 
     @cached_property
     def spelling(self) -> str:
-        """Spelling that can be typed: `rbf:gamma=0.5+window:64`."""
+        """The kernel as a user types it: `rbf:gamma=0.5+window:64`."""
         base = _spell(self.info.name, self.info.parameters, self.parameters)
         if self.oracle:
             return base
@@ -61,12 +61,12 @@ class Kernel:
 
     @property
     def oracle(self) -> bool:
-        """True if the tie decomposes log k of the evaluated text itself: an analysis, not a model."""
+        """True if the tie decomposes log k of the evaluated text itself, which is an analysis and not a model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property
     def tied_by(self) -> str:
-        """Name that the user typed for the tie, or for the oracle's analysis (`nearest:positive,oracle`)."""
+        """The tie as the user typed it, or the oracle kernel that implies the tie (`nearest:positive,oracle`)."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -81,12 +81,12 @@ class Kernel:
 
     @property
     def fit_reads(self) -> bool:
-        """True if the fit reads text; False if it reads only shapes."""
+        """True if the fit reads queries and keys of a text; False if it reads only their shapes."""
         return self.info.fit_reads or self.near is not None
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
-        """Map from log k of a whole sequence to the part that the tie keeps; None if there is no such tie."""
+        """Function that maps log k of a whole sequence to the part that the tie keeps; None without such a tie."""
         return None if self.tie is None else TIES[self.tie].part
 
     @property
@@ -95,7 +95,7 @@ class Kernel:
         return self.parameters.get("group", 1) > 1
 
     def of_head(self, index: int) -> Kernel:
-        """Return the kernel of one fitted head, given the head's index among the fitted heads."""
+        """Return the kernel with the fitted parameters of one head, given its index among the fitted heads."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
         if "members" in fitted:
             fitted["members"] = fitted["members"] * 0  # a single head has a single key head
@@ -103,11 +103,11 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """True if attention has a gradient in queries and keys; uniform, hard and eigenvalue kernels have none."""
+        """True if attention has a gradient in queries and keys: not for uniform, hard, mercer and negativeless."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return the call and kernel to compute: unchanged, or an equivalent call with the exponential kernel."""
+        """Return the call and the kernel unchanged, or an equivalent call for the exponential kernel."""
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:
@@ -122,7 +122,7 @@ class Kernel:
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the parameters that a fit chooses, without the indices of key heads and the model's rotation."""
+        """Names of the parameters that a fit chooses; indices of key heads and the model's rotation are excluded."""
         return sorted(name for name in self.fitted if name not in ("members", "key_head", "frequency", "partner"))
 
     @property
@@ -131,7 +131,7 @@ class Kernel:
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
     def fitting(self) -> Fit | None:
-        """Build the fit of the kernel's free parameters per head; return None if there are none."""
+        """Build the fit of the kernel's free parameters per head; return None if it has no free parameters."""
         fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         return fit if self.near is None else NearFit(fit)
 
@@ -149,12 +149,12 @@ class Kernel:
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms, for a key head per query head.
+        """Compute log|k(q, k)| exactly for the queries `rows` and the keys `columns`; `key` has a head per query head.
 
-        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result is at least
-        float32, unless it is the score itself. A tie of whole sequences omits query-only terms; a hybrid gives the
-        kernel of far keys. Raises UsageError if queries and keys to be tied belong to different tokens, or if a fit is
-        missing.
+        Terms that depend on the query alone are included, except under a tie of whole sequences. Score kernels use
+        softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
+        unless it is the score itself. For a hybrid it is the kernel of far keys. Raises UsageError if queries and keys
+        to be tied belong to different tokens, or if the kernel must be fitted first.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -167,7 +167,7 @@ class Kernel:
     def sign(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute the sign of k for a `signed` kernel."""
+        """Compute the sign of k for a `signed` kernel; the arguments are those of `log`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
         query, key = self.apply_tie(query, key)
         scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
@@ -208,16 +208,17 @@ class Kernel:
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
             problem = f"The kernel {self.info.name} must be fitted before use."
-            remedy = "Let attnlens.swap_kernel fit it to calibration text, or choose a kernel that needs no fit."
+            remedy = "Fit the kernel with attnlens.swap_kernel, or choose a kernel that needs no fit."
             raise UsageError(problem, remedy)
 
 
 def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
     """Raise UsageError if queries and keys belong to different tokens or, with `cross`, to different sequences."""
     if cross or queries != keys:
-        what = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
+        difference = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
         remedy = "Leave out cross-attention with --part, and run without a key-value cache (use_cache=False)."
-        raise UsageError(f"{name} needs the queries and keys of the same tokens; this site {what}.", remedy)
+        problem = f"{name} needs queries and keys of the same tokens, but this attention layer {difference}."
+        raise UsageError(problem, remedy)
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
@@ -227,19 +228,19 @@ def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
 
 
 def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Convert to float32 at least: half precision has too few digits for the logarithm of a kernel."""
+    """Convert half precision to float32, because it has too few digits for the logarithm of a kernel."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Compute log|x| in float32 at least; |x| is raised to the smallest normal number: a row of zeros stays uniform."""
+    """Compute log|x| in float32 or better. |x| is at least the smallest normal number, so a row of zeros is uniform."""
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
 
 def smallest_kernel(of: dtype) -> float:
     """Return the number added to ⟨φ(q), φ(k)⟩ so that queries without features attend uniformly (float32: 1e-31)."""
-    # Sums as small as the smallest normal number over eps keep all digits, and 1/k has a gradient.
+    # Sums of at least (smallest normal number / eps) keep all digits, and 1/k has a gradient.
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
@@ -255,7 +256,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """Fit of a hybrid: log γ, initially 0, and the parameters chosen by the fit of the far part."""
+    """Fit of a hybrid: γ, the weight of near keys, is 1 (log γ = 0); the far part is fitted as without a hybrid."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
@@ -269,7 +270,7 @@ class NearFit:
             self.far.update(call)
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
-        """Return the parameters of the far part, and `near_log_weight`."""
+        """Return the parameters of the far part and `near_log_weight`, (heads,)."""
         parameters = {} if self.far is None else self.far.solve()
         device = next((part.device for part in parameters.values()), None)
         return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

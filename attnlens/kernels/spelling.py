@@ -16,9 +16,9 @@ EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
-    """Parse the kernel spelled by `words`: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
+    """Parse the spelling of a kernel: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
 
-    Values may be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
+    Values can be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
     alone applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for parameters of
     a wrong type or range, for parts that cannot be combined, and for an odd power unless `allow_signed` is true.
     """
@@ -53,7 +53,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
 
 
 def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
-    """Parse `gamma=1,…`, or values without names, and add defaults."""
+    """Parse `gamma=1,…`, or values without names, and add the defaults of the parameters that are not given."""
     values: dict[str, float] = {}
     remedy, known = _suggest_spelling(name, parameters), {p.name: p for p in parameters}
     for index, word in enumerate(filter(None, words.split(","))):
@@ -66,7 +66,7 @@ def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter])
         if key not in known:
             raise UsageError(f"{name} has no parameter {key!r}.", remedy)
         if key in values:
-            raise UsageError(f"{name}: the parameter {key} is given twice.", remedy)
+            raise UsageError(f"{name}: the parameter {key} is given more than once.", remedy)
         values[key] = _parse_number(name, known[key], value)
     for missing in (p for p in parameters if p.name not in values and p.default is None):
         choices = f" ({' or '.join(word for word, _ in missing.words)})" if missing.words else ""
@@ -114,18 +114,18 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield problem and remedy for parts of the kernel that cannot be combined."""
+    """Yield a problem and its remedy for parts of the kernel that cannot be combined."""
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
     if info.oracle is not None and ties:
-        problem = f"{info.name} already determines which parts are kept, so it conflicts with {ties[0]}"
+        problem = f"{info.name} already determines which part of log k is kept, so it conflicts with {ties[0]}"
         yield problem, f"Leave out {ties[0]}."
     if kernel.part is not None and info.form != "output":
         if hidden is not None:
             yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", f"Leave out {hidden}."
         if kernel.signed or info.hard or info.form == "features":
             what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
-            problem = f"{tie} removes a part of log k, but {info.name} {what}"
+            problem = f"{tie} removes a part of log k, which is not possible because {info.name} {what}"
             yield problem, f"Write {tie} alone, or with a kernel such as rbf."
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:
@@ -135,7 +135,7 @@ def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tupl
     if near is not None and (info.form != "features" or kernel.signed):
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and not (tie or hidden) else ""
-        problem = f"{near.modifier.name} sums φ(q)φ(k) beyond its window, but {info.name} {what}"
+        problem = f"{near.modifier.name} needs a kernel of positive features beyond its window, but {info.name} {what}"
         yield problem, f"Choose {', '.join(far_kernels())}{alone}."
     if near is not None and (other := tie or hidden):
         problem = f"{other} cannot be combined with {near.modifier.name}, which consists of two kernels"
@@ -151,7 +151,7 @@ def far_kernels() -> list[str]:
 
 
 def default_of(parameter: KernelParameter) -> str:
-    """Return the parameter's default as typed; `…` if the parameter is required."""
+    """Return the parameter's default as a user types it; `…` if the parameter is required."""
     if parameter.default is None:
         return "…"
     return next((word for word, number in parameter.words if number == parameter.default), f"{parameter.default:g}")
@@ -163,30 +163,30 @@ def example(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 ONE_KEY, FLOOR = "hard", "uniform"  # extreme kernels: all weight on one key, and equal weight on all keys
-SINKS, WIDTH = 4, 64  # of the sink-window that is compared with a kernel that stores all tokens
+SINKS, WIDTH = 4, 64  # parameters of the sink-window that is compared with a kernel that stores all tokens
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes that determine how much a site's heads store."""
+    """The sizes that determine how many numbers the heads of a site store."""
 
     heads: int  # number of query heads with the kernel
     head_dim: int
     value_dim: int
-    tokens: int  # number of keys that the last query sees
+    tokens: int  # number of keys, all of which the last query sees
     causal: bool  # True if no query sees a later key
 
     @property
     def token(self) -> int:
-        """Number of coordinates that a cache stores per token, in a key and a value."""
+        """Number of coordinates that a cache stores per token: those of a key and of a value."""
         return self.head_dim + self.value_dim
 
 
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
-    """Return how many numbers a head stores after reading `tokens` tokens; None if it stores all keys and values.
+    """Return how many numbers a head stores after reading `shape.tokens` tokens; None if it stores all keys and values.
 
     A filter stores the keys and values that one query sees; running sums over m features store m·(value_dim + 1); keys
-    of r numbers store tokens·(r + value_dim). A hybrid stores sums, and the keys and values of its window.
+    of r numbers store tokens·(r + value_dim). A hybrid stores running sums, and the keys and values of its window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -214,11 +214,14 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return how many numbers a key (or its part of a latent) takes, averaged over heads; None for whole keys."""
+    """Return how many numbers are stored per key, averaged over heads; None if whole keys are stored.
+
+    A latent that several key heads share is divided equally among them.
+    """
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
-    # a head of smaller rank than the others has columns of zeros
+    # if a head has a smaller rank than the others, its map has columns of zeros
     ranks = (key_map != 0).flatten(1, -2).any(-2).sum(-1).double()
     members = kernel.fitted.get("members")
     sharing = 1.0 if members is None else torch.tensor([float(len(row.unique())) for row in members]).to(ranks)
@@ -228,10 +231,10 @@ def cached_numbers(kernel: Kernel) -> float | None:
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    They are the first 4 tokens (at most half of the keys) and the nearest; if `state` is None, the first 4 and the 64
-    nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, which can leave room for one first token less.
+    The keys are the first 4 tokens (at most half of the keys) and the nearest ones; if `state` is None, the first 4
+    and the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so there can be one first token less.
     """
-    keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
+    keys = SINKS + WIDTH if state is None else int(state // shape.token)  # `state` holds at least one token
     if keys >= shape.tokens:
         return None
     sinks = min(SINKS, keys // 2)
@@ -243,7 +246,10 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without a window."""
+    """Return the two parts of a hybrid or filtered kernel: the model's own kernel with the window, and the other alone.
+
+    The second part is the kernel without any filter or hybrid.
+    """
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

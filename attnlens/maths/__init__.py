@@ -6,7 +6,7 @@
 - `diagnosis`: hypotheses about how one attention layer became another: permutations, grids, low rank.
 - `statistics`: standard errors, intervals, p-values, nulls, associations.
 
-Inputs are tensors, or a `QueryKey` of one attention site; outputs are tensors, numbers, or frozen dataclasses. All
+Inputs are tensors, or the `QueryKey` of an attention site; outputs are tensors, numbers or frozen dataclasses. All
 computations are in float64. Importers: `analyzers`, `kernels`, `runs`, `lab`.
 """
 

@@ -15,7 +15,7 @@ return tensors, or a frozen `Dual`, `Primal` or `Nystrom`. Importers: as for `at
 >>> torch.allclose(weights.e_scores(queries), solution.e)
 True
 
-Three functions handle long sequences. No command uses the last two: they are for your own programs.
+Three functions handle long sequences. No command uses the last two; they are for programs that import attnlens.
 
 - `dual`, for a kernel with finitely many features (cosine, random features): exact, O(tokens · features²), without K.
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
@@ -74,8 +74,8 @@ def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*ba
 
 def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
     """Return x/‖x‖ in the dtype of x; zero, with finite gradients, if x is zero."""
-    # Divided by its largest entry first, so that no square under- or overflows; x/‖x‖ needs no gradient of this
-    # divisor.
+    # x is first divided by its largest entry, so that no square under- or overflows. This divisor cancels in x/‖x‖, so
+    # it needs no gradient.
     largest = x.detach().abs().amax(-1, keepdim=True)
     scaled = x / torch.where(largest > 0, largest, 1.0)
     length = scaled.norm(dim=-1, keepdim=True)
@@ -83,10 +83,13 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 
 
 def centre_rows(x: Queries) -> Queries:
-    """Subtract the mean row in float64; exactly 0 if rows differ only by rounding. For key features: K(I − 11ᵀ/n)."""
+    """Subtract the mean row in float64; the result is exactly 0 if rows differ only by rounding.
+
+    Centred key features give the kernel K(I − 11ᵀ/n).
+    """
     x = x.double()
     deviations = x - x.mean(-2, keepdim=True)
-    # Strict: equal rows leave rounding of at most this size.
+    # Strict: rounding leaves at most this norm if all rows are equal.
     differ = torch.linalg.matrix_norm(deviations) > EPS * x.shape[-2] * torch.linalg.matrix_norm(x)
     return torch.where(differ[..., None, None], deviations, 0.0)
 
@@ -96,8 +99,9 @@ def random_features(
 ) -> Float[Tensor, "*batch n count"]:
     """Compute φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0, for which ⟨φ(q), φ(k)⟩ has the mean exp(s⟨q, k⟩) over ω.
 
-    Choromanski et al. 2021, Lemma 1, in float64; ω is Gaussian in orthogonal blocks. The exponent is at most ‖ω‖²/2,
-    about head_dim/2, and does not overflow for any usual head_dim. Raises UsageError if count < 1.
+    These are the features of Choromanski et al. 2021, Lemma 1, in float64; the ω are Gaussian in orthogonal blocks. The
+    exponent is at most ‖ω‖²/2, about head_dim/2, so that exp does not overflow for any usual head_dim. Raises
+    UsageError if count < 1.
     """
     require_positive("count", count)
     x = x.double() * scale**0.5
@@ -118,9 +122,9 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n unmasked rows, as in the published code (mask None: all rows count).
+    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n rows at which the mask is true, as in the published code.
 
-    Rows are repeated if n < count; the first row is returned if the mask is all false.
+    All rows count if the mask is None. Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -133,7 +137,7 @@ def evenly_spaced(
 def require_positive(name: str, number: int) -> None:
     """Raise UsageError for a count of 0 or less."""
     if number < 1:
-        raise UsageError(f"{name} is {number}, but must be at least 1.", "Give 1 or more.")
+        raise UsageError(f"{name} must be at least 1, not {number}.", f"Pass {name}=1 or more.")
 
 
 @lru_cache(maxsize=16)
@@ -231,7 +235,7 @@ def residual(solution: Dual, query_features: Queries, key_features: Keys, projec
 
 
 def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerHead:
-    """Return the relative residual, defined as in `residual`, of a solution for a dense K."""
+    """Return the relative residual of a solution for a dense K, defined as in `residual`."""
     matrix = matrix.double()
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
 
@@ -267,7 +271,7 @@ def _dense_svd(matrix: Float[Tensor, "some n m"]) -> Packed:
 
 
 def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], border: Float[Tensor, " some"]) -> Packed:
-    """Stack singular vectors, σ and the zero threshold in one tensor, as the thread pool over heads requires."""
+    """Stack singular vectors, σ and the zero threshold in one tensor, because `over_heads` returns a single tensor."""
     return torch.cat([left, right, values[:, None], border[:, None, None].expand(-1, 1, values.shape[1])], 1)
 
 
@@ -282,12 +286,13 @@ def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual
 def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     """Compute the s leading singular triplets of a dense K head by head, by Lanczos with a fixed start vector.
 
-    ARPACK's restarted Lanczos on KᵀK: residuals are near 1e-15, but directions with σ below 1e-8·σ₁ are lost.
+    ARPACK's restarted Lanczos method is applied to KᵀK: residuals are near 1e-15, but directions with σ below 1e-8·σ₁
+    are lost. σ up to eps · max(n, m) · σ₁ count as 0.
 
-    A library function that no command calls: `truncated(attention, s=8)` for attention matrices (heads, n, m). Use it
-    if s is far below min(n, m), such as for attention over more than a thousand tokens. If 4s ≥ min(n, m), the full SVD
-    is as fast, and is used. For K from features use `dual`, which is exact and faster. σ up to eps · max(n, m) · σ₁
-    count as 0. Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
+    This is a library function that no command calls: `truncated(attention, s=8)` for attention matrices (heads, n, m).
+    Use it if s is far below min(n, m), as for attention over more than a thousand tokens. If 4s ≥ min(n, m), it uses
+    the full SVD, which is then as fast. For a K that is computed from features use `dual`, which is exact and faster.
+    Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
     """
     require_positive("s", s)
     n, m = matrix.shape[-2:]
@@ -333,7 +338,7 @@ class Nystrom:
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
     """Compute the features of a block W = K(x_I, y_J), from which `dual` computes the kernel SVD of the whole sequence.
 
-    A library function that no command calls, for sequences whose K does not fit in memory. Build the block from
+    This is a library function that no command calls, for sequences whose K does not fit in memory. Build the block from
     `sampled_rows` of queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both
     results to `dual`, as in the example of `attnlens.maths.ksvd`.
 
@@ -349,7 +354,7 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
 @dataclass(frozen=True)
 class Primal:
-    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head; scores cost O(n·s) and need no tokens except F."""
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head; scores take O(n·s) time and need no tokens but F."""
 
     query_weight: Float[Tensor, "*batch sampled s"]
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
@@ -371,7 +376,10 @@ class Primal:
 
 
 def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
-    """Compute primal weights from the stationarity of J; their e and r equal the dual's. Arguments as for `dual`."""
+    """Compute primal weights, at which J is stationary, from the `dual` of the same features and projection.
+
+    Their e- and r-scores equal those of the dual.
+    """
     through_keys = key_features.double().mT @ solution.right
     through_queries = query_features.double().mT @ solution.left
     if projection is not None:
@@ -387,12 +395,12 @@ def objective(
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> PerHead:
-    """Return J of every head, which has the kernel's unit and any sign, under the convention `paper` (Eq. 6) or `code`.
+    """Return J of every head under the convention "paper" (Eq. 6) or "code"; J has the kernel's unit and any sign.
 
     paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every stationary point, where e and r contribute
-    ½Σσ each. J = 0 is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
-    tr(W_eᵀW_r), which is 0 if Λ² = n/σ instead of Λ = 1/σ. J is differentiable in every argument. Raises UsageError for
-    another convention.
+    ½Σσ each. J is indefinite, so J = 0 does not prove that a point is stationary: check `residual` too. code:
+    ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r), which is 0 if Λ² = n/σ instead of Λ = 1/σ. J is differentiable in
+    every argument. Raises UsageError for another convention.
     """
     _check_convention(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
@@ -406,8 +414,8 @@ def objective(
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
     """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
 
-    The paper does not mention heads. Under `paper` each head is a separate problem here; in the code's mean, negative J
-    of one head can cancel positive J of another. Raises UsageError for another convention.
+    The paper does not mention heads; under "paper" each head is treated as a separate problem. Under "code" a negative
+    J of one head can cancel a positive J of another. Raises UsageError for another convention.
     """
     _check_convention(convention)
     if convention == "paper":
@@ -421,10 +429,10 @@ def _check_convention(convention: str) -> None:
 
 
 def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
-    """Return the angles between two spaces given by orthonormal columns, ascending, in [0, π/2].
+    """Return the principal angles between two spaces given by orthonormal columns, ascending, in radians in [0, π/2].
 
-    Zero columns span nothing; each counts as a last angle of π/2. Small angles are computed from the sines, large ones
-    from the cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
+    A zero column spans nothing and counts as an angle of π/2. Small angles are computed from the sines, large ones from
+    the cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
     """
     overlap = left.mT @ right
     cosines = singular_values(overlap).clamp(max=1.0)  # rounding can leave a cosine above 1
@@ -439,7 +447,8 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
 
-    0: equal spans, as for a symmetric K; π/2: orthogonal ones. A span that splits equal singular values is arbitrary.
+    0: equal spans, as for a symmetric K; π/2: orthogonal spans. If `sizes` separates equal singular values, the spans
+    are arbitrary.
     """
     first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
     angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))
@@ -450,8 +459,8 @@ def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], where V is centred over tokens and H_r is the first `sizes` columns of `basis`.
 
     Independent normal values have an expected share of sizes/(n − 1) if H_r is orthogonal to the vector of ones, as the
-    right singular vectors of K(I − 11ᵀ/n) are. Otherwise it is smaller, down to (sizes − 1)/(n − 1). NaN if all values
-    are equal.
+    right singular vectors of K(I − 11ᵀ/n) are; otherwise the expected share is smaller, down to (sizes − 1)/(n − 1).
+    The share is NaN if all values are equal.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

@@ -10,20 +10,20 @@ TABLE = Path(__file__).with_name("architectures.csv")  # Its first line names th
 
 
 class Architecture(NamedTuple):
-    """Result of the sweep for one model type, built as a tiny model from its own configuration."""
+    """Result of the sweep for one model type, of which a tiny model was built from the type's configuration."""
 
-    model_type: str
-    read: str  # Analysed part: `whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`
+    model_type: str  # Name of the model type in transformers
+    read: str  # How much of the model is analysed: `whole`, `in part`, `refused`, `not built`, `too slow`
     route: str  # How the attention is read: `interface`, `traced`, `both`; empty if it can't be read
     positions: str  # How positions enter: `absolute`, `rotary`, `bias`, `unknown`
     weights: str  # Attention sites at which weights.* can be read: `all`, `some`, `none`
-    doctor: str  # Verdict of `doctor`, or why there is none: `refused`, `too slow`
+    doctor: str  # Verdict of `doctor`, or the reason why there is none: `refused`, `too slow`
     swap: str  # Outcome of `swap-kernel` with the exponential and the RBF kernel
-    reason: str  # What is missing and why
+    reason: str  # Missing results and the reasons why they are missing
 
 
 def architectures() -> tuple[str, list[Architecture]]:
-    """Return the first line of the table, which names the versions it was measured with, and its rows."""
+    """Return the table's first line, which names the versions with which it was measured, and its rows."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         measured = file.readline().removeprefix("# ").strip()
         return measured, [Architecture(*(row[name] for name in Architecture._fields)) for row in csv.DictReader(file)]

@@ -16,39 +16,39 @@ from attnlens.records.swaps import Outcome
 
 
 class Breach(Record):
-    """One head, or one block of a comparison, that breaks a rule."""
+    """A head, or a block of a comparison, that breaks a rule."""
 
     site: str  # Path of the attention module, or of the block
     layer: Count
-    head: Count | None  # None for a block
+    head: Count | None  # Number of the query head; None for a block
     part: Part
-    value: Number | None  # current value; None if missing
-    base: Number | None = None  # value of the baseline or of a second computation; None if missing
+    value: Number | None  # Value in the report; None if missing
+    base: Number | None = None  # Value in the baseline or in a second computation; None if missing
     p: Number | None = None  # Two-sided p of the difference between value and base; None without standard errors
 
 
 class Check(Record):
     """Outcome of one rule."""
 
-    id: str  # Identifier that does not depend on the rule's numbers: subject, aggregate, operator, filters
+    id: str  # Identifier that does not contain the rule's bounds: subject, aggregate, operator, filters
     rule: str  # The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`
     subject: str  # Measure, one of its columns, or a field of the report
     wanted: str  # Condition: `min > 0.05`
     passed: bool
-    value: Number | None = None  # Value compared; None if heads are compared individually
-    median: Number | None = None  # Median over heads that are compared individually
-    base: Number | None = None  # The same median in the baseline
+    value: Number | None = None  # Value that was compared; None if heads are compared individually
+    median: Number | None = None  # Median over heads that are compared individually; else None
+    base: Number | None = None  # Median over these heads in the baseline; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []  # Heads that violate the rule, worst first; empty if it passed or aggregates heads
+    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or no head alone breaks it
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
 class BaselineMeasure(Record):
     """Values and standard errors of one measure, in the order of the baseline's heads."""
 
-    values: list[Number | None]
-    errors: list[Number | None]
+    values: list[Number | None]  # Value per head; None if missing
+    errors: list[Number | None]  # Standard error per head; None if unknown
 
 
 class Baseline(Record):
@@ -59,7 +59,7 @@ class Baseline(Record):
     model: ModelInfo
     settings: Settings
     heads: list[HeadId]
-    measures: dict[str, BaselineMeasure]  # Every scalar by qualified name
+    measures: dict[str, BaselineMeasure]  # All scalar measures by qualified name
 
     @model_validator(mode="after")
     def _as_long_as_heads(self) -> Baseline:
@@ -76,24 +76,24 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
-ON_FORMS = "W_Q and W_K of "  # Start of the notes on the heads' forms M
+ON_FORMS = "W_Q and W_K of "  # First words of the notes on the heads' forms M
 SMALLEST_SHARE = 0.01  # Smallest change of practical size of a measure, in interquartile ranges over heads
 Relation = Literal["identical", "same form", "rounding", "changed"]
-"""Relation of a head's form M in the second model to M in the first: equal W_Q and W_K; the same M from other W_Q and
-W_K (another gauge); equal up to rounding of the weights; a different M."""
+"""Relation of a head's form M in both models. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
+differ (another gauge); rounding: M is equal up to rounding of the weights; changed: M differs."""
 
 
 class MeasureChange(Record):
     """One measure of one head in both models."""
 
     layer: Count
-    head: Count  # The query head's number in the first model
-    measure: str  # Qualified name; `compare.…` are distances between the two heads, 0 if these are equal
-    before: Number | None = None
-    after: Number | None = None
+    head: Count  # Number of the query head in the first model
+    measure: str  # Qualified name; `compare.…` are distances between both heads, 0 if the heads are equal
+    before: Number | None = None  # Value in the first model; None if missing, and for distances
+    after: Number | None = None  # Value in the second model; None if missing, and for distances
     delta: Number | None = None  # after − before, or the distance
     se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
-    rounding: Number | None = None  # RMS of the changes that rounding the weights causes by itself
+    rounding: Number | None = None  # RMS of the changes that rounding of the weights alone causes; None if unknown
     beyond_rounding: bool | None = None  # True if rounding causes such a change in at most one of 1,000 heads
     p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
     q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
@@ -101,26 +101,26 @@ class MeasureChange(Record):
     smallest: Number | None = None  # Smallest change of practical size; None if it is not defined for this measure
     negligible: bool = False  # True if the 90 % interval of delta lies between −smallest and smallest
     named: bool = False  # True if q is at most the requested false-discovery rate, and the change is not negligible
-    reason: str | None = None
+    reason: str | None = None  # Reason why delta is missing
 
 
 class HeadChange(HeadId):
     """One head in both models."""
 
-    partner: Count  # Number of the head of the second model that this head is compared with, at the same site
+    partner: Count  # Number of the second model's head, at this site, with which this head is compared
     relation: Relation | None = None  # Relation of the forms; None if it can't be computed
-    reason: str | None = None
+    reason: str | None = None  # Reason why the relation is missing
 
 
 class BlockChange(Record):
     """Change of one block's output if both models receive the first model's hidden states."""
 
-    path: str
-    layers: list[Count]
-    change: Number | None  # ‖o' − o‖/‖o‖ of its output, mean over windows
-    rounding: Number | None = None
-    p: Number | None = None
-    q: Number | None = None
+    path: str  # Dotted path of the block's module
+    layers: list[Count]  # Indices of the block's sites
+    change: Number | None  # ‖o' − o‖/‖o‖ of the output o, mean over windows; None if not finite
+    rounding: Number | None = None  # Change that rounding of the weights alone causes; None if unknown
+    p: Number | None = None  # p of the hypothesis that rounding explains the change
+    q: Number | None = None  # Smallest false-discovery rate at which the change is named
     smallest: Number | None = None  # Smallest change of practical size; None in reports of older versions
     negligible: bool = False  # True if the 90 % interval of the change lies below smallest
     named: bool = False  # True if q is at most the false-discovery rate, over blocks, and the change is not negligible
@@ -129,8 +129,8 @@ class BlockChange(Record):
 class Spread(Record):
     """Distribution of a measure over the heads of one model."""
 
-    heads: Count
-    quartiles: tuple[Number, Number, Number]
+    heads: Count  # Number of heads
+    quartiles: tuple[Number, Number, Number]  # First quartile, median, third quartile
     median_se: Number | None = None  # Standard error of the median over windows; None for weights.*
 
 
@@ -145,44 +145,45 @@ class Shift(Record):
 class ConfigChange(Record):
     """A field of the models' configurations that affects attention and differs."""
 
-    field: str  # `rope_parameters.rope_theta`
-    first: str | None  # JSON of the value; None if the field is missing
-    second: str | None
+    field: str  # Dotted name: `rope_parameters.rope_theta`
+    first: str | None  # Value in the first model, as JSON; None if the field is missing
+    second: str | None  # Value in the second model, as JSON; None if the field is missing
 
 
 class TensorChanges(Record):
-    """How the tensors of both models correspond."""
+    """Names of the tensors that differ between both models or are missing in one."""
 
-    total: Count  # Tensors that both models have
-    differ: list[str] = []
+    total: Count  # Number of tensors that both models have
+    differ: list[str] = []  # Tensors with different values
     missing: list[str] = []  # Tensors of the first model that the second lacks
     extra: list[str] = []  # Tensors of the second model that the first lacks
-    types: tuple[str, str] | None = None  # Coarsest number types that fit the weights, or quantisations, if they differ
+    types: tuple[str, str] | None = None
+    """Quantisation, or coarsest number type that represents the weights, of each model; None if they are the same."""
 
 
-UNEXPLAINED = "not explained"  # Hypothesis of differences that no hypothesis explains
+UNEXPLAINED = "not explained"  # Name for differences that no hypothesis explains
 
 
 class DiagnosedCause(Record):
-    """A hypothesis that explains how layers of the second model became different from those of the first."""
+    """A hypothesis that explains how layers of the second model differ from those of the first."""
 
     hypothesis: str  # Short name, or UNEXPLAINED
-    layers: list[Count]  # Empty for tensors outside of layers
+    layers: list[Count]  # Numbers of the layers; empty for tensors outside of layers
     heads: list[Count] = []  # Query heads concerned; empty for all
-    residual: Number  # Largest ‖B − T(A)‖/‖B‖ of a tensor that the hypothesis T explains (or that remains)
-    repair: str | None = None
-    text: str  # What the second model's tensors are
+    residual: Number  # Largest ‖B − T(A)‖/‖B‖ of a tensor that the hypothesis T explains, or of an unexplained tensor
+    repair: str | None = None  # How to undo the difference, as an imperative; None if there is nothing to undo
+    text: str  # How the second model's tensors differ, as a clause
     tensors: list[str] = []  # Tensors explained, by role (`query.weight`) or by name within the layer
     harmless: bool = False  # True if attention is the same
-    head_errors: list[Number] = []  # Relative error of each head's W_Q and W_K (the larger) if they are quantised
+    head_errors: list[Number] = []  # Relative error of each head's W_Q or W_K, the larger one; empty unless quantised
 
 
 class Comparison(Record):
     """Differences between two models; the report lists the heads of the second."""
 
-    base: ModelInfo
-    paired: bool  # True if changes are paired by window; otherwise, errors assume two independent samples
-    fdr: Number
+    base: ModelInfo  # The first model
+    paired: bool  # True if changes are paired by window; if False, errors assume two independent samples
+    fdr: Number  # Requested false-discovery rate
     tests: Count = 0  # Number of rows with a p
     named: Count = 0  # Number of rows whose change is named
     heads: list[HeadChange] = []
@@ -192,7 +193,7 @@ class Comparison(Record):
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each
     config: list[ConfigChange] = []  # Fields that affect attention and differ
-    tensors: TensorChanges | None = None  # None if a side is a report
+    tensors: TensorChanges | None = None  # Differences of tensors; None if a report was compared instead of a model
     diagnosis: list[DiagnosedCause] = []  # Causes of the differences, by layers
 
 

@@ -1,4 +1,4 @@
-"""Records of measures (a value with error and null, or the reason it is missing), coverage, and selected tokens."""
+"""Records of measures (a value with its error and null, or the reason why it is missing), coverage, selected tokens."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Reasons = dict[str, str]  # Reason for each null or empty field of the record, b
 
 
 class Record(BaseModel):
-    """Frozen part of a report; reading ignores fields that a newer attnlens added."""
+    """Base class of the frozen parts of a report; unknown fields, which a newer attnlens wrote, are ignored."""
 
-    # validators are built at first use: a command that reads one kind of record must not wait for all
+    # validators are built at first use, so that a command waits only for those of the records that it reads
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
     def __repr__(self) -> str:
@@ -67,7 +67,11 @@ def read_record(
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
-    """Read a record from an untrusted JSON file; `convert` upgrades version 1. Raise UsageError if it can't be read."""
+    """Read a record of class `kind` from an untrusted JSON file; `convert` upgrades a file of version 1.
+
+    Raise UsageError if the file is missing or invalid. In its message, `otherwise` (`not a plan`) describes an invalid
+    file.
+    """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
         try:
@@ -81,7 +85,7 @@ def read_record(
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
             problem = f"{path} has schema_version {format_value(first['input'])}; this attnlens reads '1' and '2'."
-            remedy = "Create the file again with this attnlens, or read it with the attnlens that wrote it."
+            remedy = "Create the file again with this version of attnlens, or read it with the version that wrote it."
             raise UsageError(problem, remedy) from None
         where = "".join(f"{part}." for part in first["loc"])
         reason = f"{where[:-1]}: {first['msg']}" if where else first["msg"]
@@ -89,8 +93,9 @@ def read_record(
 
 
 class Null(Record):
-    """Value expected by chance, computed from independent Gaussian factors of the same shape. For selection.*, it is
-    computed from the head's form in the measure's space, rotated randomly on both sides.
+    """Value expected by chance: mean and sd over heads with independent Gaussian factors of the same shape.
+
+    For selection.*, over heads whose form, in the measure's space, is rotated randomly on both sides.
     """
 
     mean: Number
@@ -100,14 +105,14 @@ class Null(Record):
 class Measure(Record):
     """One measure of one head: a value with its standard error or null, or the reason why the value is missing."""
 
-    value: Number | None  # The mean over sequences (tokens.*) or the number itself (weights.*)
-    label: str | None = None  # Name of a category, if the value is a category's number
+    value: Number | None  # Mean over sequences (tokens.*), or value of the weights (weights.*); None if missing
+    label: str | None = None  # Name of the category if the value is a category's number; else None
     se: Number | None = None  # Standard error of the mean over sequences (over texts if there are at least five)
-    se_reason: str | None = None
+    se_reason: str | None = None  # Reason why the standard error is missing
     n: Count | None = None  # Number of sequences (tokens.*), matrices (weights.*) or queries (selection.*)
-    null: Null | None = None
-    base: Number | None = None  # Value without the adapter (weights.* of a model with one)
-    reason: str | None = None
+    null: Null | None = None  # Value expected by chance; None if the measure has no null
+    base: Number | None = None  # Value without the adapter (weights.* of a model with an adapter)
+    reason: str | None = None  # Reason why the value is missing
 
     @model_validator(mode="after")
     def _value_or_reason(self) -> Measure:
@@ -131,21 +136,21 @@ class Measure(Record):
 class HeadId(Record):
     """Site and number of a head."""
 
-    site: str  # The site's name: module path, with #ordinal if the module is called more than once
-    layer: Count
-    head: Count
-    kv_head: Count
-    part: Part
+    site: str  # Name of the site: module path, with #ordinal if the module is called more than once
+    layer: Count  # Index of the site in execution order, from 0
+    head: Count  # Number of the query head, from 0
+    kv_head: Count  # Number of its key head, from 0
+    part: Part  # Part of the model: `encoder`, `decoder`, `cross`, …
 
 
 class Head(HeadId):
     """Measures and curves of one head."""
 
     measures: dict[str, Measure] = {}  # Scalars by qualified name (`weights.symmetry`)
-    curves: dict[str, list[Number]] = {}
+    curves: dict[str, list[Number]] = {}  # Values at each step, by qualified name
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a table row: site, layer, head, kv_head, part; each measure's value, and .se, .z, .base if known."""
+        """Return a table row: the fields of HeadId, then each measure's value and, if known, its .se, .z and .base."""
         row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label
@@ -154,7 +159,7 @@ class Head(HeadId):
         return row
 
 
-OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # Sentence openers; other capitals are names
+OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # First words that are not names
 
 
 def _clause(sentence: str) -> str:
@@ -164,22 +169,22 @@ def _clause(sentence: str) -> str:
 
 
 class Skipped(Record):
-    """Part that was not analysed, with the reason."""
+    """A part of the model that was not analysed, with the reason."""
 
-    site: str  # The site's name, or a module's path
-    heads: list[Count] = []  # Heads; empty means all
+    site: str  # Name of the site, or path of the module
+    heads: list[Count] = []  # Numbers of the heads; empty means all
     measure: str | None = None  # Measure or source; None means all
     reason: Annotated[str, AfterValidator(_clause)]  # Reason, as a clause that follows `because`
 
 
 class Coverage(Record):
-    """Coverage of the analysis."""
+    """Numbers of requested and analysed heads, and the parts that were skipped."""
 
-    sites: Count
-    heads: Count
+    sites: Count  # Number of requested sites
+    heads: Count  # Number of requested heads
     analysed: Count  # Number of heads with at least one value
-    model_sites: Count | None = None  # Numbers of sites and heads of the whole model, requested or not; None if unknown
-    model_heads: Count | None = None
+    model_sites: Count | None = None  # Number of sites of the whole model, requested or not; None if unknown
+    model_heads: Count | None = None  # Number of heads of the whole model, requested or not; None if unknown
     without: dict[str, Count] = {}  # Number of analysed heads without a value from a requested source, by source
     skipped: list[Skipped] = []
 
@@ -190,7 +195,7 @@ class Coverage(Record):
 
     @property
     def sentence(self) -> str:
-        """Summary `COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, without tokens.*, because …`."""
+        """Summary: `COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, without tokens.*, because …`."""
         count = f"{self.analysed} of {self.heads} heads"
         if self.complete:
             return f"COMPLETE: {count}"
@@ -201,7 +206,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Sources that the analysed heads lack, as text; if they lack none, the first omitted site."""
+        """Text that lists the sources that analysed heads lack; if they lack none, the first skipped site."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -220,35 +225,34 @@ class Pick(Record):
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query, divided by the best possible, 1/‖W_mm‖; ≥ 1 if the head is the SVM
+    margin: Number  # Smallest margin of the query / best possible margin 1/‖W_mm‖; at least 1 if the head is the SVM
 
 
 class Sentence(Record):
     """Tokens of a sequence, to which picks or attention rows refer."""
 
-    sequence: Count
-    keys: list[str]
-    queries: list[str] | None = None  # Tokens of the queries, if they are another sequence (cross-attention)
+    sequence: Count  # Index of the sequence among the inputs, from 0
+    keys: list[str]  # Tokens of the keys
+    queries: list[str] | None = None  # Tokens of the queries if they differ (cross-attention); else None
 
 
 class Selection(HeadId):
     """A head's selection problem and its solution."""
 
-    space: Space
+    space: Space  # Space in which the problem is posed: the module's inputs, or queries and keys
     picks: list[Pick]
     best: Number  # 1/‖W_mm‖_F, the largest minimum margin of any form of unit norm
-    null_margins: list[list[Number]] = []  # Margins of each null head relative to its best, ascending
+    null_margins: list[list[Number]] = []  # Margins of each random head / its best possible margin, ascending
     sentences: list[Sentence] = []
 
 
 class AttentionRows(HeadId):
     """Largest attention weights of each query of one sequence."""
 
-    sequence: Count
-    keys: list[list[Count]]
-    weights: list[list[Number]]
-    """Positions and weights of the keys with the largest weights, for each query, in descending order."""
-    rest: list[Number]  # Sum of the other weights of each query
+    sequence: Count  # Index of the sequence among the inputs, from 0
+    keys: list[list[Count]]  # For each query, the positions of the keys with the largest weights, largest first
+    weights: list[list[Number]]  # For each query, the weights of these keys
+    rest: list[Number]  # For each query, the sum of all other weights
     sentence: Sentence | None = None  # The tokens; None if the model reads no text, or if rows are not tokens
 
     @model_validator(mode="after")

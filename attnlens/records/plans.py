@@ -23,7 +23,7 @@ class KeyRank(Record):
     kv_head: Count
     heads: list[Count]  # Query heads that read these keys
     rank: Count  # Dimensions kept in the latent; 0 if the query heads attend uniformly
-    head_dim: Count  # Dimensions of all key heads of the latent together
+    head_dim: Count  # Total number of dimensions of the latent's key heads
     kv_heads: list[Count] = []  # Key heads that share the latent, if there are several; `kv_head` is the first of them
 
     @property
@@ -41,15 +41,15 @@ class KeyRank(Record):
 class Rise(Record):
     """Relative rise in a loss: after / before − 1."""
 
-    share: Number  # Rise as a share; 0.01 is 1 %
+    share: Number  # Rise as a share: 0.01 is 1 %
     ci95: Interval | None = None
-    """Two-sided, over pairs of sequences or of whole texts: studentised bootstrap, or Student's t for fewer than eight
-    pairs (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
-    over: Intervals = "windows"  # Population of the interval: windows of these texts, or texts like them
-    sequences: Count
+    """Two-sided 95 % interval over pairs of sequences or of whole texts: studentised bootstrap, or Student's t for
+    fewer than eight pairs (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
+    over: Intervals = "windows"  # Population of the interval: windows of these texts, or texts of this kind
+    sequences: Count  # Number of sequences
     by_text: dict[str, Number] = {}  # Relative rise on each text, by name, if the sequences come from several texts
-    ci95_by_text: dict[str, Interval] = {}
-    further: Number | None = None  # One-sided 95 % prediction bound for one more such text; None for a single text
+    ci95_by_text: dict[str, Interval] = {}  # Intervals of these rises
+    further: Number | None = None  # One-sided 95 % prediction bound for a new text of this kind; None for a single text
 
     @property
     def high(self) -> float:
@@ -66,18 +66,18 @@ class Rise(Record):
 
 
 class FormTried(Record):
-    """Form of latents, and its effect on the loss if each latent has half of its full rank."""
+    """A form of latents, and its effect on the loss if each latent has half of its full rank."""
 
     form: str  # Form as typed after `rank:`: `group=all,rotation=before,metric=attention`
     rise: Rise | None  # Rise on the calibration text used to choose; None if the model diverged
 
 
 class PlanStep(Record):
-    """One of the nested plans that were measured during the search."""
+    """One of the nested plans that the search measured."""
 
-    mean_rank: Number  # Mean over query heads
+    mean_rank: Number  # Rank per key head, mean over query heads
     predicted: Number  # Sum of the latents' sensitivities, as a share of the loss, or of perplexity
-    rise: Rise  # Estimate on the calibration text used to choose among the steps
+    rise: Rise  # Rise on the calibration text used to choose among the steps
 
 
 class Plan(Record):
@@ -87,34 +87,34 @@ class Plan(Record):
     tool: Tool
     model: ModelInfo
     settings: Settings
-    kernel: str
+    kernel: str  # Spelling of the kernel
     budget: Number = Field(gt=0)  # Largest allowed rise, as a share of the loss or perplexity: 0.01 is 1 %
     unit: Unit = "loss"  # Quantity whose relative rises are given: the loss in nats, or perplexity
     form: str = ""  # Form of the latents as typed after `rank:`; empty: one latent per key head, of rotated keys
     forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
-    held_out: bool = False  # True if estimate and promise are measured on text to which the maps were not fitted
+    held_out: bool = False  # True if `estimated` and `promised` were measured on text to which maps were not fitted
     ranks: list[KeyRank] = Field(min_length=1)
-    mean_rank: Number  # numbers kept for each key head, mean over query heads
-    head_dim: Number  # numbers for each key head before, mean over query heads
+    mean_rank: Number  # Numbers kept per key head, mean over query heads
+    head_dim: Number  # Numbers per key head in the original, mean over query heads
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
-    measured: Rise | None  # Rise on the evaluation text; None if the model diverged there, or not yet
-    healed: Rise | None = None
-    fitted_on: list[Text] = []
-    chosen_on: list[Text] = []
-    promised_on: list[Text] = []
-    """Calibration texts used for directions and sensitivities, for `estimated` and `steps`, and for `promised`."""
+    measured: Rise | None  # Rise on the evaluation text; None if the model diverged on it, or was not evaluated
+    healed: Rise | None = None  # Rise on the evaluation text after healing; None without healing
+    fitted_on: list[Text] = []  # Calibration texts used for directions and sensitivities
+    chosen_on: list[Text] = []  # Calibration texts used for `estimated` and `steps`
+    promised_on: list[Text] = []  # Calibration texts used for `promised`
     steps: list[PlanStep]
-    parameters: Pair  # Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys
+    parameters: Pair  # Number of parameters: W_Q, W_K and biases of these heads, and maps of queries and keys
     flops_per_token: Pair  # Operations for queries, keys and scores of these heads, mean over a sequence
-    cache_bytes_per_token: Pair  # Size of the keys and values of a token in the cache at these sites
-    model_cache_bytes_per_token: Pair = Pair(before=None, after=None)  # The same of the whole model
+    cache_bytes_per_token: Pair  # Bytes of a token's keys and values in the cache at these sites
+    model_cache_bytes_per_token: Pair = Pair(before=None, after=None)  # Bytes of a token in the whole model's cache
     rebuilding_flops: Number | None = None
     """Operations that rebuild the keys of one cached token from latents of unrotated keys. They are needed for every
     key that a new token sees, unless the keys are cached too."""
     keys_to_gain: Number | None = None
-    """Number of keys that a query must see before operations are saved, because the maps cost some. None without a
-    reason: saved from the first key on. None with a reason: never, only up to some number of keys, or unknown."""
+    """Number of keys that a query must see before operations are saved, because the maps need operations too. None
+    without a reason: operations are saved from the first key on. None with a reason: operations are never saved, or
+    only up to some number of keys, or the number is unknown."""
     reasons: Reasons = {}
 
     @model_validator(mode="before")
@@ -158,7 +158,7 @@ class Plan(Record):
 
     @property
     def within_budget(self) -> bool:
-        """True if the measured rise is within the budget and so is the promised rise's upper bound, if known."""
+        """True if the measured rise and the upper bound of the promised rise, if known, are within the budget."""
         if self.measured is None or self.measured.share > self.budget:
             return False
         if self.promised is not None:
@@ -168,4 +168,6 @@ class Plan(Record):
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan written by --plan. Raise UsageError if the file is missing or is not a plan."""
-    return read_record(Plan, path, "not a plan", "Give a file written by: attnlens ranks MODEL --plan FILE")
+    return read_record(
+        Plan, path, "not a plan", "Create a plan with: attnlens ranks MODEL --budget loss:1% --plan FILE"
+    )

@@ -1,4 +1,4 @@
-"""Provenance of a result: program, model with its files, options and input; converters for files of version 1."""
+"""Records of the provenance of a result: program, model, options and input; converters for files of version 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnlens.wording import format_count, model_name
 
 
 class Tool(Record):
-    """Program that wrote a report."""
+    """The program that wrote a report."""
 
     name: str = "attnlens"
     version: str
@@ -30,31 +30,31 @@ class FileInParts(Record):
 
     name: str
     bytes: Count
-    header_sha256: str  # SHA-256 of its header: names, types, shapes and offsets of the tensors
-    stamp: str = ""  # Version of the file: its modification time, or the hub's identifier of its content
+    header_sha256: str  # SHA-256 of the file's header: names, types, shapes and offsets of the tensors
+    stamp: str = ""  # Version of the file: modification time, or the hub's identifier of the content
 
 
 class Conventions(Record):
     """Properties of the model's attention that affect the meaning of the measures."""
 
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
-    """How positions enter the scores: through the inputs (if at all), a rotation, or an added bias; `unknown` if the
-    weights of a site can't be read."""
+    """How positions enter the scores. absolute: through the inputs, if at all; rotary: a rotation; bias: an added bias;
+    content–position: products of contents and positions; unknown: the weights of a site can't be read."""
     qk_norm: bool  # True if queries and keys are normalised per token; weights.* leave out the token's factor
-    bias: Literal["excluded", "none"]  # `excluded` if biases exist: weights.* omit them, tokens.* include them
+    bias: Literal["excluded", "none"]  # excluded: biases exist; weights.* omit them, tokens.* include them
     scale: Literal["included"] = "included"  # weights.* include the scale as the model applies it
-    notes: list[str] = []  # Facts that a reader of the numbers must know, one sentence each
+    notes: list[str] = []  # Facts that readers of the measures must know, one sentence each
 
 
 class AdapterInfo(Record):
     """The adapter merged into the model."""
 
-    id: str  # As given: hub id or folder
-    revision: str | None = None  # Commit of an adapter from the hub
-    base: str | None = None
+    id: str  # Hub id or folder, as the user typed it
+    revision: str | None = None  # Commit of an adapter from the hub; None for a folder
+    base: str | None = None  # Name of the base model in the adapter's configuration
     kind: str  # LoRA, rsLoRA, DoRA or rsDoRA
-    rank: Count
-    alpha: Number  # Default rank r and α, for modules without a pattern
+    rank: Count  # Default rank r, for modules without a pattern
+    alpha: Number  # Default α, for modules without a pattern
     modules: Count  # Number of modules changed by low-rank matrices
     replaced: list[str] = []  # Parameters that the adapter replaces entirely
     files: list[File] = []
@@ -63,10 +63,10 @@ class AdapterInfo(Record):
 class ModelInfo(Record):
     """The analysed model."""
 
-    id: str  # As given: hub id, folder, file or `demo`
-    revision: str | None = None
-    architecture: str
-    parameters: Count
+    id: str  # Hub id, folder, file or `demo`, as the user typed it
+    revision: str | None = None  # Commit of a model from the hub; None for other models
+    architecture: str  # Name of the model's class
+    parameters: Count  # Number of parameters
     files: list[File] = []
     files_in_parts: list[FileInParts] = []  # Weight files from which only the required tensors were read
     unexpected: list[str] = []  # Tensors in the files that the architecture does not use; `--strict` exits with 3
@@ -77,7 +77,7 @@ class ModelInfo(Record):
     """Names of all layers, such as `decoder.2`, in models with several parts; empty for models with a single part."""
 
     def layer_name(self, layer: int) -> str:
-        """Return the name of a layer for readers: its number, in models with several parts after its part's name."""
+        """Return the name of a layer for readers: `2`, or `decoder.2` in models with several parts."""
         return self.layer_names[layer] if layer < len(self.layer_names) else str(layer)
 
     def layer_number(self, layer: int) -> str:
@@ -85,7 +85,7 @@ class ModelInfo(Record):
         return self.layer_name(layer).rpartition(".")[2]
 
     def layer_choices(self, layer: int, part: Part) -> set[int | str]:
-        """Return the values with which options and rules select a layer: 2 and `decoder.2`."""
+        """Return the values with which options and rules can select a layer: 2 and `decoder.2`."""
         number = self.layer_number(layer)
         return {int(number), f"{part}.{number}"}
 
@@ -96,12 +96,12 @@ class ModelInfo(Record):
 
 
 class Text(Record):
-    """Text or noise passed to the model."""
+    """A text, or noise, that the model reads."""
 
     name: str  # File name, `stdin`, title of a built-in text, or `random pixels`; names of several texts joined by +
     sha256: str  # SHA-256 of the text in UTF-8 or of the noise; for several texts, of their joined digests
     windows: list[Count] = []  # Indices of the windows (or lines) read, from 0; empty for several texts
-    available: Count | None = None  # Number of windows (or lines) in the text from which those were drawn
+    available: Count | None = None  # Number of windows (or lines) in the whole text; None if unknown
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Text:
@@ -113,12 +113,12 @@ class Text(Record):
 
 
 FEWEST_DRAWS = 8
-"""Smallest number of draws (windows of each text, or texts) for a bootstrap. For fewer, Student's t describes the tails
-better: a sample that draws one of two windows twice has almost no error."""
+"""Smallest number of draws (windows of each text, or texts) for a bootstrap. Student's t is more accurate for fewer
+draws: a bootstrap sample that contains one of two windows twice has almost no error."""
 
 
 class Settings(Record):
-    """Options of the run, and the inputs passed to the model."""
+    """Options of the run, and the inputs that the model read."""
 
     seed: int = 0
     device: str = "cpu"
@@ -126,21 +126,21 @@ class Settings(Record):
     source: Sources = "both"
     analyzers: list[str] = []
     text: Text | None = None  # The text, if any; several texts are described as one
-    texts: list[Text] = []
+    texts: list[Text] = []  # The texts one by one
     placement: Placement | None = None  # Position of the windows (or lines) in each text; None without a text
     intervals: Intervals | None = None  # Population of standard errors and intervals; None without a text
     noise: Text | None = None  # Random pixels or sound, if the model reads no text
     calibration: Text | None = None  # Text used to fit parameters or train weights, never for evaluation
-    calibrations: list[Text] = []
-    windows_requested: Count | None = None
-    windows: Count | None = None  # Number of windows, lines, images or sounds read; None if none were
+    calibrations: list[Text] = []  # The calibration texts one by one
+    windows_requested: Count | None = None  # Requested number of windows; None if the user did not set it
+    windows: Count | None = None  # Number of windows, lines, images or sounds read; None if no input was read
     length: Count | None = None  # Tokens per window, per image, or at most per line (`pack` false)
     pack: bool | None = None  # True if text was cut into windows, False if read by line; None without a text
-    layers: list[Count | str] | None = None
-    heads: list[Count] | None = None  # Requested layers (`2` or `decoder.2`) and heads; None means all
-    select: str | None = None  # Selected tokens, `argmax` or `top-p:0.9`; None if selection was not analysed
-    options: dict[str, bool | int | float | str] = {}  # Other options that were set, except files, outputs and work
-    notes: list[str] = []  # Notes on the input that a reader must know, one sentence each
+    layers: list[Count | str] | None = None  # Requested layers (`2` or `decoder.2`); None means all
+    heads: list[Count] | None = None  # Requested heads; None means all
+    select: str | None = None  # Tokens that a query selects, `argmax` or `top-p:0.9`; None without selection measures
+    options: dict[str, bool | int | float | str] = {}  # Other options that the user set and that affect the results
+    notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
         """Return the degrees of freedom of a standard error over `count` sequences, or over the texts."""
@@ -148,7 +148,7 @@ class Settings(Record):
 
     @property
     def interval_method(self) -> str:
-        """Method of the intervals of paired differences: `bootstrap`, or `Student's t, 2 windows` for few draws."""
+        """Method that computed the intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
         counts = [len(text.windows) for text in self.texts if text.windows] or [self.windows or 0]
         if self.intervals == "texts":
             draws, unit = len(self.texts), "text"
@@ -178,7 +178,7 @@ class Settings(Record):
 Fields = Mapping[str, object]
 
 SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tokens": "length", "windows": "placement"}
-"""New name of each renamed setting; `windows` was the placement and became the count."""
+"""Names of settings in version 2 by their name in version 1; `windows` was the placement and is now the count."""
 BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
 """Fields of a report of version 1 that version 2 moves to the body of its kind."""
 KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
@@ -204,7 +204,7 @@ def convert_baseline(baseline: Fields) -> Fields:
     return {**convert_settings_in(baseline), "schema_version": "2"}
 
 
-CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on the text used to choose the ranks"
+CHOSEN_BY = "the plan was written by an older attnlens, which measured the rise on the text used to choose the ranks"
 
 
 def convert_plan(plan: object) -> object:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Values for every window and unit; a unit is a head (`inspect`) or a stage of a kernel (`swap-kernel`)."""
+    """Values of every unit on every window; a unit is a head (`inspect`) or a stage of a kernel (`swap-kernel`)."""
 
-    windows: Sequence[tuple[str, int]]  # Name of each sequence's text, and number of the window in this text
+    windows: Sequence[tuple[str, int]]  # Name of each window's text, and number of the window in this text
     units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
@@ -54,7 +54,7 @@ class Windows:
 
 
 Severity = Literal["none", "notable", "problem"]
-"""`none`: nothing differs from chance or from the original; `notable`: something does; `problem`: act on it."""
+"""none: nothing differs from chance or from the original; notable: something differs; problem: the user must act."""
 
 
 class Finding(Record):
@@ -71,7 +71,7 @@ Verdict = Literal["agrees", "partly checked", "not checked", "differs"]  # Verdi
 
 
 class Environment(Record):
-    """Environment of the run."""
+    """Versions of Python and libraries, and the platform, of the run."""
 
     python: str
     torch: str
@@ -86,20 +86,19 @@ class Extreme(Record):
     head: Count
     measure: str
     value: Number
-    rank: Count  # 1 for the most extreme head at its end
-    of: Count  # Number of heads in its part
-    percentile: Number  # 100 · (heads below it + ½)/heads
-    text: str  # Its rank, its value and the median: `largest tokens.share_distance of 32: 0.0489, median 0.00635`
+    rank: Count  # Rank from 1 among the largest, or the smallest, values
+    of: Count  # Number of heads in the head's part of the model
+    percentile: Number  # 100 · (number of heads with smaller values + ½)/number of heads
+    text: str  # Rank, value and median in words: `largest tokens.share_distance of 32: 0.0489, median 0.00635`
 
 
 class TextSummary(Record):
     """Medians over heads of tokens.* measures on the windows of one text."""
 
     name: str
-    sequences: Count
-    medians: dict[str, Number] = {}
-    median_errors: dict[str, Number] = {}
-    """Median over heads of each tokens.* measure, and its standard error over this text's windows."""
+    sequences: Count  # Number of the text's windows
+    medians: dict[str, Number] = {}  # Median over heads of each tokens.* measure
+    median_errors: dict[str, Number] = {}  # Standard errors of the medians over the text's windows
     reasons: Reasons = {}
 
 
@@ -109,17 +108,17 @@ class Summary(Record):
     model_config = ConfigDict(populate_by_name=True)
 
     medians: dict[str, Number] = {}  # Median over heads of each measure
-    median_errors: dict[str, Number] = {}  # Their standard errors: bootstrap over windows (or texts)
+    median_errors: dict[str, Number] = {}  # Standard errors of the medians: bootstrap over windows (or texts)
     median_nulls: dict[str, Null] = {}  # Median expected by chance for the same number of heads
-    layers: list[dict[str, Number]] = []
-    layer_errors: list[dict[str, Number]] = []
-    layer_nulls: list[dict[str, Null]] = []  # Medians, errors and nulls over each layer's heads, as in `layer_numbers`
-    layer_numbers: list[Count] = []
+    layers: list[dict[str, Number]] = []  # Medians over the heads of each layer, in the order of `layer_numbers`
+    layer_errors: list[dict[str, Number]] = []  # Standard errors of these medians
+    layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
+    layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
-    extremes: list[Extreme] = []  # Heads at the ends of the measures, the furthest from the median first
+    extremes: list[Extreme] = []  # Heads with the largest and smallest values, the furthest from the median first
     identity_error: Number | None = None  # Relative change of the model's outputs if attnlens recomputes attention
     reasons: Reasons = {}
     verdict: Verdict | None = None  # Verdict of `doctor`: `agrees` if everything was checked and nothing differs
@@ -131,25 +130,25 @@ class SiteCheck(Record):
     site: str
     part: Part
     heads: Count
-    route: str  # How its weights were read
+    route: str  # How the site's weights were read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
-    weights_error: Number | None  # The same error, with queries and keys computed from weights and inputs
-    reason: str | None = None
+    weights_error: Number | None  # This error if queries and keys are computed from weights and inputs
+    reason: str | None = None  # Reason why an error is missing
     rounding: Number | None = None
-    """Error of the model's own attention weights because it rounds large scores; None if no error needs this
+    """Error of the model's own attention weights because the model rounds large scores; None if no error needs this
     explanation."""
     passed: bool  # True if no error exceeds the tolerance, or the model's own rounding explains it
     verdict: Verdict | None = None
     """`differs` if an error exceeds the tolerance, `partly checked` if one error is missing, `not checked` if both are
-    missing; None in version 1."""
+    missing, else `agrees`; None in reports of version 1."""
 
 
 class Sight(Record):
     """An output that depends on the wrong tokens (`doctor`)."""
 
     kind: Literal["sees", "misses", "differs"]
-    """`sees`: the mask hides the token, but the output depends on it; `misses`: the reverse; `differs`: the output
-    differs from a pass without cache."""
+    """sees: the mask hides the token, but the output depends on it; misses: the mask shows the token, but the output
+    does not depend on it; differs: the output differs from a pass without cache."""
     output: Count  # Position of the output
     token: Count | None  # Position of the token whose input was perturbed; None for `differs`
     layer: Count | None  # Sequential number of the site; None for the output of the whole model
@@ -164,10 +163,10 @@ class MaskCheck(Record):
     verdict: Literal["agrees", "differs", "not checked"]
     error: Number | None = None
     """Relative error of the outputs against a float64 pass over each sequence alone, without padding or cache."""
-    error_judged: bool = True  # False if other positions of the tokens change the outputs, too
-    faults: list[Sight] = []  # The largest at each site, in the order of the layers
-    count: Count = 0  # Number of pairs of output and token that are wrong
-    reason: str | None = None  # Why it was not checked
+    error_judged: bool = True  # False if `error` cannot be judged, because positions of tokens also change the outputs
+    faults: list[Sight] = []  # The fault with the largest change at each site, in the order of the layers
+    count: Count = 0  # Number of faults: pairs of output and token that are wrong
+    reason: str | None = None  # Reason why the property was not checked; None if it was
 
 
 class SiteError(Record):
@@ -183,14 +182,14 @@ class BackendCheck(Record):
 
     backend: str
     verdict: Literal["agrees", "rounds", "differs", "not run"]
-    """`rounds`: the error exceeds the tolerance, but the rounding of softmax in float32 explains it."""
-    dtype: str | None = None
+    """rounds: the error exceeds the tolerance, but rounding of the softmax in float32 explains it."""
+    dtype: str | None = None  # Number type in which the backend ran; None if it was not run
     output_error: Number | None = None  # Relative error of the outputs that differ most
-    tolerance: Number | None = None
+    tolerance: Number | None = None  # Largest relative error with which the backend agrees
     greedy_agreement: Number | None = None  # Share of positions with the same most likely token
     sites: list[SiteError] = []
     masks: list[MaskCheck] = []
-    reason: str | None = None  # Why it was not run, or what explains its error
+    reason: str | None = None  # Reason why the backend was not run, or explanation of its error
 
 
 class InspectionBody(Record):
@@ -208,9 +207,9 @@ class SwapBody(Swap):
 
 
 class Report(Record):
-    """Results of one command: a common part, and a body in the field that `kind` names.
+    """Results of one command: common fields, and a body in the field that `kind` names.
 
-    The JSON contains only this body; in Python, the bodies of other kinds are empty.
+    The JSON contains no fields for bodies of other kinds; in Python, these fields are empty.
     """
 
     model_config = ConfigDict(
@@ -220,7 +219,7 @@ class Report(Record):
     )
 
     schema_version: Literal["2"] = "2"
-    kind: Kind  # Kind: the name of the field that contains the body
+    kind: Kind  # Kind of the report, which is the name of the field that contains the body
     tool: Tool
     command: str
     model: ModelInfo
@@ -229,7 +228,7 @@ class Report(Record):
     coverage: Coverage
     heads: list[Head] = []
     summary: Summary = Summary()
-    findings: list[Finding] = []  # Answers to the questions that the report is read for
+    findings: list[Finding] = []  # Answers to questions, derived from the measures
     checks: list[Check] = []
     inspection: InspectionBody = InspectionBody()
     swap: SwapBody | None = None
@@ -240,7 +239,7 @@ class Report(Record):
     studies: list[StudyTable] = []
     windows_file: File | None = None  # File of --windows-csv, in the folder of the report
     timings: dict[str, Number] = {}  # Seconds by stage
-    peak_memory_bytes: Count = 0  # Largest resident memory of the process
+    peak_memory_bytes: Count = 0  # Largest resident memory of the process, in bytes
     _windows: Windows | None = PrivateAttr(None)
 
     @model_validator(mode="after")
@@ -263,12 +262,12 @@ class Report(Record):
 
     __str__ = __repr__
 
-    def __iter__(self) -> Iterator[Head]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
+    def __iter__(self) -> Iterator[Head]:  # type: ignore[override]  # pydantic's records iterate over fields
         return iter(self.heads)
 
     @property
     def windows(self) -> Windows | None:
-        """Values of every window, if the report was just created; the JSON lacks them (`--windows-csv` writes them)."""
+        """Values of every window; None for a report read from JSON, which lacks them (`--windows-csv` writes them)."""
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:
@@ -297,16 +296,15 @@ class Report(Record):
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return one row per head: site, layer, head, kv_head, part, and per measure `name`, `.se`, `.z` and `.base`.
+        """Return a table with one row per head: the fields of HeadId and, per measure, `name`, `.se`, `.z`, `.base`.
 
         Raise UsageError if pandas is not installed.
         """
         try:
             import pandas
         except ImportError:
-            raise UsageError(
-                "A table of heads needs pandas, which is not installed.", "Run: pip install pandas"
-            ) from None
+            problem = "to_dataframe() needs pandas, which is not installed."
+            raise UsageError(problem, "Run: pip install pandas") from None
         return pandas.DataFrame([head.cells() for head in self.heads])
 
 

@@ -20,51 +20,51 @@ class Curve(Record):
 
     steps: list[Number]  # Iteration, training step, dimension or factor of each value
     median: list[Number | None]
-    low: list[Number | None] | None = None
-    high: list[Number | None] | None = None
+    low: list[Number | None] | None = None  # First quartile at each step; None for a single trial or head
+    high: list[Number | None] | None = None  # Third quartile at each step; None for a single trial or head
     quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
     bounded: bool = False  # True for quantities of at most 1, such as shares, which are drawn on a linear axis
     picture: str | None = None
-    """Title (after the experiment's name) of the picture in which this curve shares axes with others. None: the axes of
-    the other curves, or separate axes if the quantity is unknown."""
+    """Title, after the experiment's name, of the picture in which this curve is drawn. None: curves without a title
+    share a picture if their quantity is known, and are drawn separately otherwise."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
-    null_of: str | None = None  # Name of the curve that this is the null of: `median` is its mean, `low`, `high` ± 1 sd
+    null_of: str | None = None  # Name of the curve whose null this is: `median` is its mean, `low` and `high` ± 1 sd
 
 
 class Trajectory(Record):
-    """One head's measure against the steps of its experiment."""
+    """A measure of one head against the steps of its experiment."""
 
     layer: Count
     head: Count
-    measure: str
-    values: list[Number | None]
-    se: list[Number | None] | None = None
+    measure: str  # Qualified name
+    values: list[Number | None]  # Value at each step; None if missing
+    se: list[Number | None] | None = None  # Standard error at each step; None if unknown
 
 
 class Experiment(Record):
-    """One experiment: question, results and published values."""
+    """An experiment: its question, results and published values."""
 
     name: str
     question: str
     model: str | None = None  # Model that was used, if it is not the report's: `demo`
     settings: dict[str, JsonValue] = {}
     labels: dict[str, str] = {}  # Labels of figures and settings that differ from their names: `W_mm_d4`: `W_mm, d = 4`
-    final: dict[str, Number | None]
+    final: dict[str, Number | None]  # Resulting figures by name; None if missing
     errors: dict[str, Number] = {}  # Standard errors of the figures that are means over trials
-    reasons: Reasons = {}  # Reasons for the figures that are None
-    published: dict[str, Number] | None = None  # Reference values of the same figures, whose origin is in `origins`
-    origins: dict[str, Origin] = {}  # Origin of the reference values that the paper does not state
-    source: str | None = None
-    tolerance: dict[str, Number] | None = None
-    bounds: dict[str, Bound] = {}  # Figures with a lower or upper bound; the others must be within tolerance
+    reasons: Reasons = {}  # Reasons why figures are None
+    published: dict[str, Number] | None = None  # Reference values by figure; None if there are none
+    origins: dict[str, Origin] = {}  # Origin of the reference values that are not `published` in the paper
+    source: str | None = None  # Publication that contains the reference values
+    tolerance: dict[str, Number] | None = None  # Largest difference from the reference value, by figure
+    bounds: dict[str, Bound] = {}  # Figures whose reference is a lower or upper bound; others must be within tolerance
     passed: bool | None = None  # True if all tested figures agree with their reference; None if none was tested
     axis: str = "iteration"  # Unit of the steps of its curves
     curves: dict[str, Curve] = {}
     trajectories: list[Trajectory] = []  # One per head and measure, if the steps are training checkpoints
 
     def meets(self, figure: str) -> bool | None:
-        """Return True if a figure agrees with its reference value, else False; None if it is not tested.
+        """Return True if a figure agrees with its reference value, False if not; None if it is not tested.
 
         A figure is not tested if it has no reference value, or if it lies within a tolerance that is too wide (WIDEST)
         to show agreement.
@@ -87,7 +87,7 @@ class Experiment(Record):
 
     @property
     def agreeing(self) -> Counter[Origin]:
-        """Number of figures that agree with their reference value, by its origin."""
+        """Number of figures that agree with their reference value, by origin of the reference value."""
         return Counter(self.origins.get(figure, "published") for figure in self.published or {} if self.meets(figure))
 
     def null(self, name: str) -> Curve | None:
@@ -104,57 +104,57 @@ LEVEL = 0.05  # Probability of any false decision among all pairs of a table
 
 
 class StudyColumn(Record):
-    """One column of a table: the training data of its cells, and the score by which they are compared."""
+    """A column of a table (a task): the training data of its cells, and the score by which they are compared."""
 
     name: str
-    form: Literal["language", "translation", "classification"]
-    metric: Literal["perplexity", "BLEU", "accuracy"]  # The paper's measure; perplexity is compared by its logarithm
+    form: Literal["language", "translation", "classification"]  # Kind of task
+    metric: Literal["perplexity", "BLEU", "accuracy"]  # Measure of the paper; perplexity is compared by its logarithm
     higher_is_better: bool
     vocabulary: Count  # Number of input ids; 0 for a series
     length: Count  # Maximum number of tokens of a sequence
     files: list[File] = []
-    sizes: dict[str, JsonValue]  # Layers, widths, steps and rates, which all its cells share
-    left_out: dict[str, Count] = {}  # Number of omitted or changed examples, by part or by the change
+    sizes: dict[str, JsonValue]  # Layers, widths, steps and rates, which all cells of the column share
+    left_out: dict[str, Count] = {}  # Number of omitted or changed examples, by part of the data or by kind of change
     repeated: Count = 0  # Number of pairs left out of training because they are also in the held-out data
-    published: str | None = None  # Data and measure of the paper's numbers; None if the paper has none
+    published: str | None = None  # Data and measure of the paper's numbers; None if the paper has no numbers
 
 
 class StudyRun(Record):
-    """One training run of a cell, from one seed."""
+    """A training run of a cell, from one seed."""
 
     seed: Count
-    scores: dict[str, Number] = {}  # Results on the test set; empty if it did not converge
+    scores: dict[str, Number] = {}  # Results on the test set, by measure; empty if the run did not converge
     steps: list[Count]  # Steps at which the validation loss was measured
-    losses: list[Number]
-    seconds: Number
-    problem: str | None = None  # Reason why it did not converge; None if it did
+    losses: list[Number]  # Validation loss at these steps, in nats per token or example
+    seconds: Number  # Duration of training
+    problem: str | None = None  # Reason why the run did not converge; None if it did
 
 
 class StudyCell(Record):
-    """One attention variant trained on one task."""
+    """A cell of a table: one attention variant trained on one task."""
 
-    name: str
-    task: str
-    form: dict[str, JsonValue]  # Kernel, symmetry, positions, value function; if several were searched, the chosen one
-    rate: Number
+    name: str  # Name of the row
+    task: str  # Name of the column
+    form: dict[str, JsonValue]  # Kernel, symmetry, positions and value function; the best form if several were searched
+    rate: Number  # Learning rate
     forms: Count  # Number of forms searched at each learning rate
-    searched: list[tuple[Number, Number | None]]  # (learning rate, validation loss) of the search; None: diverged
+    searched: list[tuple[Number, Number | None]]  # Learning rate and validation loss of each trial; None: it diverged
     mean: Number | None  # Mean score over runs (perplexity: exp of the mean loss); None if a run did not converge
     se: Number | None  # Standard error of the mean over seeds; for perplexity, perplexity times that of the loss
     runs: list[StudyRun]
-    parameters: Count  # number of parameters of the model
-    kernel_parameters: Count  # number of parameters of its projections of queries, keys and positions
-    tokens: Count
+    parameters: Count  # Number of parameters of the model
+    kernel_parameters: Count  # Number of parameters of the projections of queries, keys and positions
+    tokens: Count  # Number of tokens of one run, with repetitions
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
-    heads: dict[str, Curve] = {}  # Medians over heads against the training step, of the first seed's run, by measure
-    features: str = ""  # Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown
-    published: Number | None = None
-    published_diverged: bool = False
+    heads: dict[str, Curve] = {}  # Medians over heads against the training step, in the first seed's run, by measure
+    features: str = ""  # Feature dimension of the kernel per head, `∞` if it is infinite; empty if unknown
+    published: Number | None = None  # Score in the paper; None if the paper has none
+    published_diverged: bool = False  # True if the paper reports that training diverged
 
     @property
     def tested_look(self) -> int:
-        """Index of the first run's evaluation with the least validation loss, whose weights were tested."""
+        """Index of the first run's evaluation with the least validation loss; its weights were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 
@@ -166,15 +166,15 @@ class StudyCell(Record):
 
 
 class StudyPair(Record):
-    """Two cells of a task, compared over the same seeds."""
+    """Comparison of two cells of a task over the same seeds."""
 
     task: str
     measure: str  # Compared measure: loss, BLEU or accuracy on the test set
-    first: str  # name of the first row
-    second: str  # name of the second row
-    difference: Number
-    p: Number | None  # Two-sided p of no difference; None if runs have no spread
-    p_holm: Number | None  # p corrected for all pairs of the table (Holm)
+    first: str  # Name of the first row
+    second: str  # Name of the second row
+    difference: Number  # Mean measure of the first cell − that of the second
+    p: Number | None  # Two-sided p of the hypothesis of no difference; None if runs have no spread
+    p_holm: Number | None  # p corrected for all pairs of the table (Holm); None if p is
     agrees: bool | None = None  # True if the paper ranks the cells alike; None if its numbers are missing or equal
 
 
@@ -183,24 +183,23 @@ class StudyOrdering(Record):
 
     task: str
     measure: str
-    tau: Number  # Kendall's τ_a of our means and the published numbers, better first in both
-    low: Number
-    high: Number  # 95 % bounds of τ, which assume that all undecided pairs contradict (low) or confirm (high) the paper
-    agree: Count
-    disagree: Count
-    undecided: Count
-    """Numbers of pairs with a significant difference (Holm, 5 %) as in the paper, with the opposite one, or neither."""
+    tau: Number  # Kendall's τ_a of the measured means and the published numbers, each ranked from best to worst
+    low: Number  # Lower 95 % bound of τ: all undecided pairs contradict the paper
+    high: Number  # Upper 95 % bound of τ: all undecided pairs confirm the paper
+    agree: Count  # Number of pairs with a significant difference (Holm, 5 %) of the same sign as in the paper
+    disagree: Count  # Number of pairs with a significant difference of the opposite sign
+    undecided: Count  # Number of pairs without a significant difference
 
 
 class StudyTable(Record):
-    """One table of a paper, reproduced by training."""
+    """A table of a paper, reproduced by training."""
 
     name: str
     question: str
-    source: str
-    scale: str
+    source: str  # Publication and number of the table
+    scale: str  # Name of the scale at which models were trained
     tasks: list[StudyColumn]
     cells: list[StudyCell]
-    not_trained: list[str] = []
+    not_trained: list[str] = []  # Forms of tasks that were not trained, because their data were not given
     pairs: list[StudyPair] = []
     orderings: list[StudyOrdering] = []  # One per task with at least two cells that are also in the paper

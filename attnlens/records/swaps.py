@@ -15,13 +15,12 @@ class Predictor(Record):
 
     measure: str  # Qualified name (`tokens.entropy`)
     rho: Number  # Spearman's ρ of the measure with the harm, −1 to 1
-    heads: Count  # Number of heads that have both
+    heads: Count  # Number of heads with a measure and a harm
     left_out: Count = 0  # Number of heads that lack the measure or diverged
-    heads_ci95: Interval | None = None
-    layers_ci95: Interval | None = None
-    sequences_ci95: Interval | None = None
-    """Bootstrap of heads (those of a shared module together), of whole layers, and of windows (or texts)."""
-    p_value: Number | None = None  # Two-sided, by permutations of heads, of this measure alone
+    heads_ci95: Interval | None = None  # By bootstrap of heads; heads of a shared module are drawn together
+    layers_ci95: Interval | None = None  # By bootstrap of whole layers
+    sequences_ci95: Interval | None = None  # By bootstrap of windows (or texts)
+    p_value: Number | None = None  # Two-sided p by permutations of heads, not corrected for other measures
     p_corrected: Number | None = None  # p_value corrected for all measures compared (maxT, Westfall & Young 1993)
     holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
     values: list[Number | None] = []  # The measure of each head, in the order of the sweep
@@ -31,21 +30,21 @@ class Predictor(Record):
 class Prediction(Record):
     """Scope of the search for measures that predict the harm of one kernel."""
 
-    heads: Count
+    heads: Count  # Number of heads in the sweep
     diverged: Count = 0  # Number of these heads that diverged, so that their harm is undefined
     measures: Count  # Number of measures compared, for which p-values are corrected
-    permutations: Count
-    reliability: Number | None = None  # 2r/(1 + r), with Spearman's r of the harms on two halves of the windows; ≥ 0
+    permutations: Count  # Number of permutations of heads
+    reliability: Number | None = None  # 2r/(1 + r) ≥ 0, where r is Spearman's ρ of harms between halves of the windows
     ceiling: Number | None = None  # √reliability: expected ρ of a perfect predictor, given noise between windows
-    left_out: dict[str, str] = {}  # Measures that were not compared, and why
+    left_out: dict[str, str] = {}  # Reasons why measures were not compared, by measure
     reasons: Reasons = {}
 
 
 class Change(Record):
     """Paired values of a quantity in the original and in the changed model."""
 
-    before: Number
-    after: Number
+    before: Number  # Value in the original model
+    after: Number  # Value in the changed model
     delta: Number  # after − before
     ci95: Interval | None = None  # Interval of delta: studentised paired bootstrap over windows or at least five texts
 
@@ -53,46 +52,46 @@ class Change(Record):
 class Pair(Record):
     """A cost of the original and of the changed model."""
 
-    before: Number | None  # Cost of the original model under its own attention implementation
-    after: Number | None
+    before: Number | None  # Cost of the original model with its own attention implementation; None if unknown
+    after: Number | None  # Cost of the changed model; None if unknown
 
 
 class TextChange(Record):
     """Change in the loss on one text."""
 
-    name: str
-    sequences: int
-    change: Change
-    perplexity: Change | None = None  # exp(loss), intervals from the same draws; None if it overflows
+    name: str  # Name of the text
+    sequences: int  # Number of sequences read from the text
+    change: Change  # Change in nats per predicted token
+    perplexity: Change | None = None  # Change in exp(loss), with intervals from the same draws; None on overflow
 
 
 class PositionChange(Record):
     """Change in the loss on the tokens at a range of positions in their sequences."""
 
-    first: int
-    last: int  # The first and the last of these positions, counted from 1 over a sequence's predicted tokens
-    tokens: int
-    change: Change
+    first: int  # First position of the range, counted from 1 over a sequence's predicted tokens
+    last: int  # Last position of the range
+    tokens: int  # Number of tokens at these positions
+    change: Change  # Change in nats per token
 
 
 class BeyondWindow(Record):
     """Change in the loss on tokens whose bigram (with the previous token) last occurred over `window` tokens ago."""
 
     window: int
-    """Width of the window in keys, including the query's own: that of the kernel, else of its sink-window control,
-    else 64. For several kernels: the widest of these beyond which there are enough tokens."""
-    tokens: int
-    change: Change
+    """Width of the window in keys, including the query's own key: that of the kernel, else of its sink-window control,
+    else 64. For several kernels, it is the widest of their windows beyond which there are enough tokens."""
+    tokens: int  # Number of these tokens
+    change: Change  # Change in nats per token
 
 
 class Agreement(Record):
     """Number of tokens for which the greedy continuations of two models agree."""
 
-    prompts: int
+    prompts: int  # Number of prompts
     source: str  # Origin of the prompts: `windows` (first halves of evaluated windows), or a file name
-    prompt_tokens: int
+    prompt_tokens: int  # Number of tokens of a prompt
     tokens: int  # Maximum number of generated tokens
-    until: list[int]  # Tokens of each prompt until the first that differs; `tokens` if none does
+    until: list[int]  # Number of generated tokens, per prompt, before the first that differs; `tokens` if none does
     median: Number  # Lower median; if it equals `tokens`, at least half of the prompts never differ
     quartiles: Interval  # First and third quartile of `until`, rounded down to values that occur
     never: int  # Number of prompts whose continuations never differ
@@ -101,9 +100,9 @@ class Agreement(Record):
 class TextCosine(Record):
     """Similarity of the last hidden states on one text."""
 
-    name: str
-    sequences: int
-    cosine: Number  # Mean over its tokens
+    name: str  # Name of the text
+    sequences: int  # Number of sequences read from the text
+    cosine: Number  # Mean cosine over the text's tokens
     ci95: Interval | None = None
 
 
@@ -114,40 +113,38 @@ class PredictionChange(Record):
     """
 
     tokens: Count  # Number of predictions compared
-    mean: Number  # KL(original ‖ changed) in nats per prediction
-    mean_se: Number | None
-    largest: Number
-    q999: Number  # 99.9 % quantile of the KL over predictions
-    q99: Number
-    q95: Number
-    median: Number
+    mean: Number  # Mean of KL(original ‖ changed) over predictions, in nats
+    mean_se: Number | None  # Standard error of the mean
+    largest: Number  # Largest KL of a prediction, in nats
+    q999: Number  # 99.9 % quantile of the KL over predictions, in nats
+    q99: Number  # 99 % quantile
+    q95: Number  # 95 % quantile
+    median: Number  # Median
     same_top: Number  # Share of predictions whose likeliest token or class is the same
-    same_top_se: Number | None
+    same_top_se: Number | None  # Standard error of this share
     perplexity_ratio: Number | None  # Perplexity of the changed model / that of the original; None without targets
-    perplexity_ratio_se: Number | None
+    perplexity_ratio_se: Number | None  # Standard error of the ratio
 
 
 class Outcome(Record):
     """Differences in predictions and hidden states between a changed model and the original."""
 
-    loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
+    loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or if the model diverged
     loss_by_text: list[TextChange] = []
     loss_by_position: list[PositionChange] = []  # Loss by position in the sequence; causal models only
     beyond_window: BeyondWindow | None = None  # Loss on tokens that depend on a context beyond a window; if causal
-    perplexity: Change | None = None
+    perplexity: Change | None = None  # exp(loss); None if `loss` is None or on overflow
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
-    predictions: PredictionChange | None = (
-        None  # Distribution of that KL over predictions; None if nothing is predicted
-    )
-    top1_agreement: Number | None = None  # Share of predicted tokens that both models predict alike
-    hidden_cosine: Number | None = None  # Mean cosine of the last hidden states, token by token
+    predictions: PredictionChange | None = None  # Distribution of this KL; None if nothing is predicted
+    top1_agreement: Number | None = None  # Share of predictions with the same likeliest token in both models
+    hidden_cosine: Number | None = None  # Cosine of both models' last hidden states, mean over tokens
     hidden_cosine_ci95: Interval | None = None
     hidden_cosine_by_text: list[TextCosine] = []
-    hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019).
+    hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019)
     agreement: Agreement | None = None  # Agreement of greedy continuations; None if nothing is generated
     diverged: bool = False  # True if the changed model's predictions or hidden states are not finite
-    destroyed: bool = False  # True if a uniform guess over the vocabulary beats this model, but not the original
+    destroyed: bool = False  # True if uniform predictions have a lower loss than the changed model, not the original
     reasons: Reasons = {}
 
 
@@ -158,12 +155,12 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple alternative at the same sites and heads; only `far part, healed` is trained."""
+    """Effect of a simple alternative at the swapped sites and heads; only `far part, healed` is trained."""
 
     role: ControlRole
     kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`
-    state: Number | None = None  # Numbers that a head keeps for the tokens of one window, mean over sites
-    difference: Change | None = None  # Loss of this alternative (before) and of the swapped model (after)
+    state: Number | None = None  # Numbers that a head stores for the tokens of one window, mean over sites
+    difference: Change | None = None  # Loss of the alternative (before) and of the swapped model (after)
 
 
 class HealingStep(Record):
@@ -172,36 +169,36 @@ class HealingStep(Record):
     step: int
     validation: Number | None  # Distance to the original on held-out text: KL in nats per token, or 1 − cosine
     loss: Number | None = None  # Loss on the evaluation text, at the plotted steps; never used to choose a step
-    tokens: int | None = None  # Tokens trained on so far, counting repetitions; None in older reports
-    stage: HealingStage | None = None
+    tokens: int | None = None  # Number of tokens trained on so far, with repetitions; None in older reports
+    stage: HealingStage | None = None  # Training stage of the step; None in older reports
 
 
 class HealingRate(Record):
     """One learning rate that the range test tried."""
 
-    rate: Number
-    validation: Number | None  # Held-out Σ ‖new − own‖²/‖own‖² over sites (transfer), or distance; None: diverged
+    rate: Number  # Largest learning rate of AdamW
+    validation: Number | None  # Held-out Σ ‖new − old‖²/‖old‖² over sites (transfer), or distance; None: it diverged
 
 
 class HealingTraining(Record):
     """One training stage of `heal`."""
 
-    stage: HealingStage  # transfer: outputs of each site; whole: predictions of the models, or the text
+    stage: HealingStage  # transfer: trained on outputs of each site; whole: on predictions of the model, or the text
     steps: int
-    tokens: int  # Tokens trained on, without the range test, which takes up to eight steps at each rate
+    tokens: int  # Number of tokens trained on, without the range test, which takes up to eight steps at each rate
     seconds: Number  # Duration of the steps, without range test and checks
     tokens_per_second: Number | None = None
-    learning_rate: Number  # Largest learning rate of AdamW; 0 if no tried rate helped, so the stage was left out
+    learning_rate: Number  # Largest learning rate of AdamW; 0 if the stage was left out because no rate helped
     lowered_from: Number | None = None  # Rate chosen by the range test, if it was lowered because no check improved
     rates: list[HealingRate] = []
-    stopped: bool = False  # True if the stage was left out, or ended once the last gain's 95 % interval contained 0
+    stopped: bool = False  # True if the stage was left out, or ended when the last gain's 95 % interval contained 0
 
 
 class HealingControl(Record):
-    """Copy of the original model, in which the same parameters were trained for as long on the same text."""
+    """Control for healing: the original model, with the same parameters trained on the same text for as long."""
 
-    best: int
-    tokens: int
+    best: int  # Step with the least validation loss, whose weights were kept
+    tokens: int  # Number of tokens trained on, with repetitions
     learning_rate: Number  # Largest learning rate of AdamW
     loss: Change  # Nats per token of the evaluation text, before and after this training
     perplexity: Change
@@ -212,9 +209,9 @@ class HealingControl(Record):
 class Healing(Record):
     """Training of W_Q and W_K towards the original model."""
 
-    steps: int  # Requested steps, or the steps done if tokens or a time were requested
-    best: int  # The step with the least validation distance, whose weights were kept
-    parameters: int
+    steps: int  # Number of requested steps, or of steps done if tokens or a time were requested
+    best: int  # Step with the least validation distance, whose weights were kept
+    parameters: int  # Number of trained parameters
     learning_rate: Number  # Largest learning rate of AdamW in the last stage that trained
     curve: list[HealingStep]
     eta: Number | None = None  # Weight η of the KSVD regulariser in the training loss; None for kernels without one
@@ -223,8 +220,8 @@ class Healing(Record):
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
     rank: int | None = None  # Rank of each weight's change; None if it was free
-    batch: int | None = None
-    tokens: int | None = None  # Tokens trained on, with repetitions, without range tests
+    batch: int | None = None  # Number of sequences per step
+    tokens: int | None = None  # Number of tokens trained on, with repetitions, without range tests
     seconds: Number | None = None  # Duration of range tests, steps and checks
     stages: list[HealingTraining] = []
     peak_memory_bytes: int | None = None  # Peak memory during healing: resident (CPU) or allocated (GPU)
@@ -242,9 +239,9 @@ class SiteSwap(Record):
     site: str
     layer: int
     part: Part
-    heads: list[int]
-    path: str  # Computation path: sdpa, running sums, row tiles, …
-    output_error: Number | None = None  # ‖new − own‖/‖own‖ of the site's output on the original's inputs
+    heads: list[int]  # Query heads whose kernel was replaced
+    path: str  # Route by which attention was computed: sdpa, running sums, row tiles, …
+    output_error: Number | None = None  # ‖new − old‖/‖old‖ of the site's output on the original's inputs
     off_simplex: Number | None = None  # Negative share of the attention's mass, Σ max(−w, 0)/Σ |w|
 
 
@@ -256,8 +253,8 @@ class Effect(Record):
     part: Part
     delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged
     ci95: Interval | None = None
-    p_value: Number | None = None  # Two-sided, of no change: studentised bootstrap; None for a distance
-    significant: bool = False  # True if it is significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)
+    p_value: Number | None = None  # Two-sided p of no change, by studentised bootstrap; None for a distance
+    significant: bool = False  # True if significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)
 
 
 class Swap(Outcome):
@@ -266,29 +263,29 @@ class Swap(Outcome):
     kernel: str  # As typed, with its parameters: `rbf:gamma=0.5+window:64`
     formula: str  # log k(q, k), or the whole output if the kernel is not a function of queries and keys
     formula_of: Literal["log k", "output"] = "log k"
-    parameters: dict[str, Number] = {}
+    parameters: dict[str, Number] = {}  # Parameters of the kernel, including defaults
     fitted: list[str] = []  # Parameters that were chosen per head from calibration text
     task: Task
     noise: bool = False  # True if the input is random noise, so that losses are meaningless
     sites: list[SiteSwap]
     identity_error: Number  # Relative change of the outputs if the model's own kernel is recomputed; at most 1e-5
-    causality_error: Number | None = None  # Change of outputs if later tokens change; 0 if nothing leaks
-    mask_error: Number | None = None  # Change of real tokens' outputs if the padding changes; 0 if nothing leaks
-    off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the exchanged sites
+    causality_error: Number | None = None  # Relative change of outputs if later tokens change; 0 if nothing leaks
+    mask_error: Number | None = None  # Relative change of tokens' outputs if the padding changes; 0 if nothing leaks
+    off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the swapped sites
     tokens_per_second: Pair  # Forward passes of the evaluation, median over batches
     peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
-    stages: list[Stage]
+    stages: list[Stage]  # The model at each stage: swapped, fitted, healed
     healing: Healing | None = None
     state: Number | None = None
-    """Numbers that a swapped head caches for a window, mean over sites: m·(value_dim + 1) if it keeps running sums over
-    m features, else head_dim + value_dim for each token, or for each key that a filter keeps."""
+    """Numbers that a swapped head stores for a window, mean over sites: m·(value_dim + 1) if it stores running sums
+    over m features, else head_dim + value_dim for each token, or for each key that a filter keeps."""
     controls: list[Control] = []
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
-    predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, surest first
+    predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, least p first
     prediction: Prediction | None = None
     notes: list[str] = []  # Caveats, such as the effect of a softcap, a bias or QK-norm on this kernel
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:
-        """Quantity that ranks the sweep and is plotted: loss, KL for noise, or 1 − cosine of states without a head."""
+        """Quantity by which effects are ranked: loss, KL if the input is noise, 1 − cosine if nothing is predicted."""
         return "hidden" if self.task == "hidden" else "kl" if self.noise else "loss"

@@ -22,18 +22,18 @@ class Call:
     query: Float[Tensor, "batch heads queries head_dim"]  # Queries after projection, QK-norm and rotation
     key: Float[Tensor, "batch kv_heads keys head_dim"]  # Keys, not repeated under GQA
     value: Float[Tensor, "batch kv_heads keys value_dim"]  # Values, not repeated under GQA
-    scale: float
+    scale: float  # Factor of the scores, usually 1/√head_dim
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None  # Visible keys; None: all, or 0 … i if `causal`
     causal: bool = False  # True if query i sees the keys 0 … i and `allowed` is None
     bias: Float[Tensor, "#batch #heads queries keys"] | None = None  # Terms added to the scores before the mask (T5)
-    softcap: float | None = None  # Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)
-    sinks: Float[Tensor, " heads"] | None = None  # One more logit per head in the softmax, without a value (gpt-oss)
+    softcap: float | None = None  # Scores become softcap · tanh(score / softcap) (Gemma 2); None: they are not capped
+    sinks: Float[Tensor, " heads"] | None = None  # Additional logit per head in the softmax, without a value (gpt-oss)
     dropout: float = 0.0  # Dropout probability of the attention weights; 0 if the module is not in training
     cross: bool = False  # True if queries and keys belong to different sequences (cross-attention)
     module: nn.Module | None = None  # The attention module; None outside a model
     traced: bool = False  # True if the module computes attention with its own code
-    places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token, if the model passes it
-    selected: tuple[int, ...] | None = None  # Key heads of the query heads if some were selected; None: h // group
+    places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token; None if the model omits it
+    selected: tuple[int, ...] | None = None  # Number of each selected query head's key head; None: all, h // group
     relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
 
     @property
@@ -43,7 +43,7 @@ class Call:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """Number (in the module) of the key head that each query head reads."""
+        """Number, in the module, of each query head's key head."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
@@ -57,7 +57,7 @@ class Call:
         return self.value if self.group == 1 else self.value.repeat_interleave(self.group, dim=1)
 
     def select(self, heads: Sequence[int]) -> Call:
-        """Return the computation restricted to these query heads, each with its own copy of a key head."""
+        """Return the computation restricted to these query heads, each with a copy of its key head."""
         index = list(heads)
         key_heads = [head // self.group for head in index]
         return replace(
@@ -89,7 +89,7 @@ class Call:
         )
 
     def visible(self, rows: slice = slice(None)) -> Bool[Tensor, "#batch #heads rows keys"] | None:
-        """Return the mask of keys that the queries `rows` can see; None means all."""
+        """Return the mask of keys that the queries `rows` can see; None if they see all keys."""
         if self.allowed is not None:
             return self.allowed[..., rows, :]
         if not self.causal:
@@ -101,7 +101,7 @@ class Call:
         return seen[None, None]
 
     def query_key(self, site: Site) -> QueryKey:
-        """Return the factored scores of the whole batch, including padding."""
+        """Return the factored scores of all sequences of the batch, including padding."""
         heads, batch, seen = self.query.shape[1], self.query.shape[0], self.visible()
         return QueryKey(
             query=self.query,
@@ -127,9 +127,8 @@ class Site:
     """One attention computation of a model: a module and the number of its call in a forward pass."""
 
     path: str  # Dotted path of the attention module in the model
-    ordinal: int
-    layer: int
-    """Index of this call among the module's calls in a forward pass, and of the site in execution order, from 0."""
+    ordinal: int  # Index of this call among the module's calls in a forward pass, from 0
+    layer: int  # Index of the site in execution order, from 0
     part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
     repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
     traced: bool = False  # True if the module's own code computes attention, so that it is traced
@@ -146,7 +145,7 @@ class Site:
         return str(self.layer) if self.number is None else f"{self.part}.{self.number}"
 
     def is_among(self, layers: Collection[int | str] | None) -> bool:
-        """Return True if `layers` (None: all) contains the layer, as `decoder.2` or as 2, which means any part."""
+        """Return True if `layers` contains the layer as `decoder.2`, or as 2 (of any part), or is None (all layers)."""
         number = self.layer if self.number is None else self.number
         return layers is None or number in layers or f"{self.part}.{number}" in layers
 
@@ -155,22 +154,22 @@ class Site:
 class Rotation:
     """Rotations R(0) = 1, …, R(positions − 1) of RoPE: each coordinate is rotated with one partner or left unchanged.
 
-    For sequences, R(i) R(j)ᵀ = R(i − j). In images, each position has its own angles; they are 0 for tokens without a
+    For sequences, R(i) R(j)ᵀ = R(i − j). In images, each position has separate angles; they are 0 for tokens without a
     position. For a pair (a, b) of coordinates, x R(i) is x_a cos φ − x_b sin φ at a and x_a sin φ + x_b cos φ at b.
     """
 
-    pairs: Int[Tensor, "pairs 2"]
-    angles: Float[Tensor, "positions pairs"]  # Coordinates that are rotated together, and their angles φ, in float64
+    pairs: Int[Tensor, "pairs 2"]  # Coordinates that are rotated together
+    angles: Float[Tensor, "positions pairs"]  # Angles φ of the pairs in radians, in float64
     size: int  # head_dim
     by_distance: bool = True  # True if R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j
 
     @property
     def transposed(self) -> Rotation:
-        """Transposed rotation, R(i)ᵀ = R(−i)."""
+        """The transposed rotation, R(i)ᵀ = R(−i)."""
         return replace(self, angles=-self.angles)
 
     def of_coordinates(self, coordinates: Int[Tensor, " some"]) -> Rotation | None:
-        """Return the rotation of these coordinates, renumbered from 0; None if they contain no complete pair."""
+        """Return the rotation restricted to these coordinates, renumbered from 0; None if they contain no pair."""
         import torch
 
         numbers = self.pairs.new_full((self.size,), -1)
@@ -202,19 +201,19 @@ class QueryKey:
 
     query: Float[Tensor, "*batch heads n head_dim"]  # Queries after bias, QK-norm and rotation; or W_Q
     key: Float[Tensor, "*batch kv_heads m head_dim"]  # Keys (or W_K), one per *key* head, shared under GQA
-    scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)
+    scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 if queries are already scaled)
     source: Source
     site: Site
     heads: tuple[int, ...]  # Number of each query head in the model
     key_of: tuple[int, ...]  # Index of each query head's key head in `key`
     rotation: Rotation | None = None  # Weights under RoPE: x at position i has the query x W_Q R(i) and key x W_K R(i)
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None  # Tokens: keys that a query can see; None means all
-    bias: Float[Tensor, "*batch #heads n m"] | None = None  # tokens: terms added to the scores, as in `Call`
-    softcap: float | None = None  # tokens: bound of the scores, as in `Call`
-    sinks: Float[Tensor, " heads"] | None = None  # tokens: a further logit per head, as in `Call`
+    bias: Float[Tensor, "*batch #heads n m"] | None = None  # Tokens: terms added to the scores, as in `Call`
+    softcap: float | None = None  # Tokens: bound of the scores, as in `Call`
+    sinks: Float[Tensor, " heads"] | None = None  # Tokens: additional logit per head, as in `Call`
     value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None  # Tokens: values, one per *key* head, if known
-    inputs: Float[Tensor, "*batch n d_model"] | None = None  # Tokens: module's inputs, for analyzers that need them
-    base: QueryKey | None = None  # Weights: the site without its adapter, for analyzers that need it
+    inputs: Float[Tensor, "*batch n d_model"] | None = None  # Tokens: the module's inputs, if an analyzer needs them
+    base: QueryKey | None = None  # Weights: the site without its adapter, if an analyzer needs it
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:
@@ -230,7 +229,7 @@ class QueryKey:
 
     @cached_property
     def content(self) -> QueryKey:
-        """The QueryKey without the terms added to its scores, so that its logits are softcap(scale · q kᵀ)."""
+        """The QueryKey without `bias`, so that its logits are softcap(scale · q kᵀ)."""
         return self if self.bias is None else replace(self, bias=None)
 
     @cached_property
@@ -243,7 +242,7 @@ class QueryKey:
 
     @property
     def largest_logit(self) -> float:
-        """Largest absolute score of a query and a key that it can see."""
+        """Largest absolute score of a query and a key that the query can see."""
         seen = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, 0.0)
         return float(seen.abs().max())
 
@@ -258,12 +257,12 @@ class QueryKey:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """Cache, by name, of intermediate results of this QueryKey that several analyzers need."""
+        """Intermediate results of this QueryKey, by name, which analyzers cache for each other."""
         return {}
 
     @property
     def bilinear(self) -> bool:
-        """True if the logits are exactly scale · q kᵀ, so that Q and K can replace the n × n matrix."""
+        """True if the logits are exactly scale · q kᵀ, so that the n × n matrix need not be formed."""
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:

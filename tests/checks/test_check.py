@@ -113,8 +113,8 @@ REFUSED = [
     (("--rule", HOLDS, "--junit", "x", "--markdown", "x"), "name the same file"),
     (("--rule", HOLDS, "--junit", "no/where.xml"), "does not exist"),
     (("--rule", HOLDS, "--junit", "."), "it is a folder"),
-    (("--rule", HOLDS, "--relative", "-1"), "is not valid."),
-    (("--rule", HOLDS, "--fdr", "nan"), "is not valid."),
+    (("--rule", HOLDS, "--relative", "-1"), "relative must be a number of at least 0, not"),
+    (("--rule", HOLDS, "--fdr", "nan"), "fdr must be a number from 0 to below 1, not"),
     (("--rule", HOLDS, "--recompute", "0"), "--recompute"),
 ]
 FILES = {

@@ -535,7 +535,7 @@ REFUSED = [
     ("rbf takes one parameter, so '2' is not allowed", "rbf:gamma=0.5", "rbf:1,2"),
     ("polynomial takes 2 parameters, so '3' is not allowed", "polynomial:degree=2,offset=0", "polynomial:2,1,3"),
     ("takes no parameters, so '2' is not allowed", "without parameters", "exponential:2", "symmetric:2"),
-    ("the parameter gamma is given twice", "rbf:gamma=0.5", "rbf:1,gamma=2"),
+    ("the parameter gamma is given more than once", "rbf:gamma=0.5", "rbf:1,gamma=2"),
     ("degree must be a whole number, not '2.5'", "polynomial:degree=2", "polynomial:degree=2.5"),
     ("With an odd degree, polynomial can be negative", "allow_signed=True", "polynomial:degree=3"),
     ("With an odd order, taylor can be negative", "allow_signed=True", "taylor:5"),

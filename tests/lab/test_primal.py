@@ -24,7 +24,7 @@ from attnlens.lab import primal
 from attnlens.lab.primal import PrimalAttention, PrimalHeads
 from attnlens.maths import ksvd
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*limits their rank")
+pytestmark = pytest.mark.filterwarnings("ignore:.*limits the rank")
 BATCH, HEADS, TOKENS, DIM, SCORES = 2, 3, 9, 5, 4
 
 
@@ -184,7 +184,7 @@ REFUSED = {
     "samples must be a whole number of at least 0, not -1": lambda: PrimalHeads(2, 4, 3, samples=-1),
     "samples must be a whole number of at least 0, not 2.0": lambda: PrimalHeads(2, 4, 3, samples=2.0),
     "scores must be a whole number": lambda: primal.build(families.build("bert"), scores=1.5),
-    "d_model=10 is not divisible by heads=3": lambda: PrimalAttention(10, 3, 4),
+    "heads must be a positive divisor of d_model=10, not 3": lambda: PrimalAttention(10, 3, 4),
     LEAK: lambda: PrimalAttention(12, 3, 4, causal=True, samples=2),
     f"{LEAK}.*": lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]),
     f".*{LEAK}": lambda: primal.build(families.build("llama"), samples=3),
@@ -206,12 +206,12 @@ def test_refusals(says):
 
 
 WARNED = {
-    "12 scores requested, but head_dim limits their rank to 5; further scores": lambda: PrimalHeads(2, 5, 12),
-    "6 .*the number of samples limits their rank to 4": lambda: PrimalHeads(2, 8, 6, samples=4),
-    "9 .*head_dim limits their rank to 8": lambda: PrimalHeads(2, 8, 9, samples=20),
-    "6 .*head_dim limits their rank to 5": lambda: PrimalAttention(10, 2, 6),
+    "Of 12 scores, 7 have no effect, because head_dim limits the rank to 5": lambda: PrimalHeads(2, 5, 12),
+    "6 .*the number of samples limits the rank to 4": lambda: PrimalHeads(2, 8, 6, samples=4),
+    "9 .*head_dim limits the rank to 8": lambda: PrimalHeads(2, 8, 9, samples=20),
+    "6 .*head_dim limits the rank to 5": lambda: PrimalAttention(10, 2, 6),
     "500 .*head_dim limits": lambda: primal.build(families.build("bert"), "last", scores=500),
-    "samples limits their rank to 2": lambda: primal.build(families.build("bert"), "last", scores=3, samples=2),
+    "samples limits the rank to 2": lambda: primal.build(families.build("bert"), "last", scores=3, samples=2),
 }
 
 
@@ -228,7 +228,7 @@ def test_further_scores_add_no_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         enough = [heads_of(DIM), heads_of(4, samples=4)]
-    with pytest.warns(UserWarning, match="limits their rank"):
+    with pytest.warns(UserWarning, match="limits the rank"):
         more = [heads_of(DIM + 3), heads_of(6, samples=4)]
     for heads in (*enough, *more):
         q, k, x = drawn(20)
@@ -306,7 +306,7 @@ def test_no_graph_outlives_the_step_or_another_pass():
     gc.collect()
     assert alive() is heads.last is None
     assert heads.log_multipliers.grad.isfinite().all()
-    with pytest.raises(UsageError, match="since the last call of the regulariser"):
+    with pytest.raises(UsageError, match="since the last call of `regulariser`"):
         primal.regulariser(heads)
     before, now = (passed_through(heads)[1] for _ in range(2))
     gc.collect()

@@ -459,7 +459,7 @@ def test_reordered_heads_are_harmless_only_if_all_tensors_of_heads_moved(name, k
     order = (1, 2, 3, 0) if known else ()
     (cause,) = diagnose(first, moved, order).causes
     assert not cause.harmless
-    assert cause.text.endswith(f"but {name} as before")
+    assert cause.text.endswith(f"but {name} is unchanged")
     assert name in cause.repair
     width = 12 if name == "head_norm.weight" else 1
     both = moved.with_parts({name: first.parts[name].roll(width, -1)})
@@ -478,7 +478,7 @@ def test_gains_over_all_heads_move_with_the_heads():
     moved = first.with_parts(reorder_groups(first))
     (cause,) = diagnose(first, moved).causes
     assert not cause.harmless
-    assert "g_Q and g_K as before" in cause.text
+    assert "g_Q and g_K are unchanged" in cause.text
     both = moved.with_parts(
         {"query.gain": gains["query.gain"].roll(3 * SIZE), "key.gain": gains["key.gain"].roll(SIZE)}
     )
@@ -506,7 +506,7 @@ def test_rows_of_values_reordered_alike_are_harmless(kind):
     stays = first.with_parts(values | output | {"value.bias": first.parts["value.bias"]})
     (cause,) = diagnose(first, stays).causes
     assert not cause.harmless
-    assert "b_V as before" in cause.text
+    assert "b_V is unchanged" in cause.text
 
 
 @pytest.mark.parametrize("kind", KV_HEADS)
@@ -616,7 +616,7 @@ def test_rows_across_heads_are_damage_and_orders_within_heads_keep_their_names()
     )
     assert cause.repair == "write the rows of W_Q and W_K in the first model's order"
     (cause,) = diagnose(first, apply(first, mix_heads("key", biases=False))).causes
-    assert cause.text == "the rows of W_K are in another order across heads, but b_K as before"
+    assert cause.text == "the rows of W_K are in another order across heads, but b_K is unchanged"
     swapped = first.parts["key.weight"].clone()
     swapped[[1, 2], 0] = swapped[[2, 1], 0]  # two rows of two heads
     (cause,) = diagnose(first, first.with_parts({"key.weight": swapped})).causes
@@ -632,7 +632,7 @@ def test_biases_that_stay_are_named_with_reordered_heads():
     (cause,) = diagnosis.causes
     assert (cause.hypothesis, cause.heads, diagnosis.unexplained) == ("heads out of order", (1, 2), [])
     assert "but b_Q, " in cause.text
-    assert "as before" in cause.text
+    assert "are unchanged" in cause.text
     both = first.with_parts(weight | {"query.bias": first.parts["query.bias"][order]})
     (cause,) = diagnose(first, both).causes
     assert "b_Q" not in cause.text
@@ -855,7 +855,7 @@ def test_a_norm_folded_into_some_matrices_only_is_damage(norm, readers, left):
     first = with_norms()
     (cause,) = diagnose(first, apply(first, fold(norm, *readers))).causes
     assert (cause.hypothesis, cause.harmless) == ("norm folded", False)
-    assert cause.text.endswith(f", but {left} as before")
+    assert cause.text.endswith(f", but {left} {'are' if ' and ' in left else 'is'} unchanged")
     assert cause.repair is not None
     assert f"fold the norm into {left} too" in cause.repair
 
@@ -866,7 +866,7 @@ def test_a_norm_folded_without_its_bias_or_after_a_residual_is_damage():
     lost = second.with_parts({"query.bias": first.parts["query.bias"]})
     (cause,) = diagnose(first, lost).causes
     assert not cause.harmless
-    assert cause.text.endswith(", but b_Q as before")
+    assert cause.text.endswith(", but b_Q is unchanged")
     (cause,) = diagnose(replace(first, is_post_norm=True), second).causes
     assert not cause.harmless
 
@@ -879,7 +879,7 @@ def test_a_norm_that_all_matrices_read_is_folded_into_all():
     (cause,) = diagnose(first, apply(first, fold("norm", *ATTENTION, *MLP))).causes
     assert cause.harmless
     (cause,) = diagnose(first, apply(first, fold("norm", *ATTENTION))).causes
-    assert cause.text.endswith(", but mlp.weight and mlp.up.weight as before")
+    assert cause.text.endswith(", but mlp.weight and mlp.up.weight are unchanged")
 
 
 def test_a_lost_gain_is_not_a_folded_norm():

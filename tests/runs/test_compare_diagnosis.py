@@ -272,7 +272,7 @@ def test_a_folded_norm_is_harmless_if_all_matrices_took_it():
 
     (cause,) = described(own, changed(own, forget_values))["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
-    assert "but W_V as before" in cause.text
+    assert "but W_V is unchanged" in cause.text
 
 
 def test_a_norm_whose_output_is_a_residual_cannot_be_folded():
@@ -428,7 +428,7 @@ def test_heads_of_a_layer_that_shares_its_position_bias_cannot_be_reordered(roun
 
     found = described(own, changed(own, reorder))["diagnosis"]
     assert [cause.hypothesis for cause in found if cause.hypothesis not in PRECISION] == ["heads out of order"]
-    assert "but position bias as before" in found[0].text
+    assert "but position bias is unchanged" in found[0].text
     assert not any(cause.harmless for cause in found)
 
 
@@ -891,4 +891,4 @@ def test_heads_that_leave_their_position_bias_behind_are_damage(name, layer):
     (cause,) = described(own, changed(own, roll))["diagnosis"]
     expected = ("heads out of order", False) if name == "t5" else ("reordered heads", True)
     assert (cause.hypothesis, cause.harmless) == expected, cause
-    assert ("but position bias as before" in cause.text) is (name == "t5")
+    assert ("but position bias is unchanged" in cause.text) is (name == "t5")

@@ -1,9 +1,10 @@
 """Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory.
 
 Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, whole matrices, masks, positions),
-`sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (its torch module).
+`sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (Primal-Attention as a
+torch module).
 Inputs: a `records.Call` and a `Kernel`. Outputs: (batch, queries, heads, value_dim), or the attention weights.
-Importers: `models`, `runs` and `lab`. Importing it loads torch, unlike other modules of `kernels`.
+Importers: `models`, `runs` and `lab`. Importing this package loads torch; other modules of `kernels` do not load it.
 """
 
 from attnlens.choices import Route

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 
 class PrimalHeads(nn.Module):
-    """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
+    """The Primal-Attention heads of one layer: o_i = W_c[e_i; r_i] + b, computed from projected queries and keys.
 
-    The heads of one layer, after the projections of queries and keys; there are no values. O(T·s) time and memory. As
-    in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ is uniform
-    in (0, 1), and W_c is that of torch's Linear. log Λ is stored, which keeps Λ positive (the published code squares
-    Λ). `samples` are the evenly spaced rows of F = X' (0: F = I); head_dim and `samples` bound the rank.
+    e_i = W_eᵀFφ(q_i) and r_i = W_rᵀFφ(k_i) with φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6); there are no values. Time and
+    memory are O(T·s). As in the published code, the heads share W_c and b. W_e and W_r are initially orthogonal between
+    heads, Λ is uniform in (0, 1), and W_c is initialised like torch's Linear. The module stores log Λ, which keeps Λ
+    positive (the published code squares Λ). `samples` is the number of evenly spaced rows of F = X' (0: F = I).
+    head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -43,28 +44,28 @@ class PrimalHeads(nn.Module):
                 raise UsageError(problem, f"Give an int, {least} or more.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
         if scores > bound:
-            text = f"{scores} scores requested, but {what} limits their rank to {bound}; further scores have no effect."
+            text = f"Of {scores} scores, {scores - bound} have no effect, because {what} limits the rank to {bound}."
             warnings.warn(text, UserWarning, stacklevel=_callers_level())
         self.samples = samples
         size = (heads, samples or head_dim, scores)
         self.query_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
         self.key_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
-        # torch.rand is occasionally 0, whose logarithm is not finite
+        # torch.rand can return 0, whose logarithm is not finite
         self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
         self.output = nn.Linear(2 * scores, value_dim or head_dim)
-        # e, r and `real` of the last pass; in training with their graph, which `regulariser` releases
+        # e, r and `real` of the last forward pass; in training with their autograd graph, until `regulariser` is called
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def forward(
         self, query: Tokens, key: Tokens, *, causal: bool = False, real: Real = None, rows: Tokens | None = None
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
+        """Compute the output; `real` marks tokens that are not padding, and X' is sampled from the inputs `rows`.
 
-        If `causal`, means over the tokens 0 … i replace queries and keys. If `samples` > 0, raises UsageError if `rows`
+        If `causal`, means over the tokens 0 … i replace queries and keys. Raises UsageError if `samples` > 0 and `rows`
         is missing or `causal` is true.
         """
         if self.samples and rows is None:
-            raise UsageError("Primal attention with samples > 0 needs inputs to sample from.", "Pass them as rows=….")
+            raise UsageError("Primal attention with samples > 0 needs inputs to sample from.", "Pass rows=inputs.")
         query, key = cosine_features(query, key, real, causal=causal, samples=self.samples, rows=rows)
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
         self.last = (e, r, real) if self.training else (e.detach(), r.detach(), real)
@@ -73,10 +74,11 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute J of the last forward pass for each sequence and head.
 
-        Raises UsageError if no pass is stored (`regulariser` releases it), or if the pass lacks the gradients needed.
+        Raises UsageError if no forward pass is stored (`regulariser` deletes it after training passes), or if the pass
+        recorded no gradients although gradients are enabled now.
         """
         if self.last is None:
-            problem = "J is computed from a forward pass, but none has run since the last call of the regulariser."
+            problem = "J is computed from a forward pass, but none has run since the last call of `regulariser`."
             raise UsageError(problem, "Run the model before computing J.")
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
@@ -86,7 +88,7 @@ class PrimalHeads(nn.Module):
         return objectives(e, r, *maps, real, convention)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "last": None}  # copies and pickles cannot contain the graph of the scores
+        return {**self.__dict__, "last": None}  # the autograd graph of the scores cannot be copied or pickled
 
 
 def _callers_level() -> int:
@@ -104,10 +106,11 @@ class PrimalAttention(nn.Module):
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
-        """Build the layer; raise UsageError for inconsistent numbers, warn if head_dim or samples bound the rank."""
+        """Build the layer; warn if head_dim or `samples` bounds the scores; raise UsageError for invalid sizes."""
         super().__init__()
         if heads < 1 or d_model % heads:
-            raise UsageError(f"d_model={d_model} is not divisible by heads={heads}.", "Choose a divisor of d_model.")
+            problem = f"heads must be a positive divisor of d_model={d_model}, not {heads}."
+            raise UsageError(problem, "Choose another number of heads.")
         if causal and samples:
             raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
         self.count, self.causal = heads, causal
@@ -132,10 +135,11 @@ class PrimalAttention(nn.Module):
 def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
     """Compute the term ≥ 0 that η multiplies in the loss L + η·ΣJ², from the last forward pass of all primal layers.
 
-    paper: Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence. code: mean_layers (mean_heads J)², where
-    J is a mean over tokens and uses Λ². Both are averaged over sequences. After a training pass the term has a
-    gradient, and the layers release the pass with its graph; after an eval pass, call it under torch.no_grad. Raises
-    UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
+    With the convention "paper" the term is Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence; with
+    "code" it is mean_layers (mean_heads J)², where J is a mean over tokens and uses Λ². Both are averaged over
+    sequences. After a training pass the term has a gradient, and the layers delete the pass with its autograd graph.
+    After an eval pass, call this function under torch.no_grad. Raises UsageError for a model without primal attention
+    and in the cases of `PrimalHeads.objectives`.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

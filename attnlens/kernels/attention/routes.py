@@ -23,8 +23,8 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v; for signed kernels, Σ k v / Σ k.
 
     All routes sum over the same keys without truncation and differ only by rounding. Queries that see no key have
-    uniform weights in row tiles and bands, and zero weights on other routes. Raises UsageError if no route supports the
-    call.
+    uniform weights on the routes "row tiles" and "banded tiles", and zero weights on other routes. Raises UsageError if
+    no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
@@ -34,7 +34,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     """Return the name of the route, a key of COMPUTED, by which `attend` computes the call.
 
     Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden pairs
-    or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
+    or sinks under a tie of whole sequences, and if path is "fused" but no fused route is exact for this call.
     """
     call, kernel = _prepare(call, kernel)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
@@ -69,7 +69,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
 
 
 def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
-    # here, so that the refusal has the name that the user typed, not that of the tie
+    # checked before `prepare_call`, so that the error contains the name that the user typed, not that of the tie
     if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
         refuse_hidden(call, kernel)
     return kernel.prepare_call(call)
@@ -77,12 +77,12 @@ def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
 
 FUSED = ("sdpa", "running sums", "window and running sums", "flex attention", "banded tiles")  # fastest first
 LONG, LONG_ON_GPU = 4096, ("flex attention", "banded tiles")
-"""Fewest queries and keys for which these routes beat row tiles on a GPU: FlexAttention is compiled for 5 to 15 s, and
-bands are many small operations (H100, torch 2.11)."""
+"""On a GPU, these routes are faster than row tiles only from this number of queries and keys: compiling FlexAttention
+takes 5 to 15 s, and bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
-    """Return why the fused route `name` cannot compute the call, None if it can, or "" if the kernel never uses it."""
+    """Return why the fused route `name` cannot compute the call: None if it can, "" if the kernel never uses it."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
     sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     Outputs = Float[Tensor, "batch heads queries value_dim"]
 
 
-GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more than this (36) has a weight within rounding
+GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more than this (36) has a weight below rounding
 LOST = -1 / torch.finfo(torch.float32).eps  # a float32 score plus a number below this (−8e6) loses its decimals
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into the allowed keys and the position bias that it adds (None: no bias).
+    """Split a mask into the allowed pairs and the position bias that it adds (None: no bias).
 
-    A constant added to all visible pairs is not a bias (EoMT adds 1). A masked pair gets the bias of its head in the
-    sequences in which the pair is visible (Swin's windows), or 0 if these biases differ.
+    A constant added to all visible pairs is not a bias (EoMT adds 1). The bias of a masked pair is taken from sequences
+    in which the same pair of the same head is visible (Swin's windows); it is 0 if their biases differ.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -46,17 +46,18 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def visible_under(mask: Tensor) -> Tensor:
-    """Return which entries of an additive mask leave their pair visible, for any number that marks masked pairs.
+    """Return which entries of an additive mask leave their pair visible, whatever number marks masked pairs.
 
-    An entry is masked if it is below LOST, or below its row's largest by more than GAP without other entries of the
-    head in between: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
+    An entry is masked if it is at most LOST, or if it is more than GAP below the largest entry of its row and the head
+    has no entries in between. So −100 on top of a position bias is a mask (Swin); a bias that falls in small steps is
+    not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
     below = (mask - largest).masked_fill(masked, -math.inf)
     others = [axis for axis in range(mask.dim()) if axis != mask.dim() - 3]
     lowest = torch.zeros_like(below.amin(others, keepdim=True))
-    # Not strict: an entry exactly at the gap's end still has a weight above rounding.
+    # not strict: an entry exactly GAP below still has a weight above rounding
     while bool(((reached := below.where(below >= lowest - GAP, 0.0).amin(others, keepdim=True)) < lowest).any()):
         lowest = reached
     return below >= lowest
@@ -65,9 +66,9 @@ def visible_under(mask: Tensor) -> Tensor:
 def near_scores(
     call: Call, kernel: Kernel, key: Key, near: Near, rows: slice, columns: slice | Int[Tensor, " columns"]
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
-    """Compute s_ij − max_near s_ij + log γ, and that maximum (0 if no key is near); `key` has one head per query head.
+    """Compute s_ij − max_near s_ij + log γ, and max_near s_ij (0 if no key is near); s are the model's own scores.
 
-    s are the model's own scores, bias included (Zhang et al. 2024, LoLCATs).
+    The scores include the bias (Zhang et al. 2024, LoLCATs). `key` has one head per query head.
     """
     scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
     scores = scores if call.bias is None else scores + call.bias[..., rows, columns]
@@ -92,11 +93,11 @@ class Positions:
 
 
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
-    """Find the position of each query among the keys, and the start of each sequence: the first key that is seen.
+    """Find the position of each query among the keys, and the first token of each sequence: the first visible key.
 
     Without a key-value cache, query i has position i; with a cache, its position is that of the last key that it sees.
-    Raises UsageError for cross-attention, and if the filter counts from a start that a sliding window hides in a run
-    with a cache.
+    Raises UsageError for cross-attention, for a mask from which positions cannot be derived, and if the filter counts
+    from the start of the text, but the run uses a cache and the model's sliding window hides the start.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
@@ -106,7 +107,8 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
         raise UsageError(
             f"{key_filter.modifier.name} counts from the start of the text, but with a key-value cache "
             "this model's own sliding window hides where the text begins.",
-            "Run without a key-value cache, leave out such layers with --layers, or filter with window or strided.",
+            "Run without a key-value cache, leave out layers with a sliding window (--layers), or choose the filter "
+            "window or strided.",
         )
     start = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
     first = start if seen is None else seen.any(dim=1).int().argmax(-1, keepdim=True)
@@ -125,7 +127,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
     config = getattr(call.module, "config", None)
-    # transformers' names; the layer's own setting first: it is None in a full-attention layer among sliding ones
+    # The layer's setting precedes the model's: it is None in a layer with full attention among sliding ones.
     if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
         return True
     if seen is None:
@@ -137,11 +139,14 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
 def position_error(reason: str) -> UsageError:
     """Build the error for a filter or hybrid whose queries have no known position among the keys."""
     problem = f"A filter or hybrid needs the position of each query among the keys, but {reason}."
-    return UsageError(problem, "Leave out the filter or hybrid, or such sites with --part or --layers.")
+    return UsageError(problem, "Leave out the filter or hybrid, or leave out such sites with --part or --layers.")
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
-    """Compute softmax(log k after its tie + bias) v of each sequence's real tokens, in O(T²); padded rows are zero."""
+    """Compute softmax(part of log k + bias) v of each sequence's real tokens, in O(T²) memory; padded rows are zero.
+
+    The part of log k + bias is the one that the kernel's tie of whole sequences keeps.
+    """
     value = call.paired_value
     output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
     for index, real, rows in _sequences(call, kernel):
@@ -158,7 +163,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     real = _real(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
-        instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
+        instead = ", or leave out `oracle`: the fitted form runs under any mask" if kernel.oracle else ""
         problem = f"{name} needs every pair of tokens, but this head's mask hides some pairs (causal, or a window)."
         raise UsageError(problem, f"Choose bidirectional sites with --part encoder or --layers{instead}.")
 
@@ -177,24 +182,24 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
 
 
 def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
-    """Return which tokens are not padding: the keys that some query sees."""
+    """Return which tokens are not padding; a token is padding if no query sees its key."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
     return call.allowed.any(dim=1).any(dim=1).expand(batch, -1)
 
 
-TILE_BYTES = 4 << 20  # size of one tile of float32 scores; about four tensors of this size are alive at a time
-TILE_BYTES_ON_GPU = 64 << 20  # starting the operations of a smaller tile takes longer than computing them
+TILE_BYTES = 4 << 20  # size of a tile of float32 scores; about four tensors of this size exist at a time
+TILE_BYTES_ON_GPU = 64 << 20  # in smaller tiles, starting the operations takes longer than computing them
 
 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) of the queries `rows`, in float32 or better.
 
-    A sink's weight is left out. A signed kernel gives k · exp(bias) / Σ, not finite if the sum is zero; the hard
-    kernel gives weight 1 to the first of the largest scores. Rows that see no key are uniform, as in transformers'
-    eager attention, or zero under a tie of whole sequences. Raises UsageError for a tie or a filter if queries have no
-    position among the keys.
+    The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
+    which is not finite if the sum is zero. The hard kernel gives weight 1 to the first of the largest scores. Rows that
+    see no key are uniform, as in transformers' eager attention, or zero under a tie of whole sequences. Raises
+    UsageError for a tie or a filter if queries have no position among the keys.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
@@ -208,7 +213,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
 
 def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
-    """Compute the output in tiles of rows; if `banded`, each tile uses only the keys that its filter can reach."""
+    """Compute the output in tiles of rows; if `banded`, each tile uses only the keys within reach of the filter."""
     key, value, where = call.paired_key, call.paired_value, _positions(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
 
@@ -220,9 +225,9 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
     tiles = _tiles(call, reach)
     if len(tiles) == 1:
         return output(tiles[0])
-    if torch.is_grad_enabled():  # the backward pass recomputes the weights of each tile, in O(T · tile) memory
+    if torch.is_grad_enabled():  # the backward pass recomputes the weights of each tile, to save memory
         return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
-    # in place, widest tile first: small results allocated between large temporary tensors would fragment the heap
+    # written in place, widest tile first: small results between large temporary tensors would fragment the heap
     whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)
@@ -235,7 +240,7 @@ def _positions(call: Call, kernel: Kernel) -> Positions | None:
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Split the queries into slices within the memory budget; with `reach`, tiles are about square."""
+    """Split the queries into slices whose tiles fit in TILE_BYTES; with `reach`, tiles are about square."""
     batch, heads, queries = call.query.shape[:3]
     # a tile of at most max(reach, 64) rows, with `reach` keys on both sides, is less than 4 · max(reach, 64) wide
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
@@ -263,7 +268,7 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
 
 
 def _weights(call: Call, kernel: Kernel, key: Key, where: Positions | None, rows: slice, columns: slice) -> Tile:
-    """Compute the weights of one tile: log k, bias, mask and filter, then softmax."""
+    """Compute the weights of one tile from log k, bias, mask and filter; the arguments are those of `weights`."""
     log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
     if call.bias is not None:

@@ -1,4 +1,4 @@
-"""Attention under kernels of the score, and under filters, by compiled FlexAttention on a GPU."""
+"""Attention under kernels of the score, with or without filters, by compiled FlexAttention on a GPU."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 registry.torch.__name__  # noqa: B018  # imports torch for the kernels: torch cannot compile a function that imports
-LIMITS = {  # torch's settings
+LIMITS = {  # settings of torch._dynamo
     "fail_on_recompile_limit_hit": True,  # otherwise a kernel recompiled too often silently falls back to O(T²) memory
-    "recompile_limit": 64,  # torch counts all kernels and kinds of shapes of a process together
+    "recompile_limit": 64,  # torch counts the compilations of all kernels and shapes of a process together
 }
-CONSTANTS = {  # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
+CONSTANTS = {  # compile a kernel's parameters as constants: a score_mod cannot use them as variables
     "specialize_float": True,
     "specialize_int": True,
 }
@@ -34,21 +34,21 @@ ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:
     """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v, transforming each score as it is computed.
 
-    Compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic uncompiled, for tests. Blocks of
-    keys that no query of a block sees are skipped. Rows that see no key are zero.
+    FlexAttention is compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic without
+    compiling, for tests. Blocks of keys that no query of a block sees are skipped. Rows that see no key are zero.
     """
     query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     flex = cast("Callable[..., Tensor]", _compile_flex(kernel.spelling) if compiled else flex_attention)
     mod = _score_mod(call, kernel)
-    change = torch._dynamo.config.patch  # private, but the only way to change these settings for one call
+    change = torch._dynamo.config.patch  # private, but nothing else changes these settings for a single call
     with change(LIMITS):
         mask = _block_mask(call, kernel, compiled=compiled)
     with change(LIMITS | CONSTANTS):
         return flex(query, key, call.paired_value, score_mod=mod, block_mask=mask, scale=call.scale)
 
 
-# whole graphs only: what torch cannot compile would be computed with O(T²) memory
+# fullgraph: parts that torch cannot compile would be computed with O(T²) memory
 _compile_flex = cache(lambda spelling: torch.compile(flex_attention, fullgraph=True))
 _create_compiled_mask = cache(lambda: torch.compile(create_block_mask, fullgraph=True, dynamic=True))
 
@@ -66,7 +66,7 @@ def _score_mod(call: Call, kernel: Kernel) -> Callable[..., Tensor]:
 
 
 def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | None:
-    """Combine causality, the model's mask and the kernel's filter; return None if every query sees every key."""
+    """Combine the model's mask or causality with the kernel's filter; return None if every query sees every key."""
     conditions: list[ByIndex] = []
     if call.allowed is not None:
         conditions.append(_by_index(call, call.allowed))
@@ -86,7 +86,7 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
 
 
 def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
-    # bound outside the function, since torch compiles what it closes over
+    # computed outside `keeps_key`, because torch compiles everything inside
     keeps, numbers, where = key_filter.modifier.keeps, dict(key_filter.parameters), positions(call, key_filter)
     assert keeps is not None  # noqa: S101  # a tie is not a filter
     batch_size, queries = call.query.shape[0], call.query.shape[2]
@@ -100,6 +100,6 @@ def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
 
 
 def _by_index(call: Call, matrix: Tensor) -> ByIndex:
-    """Return a mask or bias as a function of indices."""
+    """Return a function that looks up entries of a mask or bias by their indices."""
     whole = matrix.expand(*call.query.shape[:2], *matrix.shape[2:])
     return lambda batch, head, query, key: whole[batch, head, query, key]

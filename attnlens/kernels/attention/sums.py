@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     Scores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
     Multipliers = Float[Tensor, "heads scores"]
-    Real = Bool[Tensor, "#batch #heads tokens"] | None  # which tokens are not padding; None for all
+    Real = (
+        Bool[Tensor, "#batch #heads tokens"] | None
+    )  # True for tokens that are not padding; None: no token is padding
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
     """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v by SDPA with the kernel's q', k', s'.
 
-    Rows without a key are 0. The only tensor of size queries × keys is the model's mask, or its sum with the bias.
+    Queries that see no key get 0. The only tensor of size queries × keys is the model's mask, or mask plus bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
     query, key = kernel.apply_tie(call.query, call.paired_key)
@@ -49,9 +51,9 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
         mask = mask if seen is None else mask.masked_fill(~seen, -torch.inf)
     causal = mask is None and call.causal
     if causal:
-        # with equally many queries and keys torch uses its fast kernel; no query sees the keys cropped here
+        # with equal numbers of queries and keys torch uses its fast kernel; no query sees the keys cropped here
         key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
-    # torch's fast kernels need one head_dim for all three, on a GPU a multiple of 8; zeros change no product
+    # torch's fast kernels need the same head_dim for all three, on a GPU a multiple of 8; zeros change no product
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if query.is_cuda else 0
     # `pad` copies even a tensor that has that width
@@ -63,7 +65,7 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
 def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor, float]:
     """Return q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to terms that a row's softmax ignores.
 
-    For kernels that are not products, q' is log k itself and k' the identity. Raises ModelError for a signed kernel.
+    If log k is not a scalar product, q' is log k itself and k' the identity. Raises ModelError for a signed kernel.
     """
     if kernel.signed:
         problem = f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax."
@@ -75,23 +77,23 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
     return logits, identity.expand(*key.shape[:2], -1, -1), 1.0
 
 
-CHUNK = 64  # tokens in a chunk, within which each pair is computed; other chunks enter by a running sum
-CHUNK_ON_GPU = 512  # 4 to 6 times as fast there as 64, since fewer operations are started
+CHUNK = 64  # tokens in a chunk: pairs within a chunk are computed one by one, other chunks enter by a running sum
+CHUNK_ON_GPU = 512  # on a GPU 4 to 6 times as fast as 64, since fewer operations are started
 
 
 class Reach(NamedTuple):
     """The keys that each query sums over."""
 
-    causal: bool  # True if query i sums over the keys 0 … i; otherwise every query sums over all keys
-    real: Real = None  # which keys are not padding; None for all
+    causal: bool  # True if query i sums over the keys 0 … i; False if every query sums over all keys
+    real: Real = None  # True for keys that are not padding; None: no key is padding
 
 
 def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
-    In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
-    underflow (if signed: whose sums are all zero) attend uniformly. The output is zero for a query that sees no key,
-    and not finite if a signed denominator cancels.
+    The sums are in float32 or better. As in Kernel.log, `smallest_kernel` is added to φ(q_i)φ(k_j), so that queries
+    whose features underflow attend uniformly; for a signed kernel, queries whose sums are all zero do. The output is
+    zero for a query that sees no key, and not finite if a signed denominator is zero.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -106,10 +108,10 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
         return phi if which == "query" or real is None else phi.masked_fill(~real[..., rows, None], 0.0)
 
     sums = (_causal if causal else _bidirectional)(query, key, value, side)
-    # Σ_j v_j over the allowed keys, and their number: what uniform attention sums
+    # the sums for uniform attention: Σ_j v_j over the allowed keys, and the number of these keys
     uniform = value if real is None else value.masked_fill(~real[..., None], 0.0)
     uniform = uniform.cumsum(-2) if causal else uniform.sum(-2, keepdim=True)
-    if kernel.signed:  # if a signed sum cancels, adding the least number would hide it
+    if kernel.signed:  # adding `smallest_kernel` would hide that a signed sum cancels
         sums = torch.where((sums == 0).all(-1, keepdim=True), uniform, sums)
     else:
         sums = sums + smallest_kernel(exact) * uniform
@@ -117,7 +119,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", rows) → φ of them, zero for padding
+Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", rows) → φ(vectors[rows]), 0 for padding
 
 
 def _chunk_size(x: Tensor) -> int:
@@ -125,7 +127,7 @@ def _chunk_size(x: Tensor) -> int:
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: pairs within a chunk by products, earlier keys by a sum."""
+    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: keys of the same chunk pair by pair, others by a running sum."""
     total, chunks, size = None, [], _chunk_size(query)
     for start in range(0, query.shape[-2], size):
         rows = slice(start, start + size)
@@ -137,7 +139,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i, in the order of products that needs less memory."""
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i; a single chunk of queries multiplies φ(q_i)φ(k_j)ᵀ first."""
     size = _chunk_size(query)
     queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:
@@ -148,7 +150,7 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def find_reach(call: Call) -> Reach | None:
-    """Return the keys that each query sums over; None if masks do more than impose causality and hide padding."""
+    """Return the keys that each query sums over; None if the mask hides anything but padding and later keys."""
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
     if seen is None:
@@ -169,19 +171,20 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
     The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first
-    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. In float32 or better,
-    with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
+    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. The sums are in
+    float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in Kernel.log. The output is zero for a
+    query that sees no key.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
-    assert keys_reached is not None  # noqa: S101  # route guarantees both
-    assert near_keys is not None  # noqa: S101
+    assert keys_reached is not None  # noqa: S101  # guaranteed by route
+    assert near_keys is not None  # noqa: S101  # guaranteed by route
     tokens, sinks = call.query.shape[2], near_keys.parameters.get("sinks", 0)
     distance = near_keys.parameters["width"] - 1
     key, (causal, real) = call.paired_key, keys_reached
     phi_q, phi_k, value = _far_features(call, kernel, real, sinks)
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
 
-    def meet(rows: slice, columns: Int[Tensor, " columns"]) -> Tensor:
+    def sum_pairs(rows: slice, columns: Int[Tensor, " columns"]) -> Tensor:
         near = near_keys.keeps(places[rows], columns)
         far = ~near
         if causal:
@@ -189,7 +192,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
             near, far = near & seen, far & seen
         near = near[None, None] if real is None else near & real[..., None, columns]
         scores, _ = near_scores(call, kernel, key, near, rows, columns)
-        # masked before exp: a hidden score above the seen ones would overflow, and its gradient would be NaN
+        # masked before exp, because a large hidden score would overflow and have a gradient of NaN
         within = scores.masked_fill(~near, -torch.inf).exp()
         beyond = (phi_q[..., rows, :] @ phi_k[..., columns, :].mT).masked_fill(~far, 0.0)
         return (within + beyond) @ value[..., columns, :]
@@ -207,7 +210,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
         columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
-        chunks.append(meet(rows, columns) + phi_q[..., rows, :] @ far)
+        chunks.append(sum_pairs(rows, columns) + phi_q[..., rows, :] @ far)
     weighted = torch.cat(chunks, dim=-2)
     total = weighted[..., -1:]
     return (weighted[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
@@ -228,11 +231,12 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
 
 
 def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
-    """Compute Fφ(q) and Fφ(k) in float32 or better, and the mask of real tokens (None: all are real).
+    """Compute Fφ(q) and Fφ(k) in float32 or better, and the mask of tokens that are not padding (None: all).
 
     φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does. F
     is the identity or, if `samples` > 0, that many evenly spaced rows of φ(k) (in the paper, of the input). Raises
-    UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
+    UsageError for cross-attention, for a key-value cache, for masks other than causality and padding, and for samples
+    under a causal mask.
     """
     causal, real = whole_reach(call)
     return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real
@@ -241,14 +245,15 @@ def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
 def cosine_features(
     query: Tokens, key: Tokens, real: Real, *, causal: bool, samples: int = 0, rows: Tokens | None = None
 ) -> tuple[Features, Features]:
-    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`; with `samples`, project on rows.
+    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`; with `samples`, project them.
 
-    The rows to project on are evenly spaced among `rows`, or among the normalised keys if `rows` is None.
+    They are projected on `samples` evenly spaced rows of `rows`, or of the normalised keys if `rows` is None. Raises
+    UsageError for samples of causal features.
     """
     query, key = (ksvd.unit(running(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
         problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
-        raise UsageError(problem, "Leave out `samples`: causal primal attention is data-independent.")
+        raise UsageError(problem, "Leave out `samples`, or choose bidirectional sites.")
     if samples:
         chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)
         query, key = query @ chosen.mT, key @ chosen.mT
@@ -284,9 +289,9 @@ def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Ten
 def objectives(
     e: Scores, r: Scores, query_map: Map, key_map: Map, multipliers: Multipliers, real: Real, convention: Convention
 ) -> Float[Tensor, "batch heads"]:
-    """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
+    """Compute J of every sequence and head (ksvd.objective) over the tokens that are not padding."""
     if real is not None:
-        # under "code" ksvd.objective divides by all tokens: rescale to the real ones (at least 1, for all-padding rows)
+        # under "code", ksvd.objective divides by the number of all tokens: rescale to the number of real ones
         count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]
         share = (real * (real.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
         e, r = e * share, r * share
@@ -294,7 +299,7 @@ def objectives(
 
 
 def running(x: Tokens, real: Real = None) -> Tokens:
-    """Return running means: row i is the mean of the real rows among 0 … i, or zero before the first real row."""
+    """Return running means: row i is the mean of rows 0 … i that are not padding, or zero if all of them are."""
     if real is None:
         return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
     count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]

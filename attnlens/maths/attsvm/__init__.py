@@ -1,7 +1,7 @@
-"""Att-SVM, attention as a support vector machine over tokens: posing, solving and certifying its problems.
+"""Att-SVM, attention as a support vector machine over tokens: build, solve and certify its problems.
 
-- `problem`: posing problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`, `next_token`), and
-  `certify`, which computes the duality gap and the optimality conditions of a solution.
+- `problem`: functions that build problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`,
+  `next_token`), and `certify`, which computes the duality gap and the optimality conditions of a solution.
 - `frobenius`: `solve`, which minimises ‖W‖_F, `soft_margin`, which computes its own duality gap, and `separable`, which
   decides if any W meets the constraints. `nuclear`: `solve_nuclear`, which minimises the nuclear norm.
 - `head`: the comparison of an attention head with its SVM.
@@ -19,8 +19,8 @@ optimal, or that the problem is infeasible. Importers: see `attnlens.maths`.
 >>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
 ('optimal', True, True)
 
-If no W separates the tokens, for example because a selected token has a copy, the soft margin measures how close a W
-can come to separating them; C is the price of a constraint's slack.
+If no W separates the tokens, for example because a selected token has a copy, the soft margin measures how nearly a W
+can separate them; C is the price of a constraint's slack.
 
 >>> copied = tokens.clone()
 >>> copied[4] = copied[1]

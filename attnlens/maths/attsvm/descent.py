@@ -1,4 +1,4 @@
-"""Normalised gradient descent on one-layer attention, for many trials at once, and the instances it trains on."""
+"""Normalised gradient descent on one-layer attention, for many trials at once, and the instances of its problem."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
-    """Tokens minus the token α of the largest weight, so that small differences between tokens keep their digits."""
+    """Tokens relative to an anchor, the token α of the largest weight, so that small differences keep their digits."""
 
     chosen: Int[Tensor, "trials n"]  # Index α
     token: Float[Tensor, "trials n d"]  # x_α
     differences: Float[Tensor, "trials n T d"]  # u_t = x_t − x_α
     pulls: Bool[Tensor, "trials n T"]
-    """True if t is allowed and u_t is not 0: α and its duplicates do not affect the gradient."""
+    """True if t affects the gradient: it is allowed, and u_t is not 0, as for α and its duplicates."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Scores:
 
 
 PredictionHead: TypeAlias = Linear | Relu | Scores
-"""A differentiable h after the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
+"""A differentiable h of the attention's output, f = h(Σ_t s_t x_t); each token has the score γ_t = h'·x_t."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,12 @@ class Instances:
     queries: Float[Tensor, "trials n d_query"]  # Queries z
     labels: Float[Tensor, "trials n"]  # Labels Y = ±1
     head: PredictionHead  # Prediction head h
-    allowed: Bool[Tensor, "trials n T"] | None = None  # Tokens that take part in the softmax (a causal mask); None: all
+    allowed: Bool[Tensor, "trials n T"] | None = (
+        None  # True for tokens in the softmax (such as a causal mask); None: all
+    )
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
-        """Return the tokens relative to the chosen token of each instance."""
+        """Return the tokens anchored at the chosen token of each instance."""
         index = chosen[..., None, None].expand(-1, -1, 1, self.tokens.shape[-1])
         token = self.tokens.gather(2, index)
         differences = self.tokens - token
@@ -102,7 +104,7 @@ class Instances:
         return Anchored(chosen, token.squeeze(2), differences, pulls if self.allowed is None else pulls & self.allowed)
 
     def anchor_first(self) -> Anchored:
-        """Return the tokens relative to the first token that takes part in the softmax."""
+        """Return the tokens anchored at the first allowed token."""
         first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
         return self.anchor(first.long())
 
@@ -112,7 +114,7 @@ class Instances:
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
             anchored = self.anchor(torch.where((gaps > 0).any(-1), gaps.argmax(-1), anchored.chosen))
-            # Rounding can leave a gap of one ulp above the new anchor, whose gap of 0 is the largest by definition.
+            # Rounding can leave a gap of one ulp, although no gap can exceed 0, the gap of the new anchor.
             gaps = self._hide_masked((anchored.differences @ score).squeeze(-1)).clamp(max=0)
         return anchored, gaps
 
@@ -122,13 +124,13 @@ class Instances:
 
 @dataclass(frozen=True)
 class Descent:
-    """Values recorded at the chosen iterations of a descent, and its final state."""
+    """Values recorded at some iterations of a descent, and its final state."""
 
     steps: tuple[int, ...]  # Recorded iterations; 0 is the start
     W: Float[Tensor, "steps trials d d_query"]  # Form W, or K Qᵀ
     chosen: Int[Tensor, "steps trials n"]  # α, the token of the largest weight
     largest: Float[Tensor, "steps trials n"]  # Largest softmax weight
-    log_weights: Float[Tensor, "trials n T"]  # log s at the end; −∞ if not allowed
+    log_weights: Float[Tensor, "trials n T"]  # log s at the end; −∞ for tokens that are not allowed
     stationary: Bool[Tensor, " trials"]
     """True if the gradient was exactly 0 at the last step, so that the trial no longer moves."""
 
@@ -160,13 +162,14 @@ def descend(
     """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
     If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
-    the normaliser `form`, c is ‖∇_W‖ for both, and W grows at most as (1 + lr)^2t; with `own`, each direction is
+    the normaliser "form", c is ‖∇_W‖ in both steps, and W grows at most as (1 + lr)^2t; with "own", each direction is
     divided by its own norm, and W grows at most as t². `floor` is added to every norm: with the 2.2e-16 of published
     code, a trial whose gradient vanishes stops; with 0, it follows the remaining tiny gradient. The losses are log(1 +
-    e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the iterations to record (0 is the start); the
-    last one is always recorded. `progress` is called with the iterations done and their total. Raises UsageError for
-    iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite, shapes that do not fit, factors
-    that are 0, and, with `form`, so many iterations that W could overflow.
+    e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs Yf > 0. `record` lists the
+    iterations to record (0 is the start); the last iteration is always recorded. `progress` is called with the number
+    of iterations done and their total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser,
+    numbers that are not finite, shapes that do not fit, factors that are 0, and, with "form", so many iterations that W
+    could overflow.
     """
     parts: Parts = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
@@ -193,20 +196,20 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
-    In the textbook formula Σ_t s_t (γ_t − f) x_t, the term t = α nearly cancels all others: no digits remain once 1 −
-    s_α < 1e-16. Logarithms keep the direction correct even if all s_t underflow. D's coefficients are ≤ 1.
+    In the textbook formula Σ_t s_t (γ_t − f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α
+    < 1e-16. Logarithms keep the direction exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
-    # γ_t − γ̄ from differences to γ_α alone, so that it is exact to its last digit if s_α rounds to 1.
+    # γ_t − γ̄ is computed from differences to γ_α, so that it is exact even if s_α rounds to 1.
     deviations = rises - (log_weights.exp() * rises).sum(-1, keepdim=True)
-    # log |ℓ'(Yf)|: of logistic, σ(−Yf); of exponential, e^(−Yf); of log, 1/(Yf)
+    # log |ℓ'(Yf)|, where |ℓ'| is σ(−Yf) for logistic, e^(−Yf) for exponential, and 1/(Yf) for log
     slope = logsigmoid(-margin) if loss == "logistic" else -margin if loss == "exponential" else -margin.log()
     logs = log_weights + slope[..., None] + deviations.abs().log()
     logs = logs.masked_fill(~anchored.pulls, -math.inf)
     largest = logs.flatten(1).amax(-1)
     scale = torch.where(largest.isfinite(), largest, 0.0)
-    # ℓ'_i s_it (γ_it − γ̄_i)/n for t ≠ α, scaled so that a trial's largest is 1, or 0 if its gradient is 0.
+    # ℓ'_i s_it (γ_it − γ̄_i)/n for t ≠ α, scaled so that the largest of a trial is 1, or 0 if its gradient is 0.
     pull = -instances.labels[..., None] * deviations.sign() * (logs - scale[:, None, None]).exp()
     by_query = (pull[..., None, :] @ anchored.differences).squeeze(-2)
     return by_query.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
@@ -234,26 +237,26 @@ def unit(slope: Slope, floor: PerTrial) -> Slope:
 
 def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss: str, normaliser: str) -> None:
     if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
-        raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Give numbers above 0.")
+        raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Pass numbers above 0.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
             raise UsageError(f"Unknown {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
-            raise UsageError(f"The {name} contain NaN or Inf.", "Give finite numbers.")
+            raise UsageError(f"`{name}` contains NaN or Inf.", "Pass finite numbers.")
     trials, widths = len(instances.tokens), (instances.tokens.shape[-1], instances.queries.shape[-1])
     needed = [(trials, *widths)] if len(parts) == 1 else [(trials, width, parts[0].shape[-1]) for width in widths]
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
-        raise UsageError(f"The initial factors have shapes {shapes}, not {needed}.", "Give factors of those shapes.")
+        raise UsageError(f"`start` has tensors of shapes {shapes}, not {needed}.", "Pass tensors of these shapes.")
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K = 0 or Q = 0 is stationary: training cannot start.", "Give nonzero initial K and Q.")
+        raise UsageError("K or Q is 0, where the gradient is 0, so training cannot start.", "Pass nonzero K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
-            f"Choose normaliser=own, or at most {most_iterations(lr)} iterations.",
+            f'Pass normaliser="own", or at most {most_iterations(lr)} iterations.',
         )
 
 

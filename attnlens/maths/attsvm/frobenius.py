@@ -1,4 +1,4 @@
-"""The Frobenius SVM: the hard margin by active sets over the Gram matrix, separability, and the soft margin."""
+"""The SVM of least Frobenius norm: the hard margin by active sets, separability, and the soft margin."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     Multipliers = tuple[Int[ndarray, " all"], Float[ndarray, " all"]]  # rows and their λ
 
 EPS = float(np.finfo(np.float64).eps)
-LARGE = 2**22  # Numbers in explicit vectors (32 MB) beyond which the Gram matrix is factored instead
-PIVOTS = 3  # Consecutive exchanges without a new minimum of wrong signs before pivoting gives up
+LARGE = 2**22  # Most numbers (32 MB) in explicit vectors; if there are more, the Gram matrix is factored instead
+PIVOTS = 3  # Consecutive exchanges without a new least number of wrong signs after which `exchange_signs` gives up
 LEAST_DAMPING = 1e-12  # Damping, relative to the diagonal of G, below which a step is Newton's up to rounding
 SHORTEST = 1e-6  # Smallest fraction of a Newton step that is tried
 DECREASE = 1e-4  # Share of the decrease predicted by the slope that a step must reach (Armijo's condition)
-LONG = 1e-3  # Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist
-RESOLVED = 1e-12  # Residual of NNLS that is rounding: float64 cannot distinguish such a w from a missing one
-INSIDE = 1e-10  # Squared share of an inequality outside the equalities' span below which it may contradict them
-MISSED = 1e-9  # Residual, relative to the largest b, allowed for equalities that depend on others: their rounding
+LONG = 1e-3  # If the residual of NNLS is below this, w is longer than 1/LONG in its units or does not exist
+RESOLVED = 1e-12  # If the residual of NNLS is below this, float64 cannot tell if w exists
+INSIDE = 1e-10  # An inequality can contradict the equalities if its squared share outside their span is below this
+MISSED = 1e-9  # Rounding, relative to the largest b, allowed in equalities that depend on other equalities
 REFINEMENTS = 2  # Number of refinement steps for λ if equalities were eliminated
-SMALL = 128  # Most inequalities that are all in the working set from the start
-DAMPING = 1e-2  # Added in the first damped step to the diagonal of G, which is at most 1
+SMALL = 128  # Most inequalities of a problem whose working set contains all of them from the start
+DAMPING = 1e-2  # Number added in the first damped step to the diagonal of G, which is at most 1
 PATIENCE = 60  # Damped steps after which NNLS solves a degenerate problem
-WORST = 4  # Number of a query's most violated constraints that enter at once
-BETWEEN = 25  # L-BFGS-B steps between two polishings
+WORST = 4  # Number of a query's most violated constraints that join the working set at once
+BETWEEN = 25  # L-BFGS-B steps between two calls of `Box.polish`
 NEWTON, WIDEST = 30, 1000
-"""Newton steps of one polishing, and the most λ that a step solves for: its cost grows with their cube."""
+"""Most Newton steps of `Box.polish`, and most λ for which a step solves: its time grows with their number cubed."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
-"""Added to the diagonal of G, which is 1: if G is singular, steps would otherwise be too long for the bounds."""
-NOTICED = 1e-6  # Slack, relative to |b| + |score|, that counts as a violation: λ is only known to the duality gap
+"""Numbers added to the diagonal of G, which is 1: if G is singular, steps would otherwise leave the bounds."""
+NOTICED = 1e-6  # Least slack, relative to |b| + |score|, that counts as a violation; less is within the duality gap
 
 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
-    Att-SVM of Tarzanagh et al. 2023: eliminate equalities, minimise ½λᵀGλ − bᵀλ over the working set, and add each
-    query's most violated constraints, at most `limit` times. If that is too few, the status is `inaccurate`, and the
-    gap is the one reached. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50];
-    UnposedError for a problem without constraints.
+    This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ over a working
+    set of constraints, and adds each query's most violated constraints, at most `limit` times. If that is too few, the
+    status is `inaccurate`, and the solution has the gap reached. Raises UsageError for a tolerance ≤ 0, a limit < 1,
+    and sizes outside [1e-50, 1e50]; raises UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -82,7 +82,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     answer = certify_loads(working.rows, constraints.refine(working.rows, working.loads))
     if answer.status != "inaccurate" or steps == limit:
         return answer
-    loads = working.solve_nnls() if working.patience else working.loads  # without patience they already are NNLS's
+    loads = working.solve_nnls() if working.patience else working.loads  # without patience, NNLS computed the loads
     proof = certify_loads(working.rows, loads, meet_bounds=False)
     if proof.status == "infeasible":
         return proof
@@ -91,25 +91,28 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Verdict with its proof: a W with u W z ≥ b, or else a λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
+    """Answer to the question if a W with u W z ≥ b exists, with its proof.
 
-    verdict: bool | None  # True if a W exists; None if neither proof was found within the iteration limit
+    The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
+    """
+
+    verdict: bool | None  # True if a W exists, False if none does; None if nothing was proven within the limit
     distance: float | None
-    """Least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or the certificate's residual ≈ 0; None if unknown."""
-    multipliers: Float[Tensor, " constraints"]  # λ of the proof; a certificate has Σλ = 1 over the inequalities
+    """Least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or about 0 if no W exists; None if unknown."""
+    multipliers: Float[Tensor, " constraints"]  # λ of the proof; if no W exists, Σλ = 1 over the inequalities
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:
     """Decide if any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
-    Raises the same errors as `solve`.
+    `limit` and the errors are those of `solve`.
     """
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":
         return Separability(False, answer.residual, answer.multipliers)
     if answer.gap is None or answer.norm is None or answer.gap == math.inf:
         return Separability(None, None, answer.multipliers)
-    # Any feasible W is a proof, even if not the shortest: its gap is finite.
+    # The gap is finite, so W meets the constraints; it need not be the shortest W.
     return Separability(True, 1.0 / answer.norm if answer.norm > 0.0 else math.inf, answer.multipliers)
 
 
@@ -171,7 +174,7 @@ class Constraints(UnitConstraints):
         self.independent: Int[ndarray, " rank"] = equal[pivots[:rank] - 1]
         self.factor = np.asfortranarray(factor[:rank, :rank])
         self.suspects: Rows = np.append(equal[pivots[rank:] - 1], np.flatnonzero(self.empty & ~self.equal))
-        """Dependent equalities, which can contradict others, and inequalities of length 0, which fail if b > 0."""
+        """Equalities that depend on others and can contradict them, and inequalities of length 0, which need b ≤ 0."""
         loads = self.solve_root(self.solve_root(self.unit_bounds[self.independent]), transposed=True)
         self.missing: Each = self.unit_bounds - self.unit_scores(self.independent, loads)
         """b minus the score of the shortest W that meets the equalities."""
@@ -210,11 +213,11 @@ class Constraints(UnitConstraints):
         return self.unit_scores(np.append(rows, self.independent), np.append(loads, -share))
 
     def vectors(self, rows: Rows) -> Float[ndarray, "k width"]:
-        """Return one vector for each of the rows, such that their inner products are the entries of `gram`."""
+        """Return one vector per row such that the inner products of the vectors are the entries of `gram`."""
         both = np.append(rows, self.independent)
         u, z = compact(self.u[both]), compact(self.z)[self.query_of[both]]
         if u.size * z.shape[1] > LARGE:
-            # Directions below √ε are lost; the certificate includes their error.
+            # Directions below √ε are lost; the certificate accounts for the error.
             sizes, vectors = np.linalg.eigh(self.gram(rows, rows))
             above = sizes > EPS * len(rows)
             large: Float[ndarray, "k width"] = vectors[:, above] * np.sqrt(sizes[above])
@@ -225,7 +228,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add λ for the equalities, such that each equality's score is b, or 0 if `meet_bounds` is false."""
+        """Add the λ of the equalities with which each equality's score is b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -237,7 +240,7 @@ class Constraints(UnitConstraints):
         return all_rows, multipliers
 
     def refine(self, rows: Rows, loads: Loads) -> Loads:
-        """Refine λ by the residuals of its inequalities, with the equalities met; keep λ if any would turn negative."""
+        """Refine the λ of inequalities by their residuals; return λ unchanged if an entry would become negative."""
         support = np.flatnonzero(loads)
         if not len(support) or not len(self.independent):
             return loads
@@ -249,7 +252,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row that most likely contradicts the equalities, and its residual's sign; empty if none does."""
+        """Return the row that most clearly contradicts the equalities, and its residual's sign; empty if none does."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -267,7 +270,7 @@ def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
 
 
 class WorkingSet:
-    """The working set of constraints, and the λ of each."""
+    """The working set of constraints with their λ."""
 
     def __init__(self, constraints: Constraints, tolerance: float) -> None:
         inequalities = np.flatnonzero(~constraints.equal)
@@ -279,8 +282,8 @@ class WorkingSet:
         self.gram = constraints.gram(self.rows, self.rows)
         self.optimal = False  # True if λ is optimal for the working set
         self.grown = True  # True if constraints joined in the last step
-        self.damping = 0.0  # 0 while signs are exchanged
-        self.patience = PATIENCE
+        self.damping = 0.0  # Damping of the last damped step; 0 before the first one
+        self.patience = PATIENCE  # Number of damped steps left before NNLS is used
 
     def advance(self) -> Rows | None:
         """Take one step; return the constraints added to the set, or None if λ is optimal for all constraints."""
@@ -311,7 +314,7 @@ class WorkingSet:
         self.optimal = bool((short <= self._rounding(self.bounds)).all())
 
     def find_violated(self) -> Rows:
-        """Return each query's up to WORST most violated constraints, or none if λ proves that no W exists."""
+        """Return up to WORST of each query's most violated constraints; none if λ proves that no W exists."""
         constraints, support = self.constraints, np.flatnonzero(self.loads)
         scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
@@ -334,7 +337,7 @@ class WorkingSet:
 
     def _rounding(self, bounds: Loads) -> Loads:
         """Return the violation allowed for each constraint."""
-        # A tenth of the tolerance: violations add up in the duality gap.
+        # A tenth of the tolerance, because violations add up in the duality gap.
         allowed: Loads = 0.1 * self.tolerance * np.abs(bounds) + EPS * np.abs(self.loads).sum()
         return allowed
 
@@ -354,7 +357,7 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
         multipliers = np.zeros(len(bounds))
         multipliers[active] = loads
         slack = gram @ multipliers - bounds
-        # A sign counts as wrong only beyond the rounding of its sums (64: a margin); ties would be exchanged forever.
+        # A sign is wrong only beyond the rounding of sums, times 64 for safety; otherwise ties would alternate forever.
         noise = 64.0 * EPS * (np.abs(loads).sum() + np.abs(bounds).max(initial=0.0))
         wrong = np.where(support, multipliers < 0.0, slack < -noise)
         if (np.abs(slack[active]) > noise).any():
@@ -371,8 +374,8 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
 def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, damping: float) -> tuple[Loads, float]:
     """Return a better λ for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
 
-    The step uses G + damping · I, so that repeated constraints cause no singularity. The objective never rises, so
-    steps cannot cycle. If no step lowers it, λ is unchanged and the damping grows.
+    The step uses G + damping · I, which is not singular if constraints are repeated. The objective never rises, so
+    steps cannot cycle. If no step lowers the objective, λ is unchanged and the damping grows.
     """
     slack = gram @ loads - bounds
     active = np.flatnonzero((loads > 0.0) | (slack < 0.0))
@@ -386,7 +389,7 @@ def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, dampin
         if slope + 0.5 * float(moved @ block @ moved) <= DECREASE * slope:
             better = loads.copy()
             better[active] += moved
-            # Damp less after a whole step, more after a quarter of one or less.
+            # Damp less after a whole step, more after at most a quarter of a step.
             factor = 0.1 if share == 1.0 else 10.0 if share < 0.3 else 1.0
             return better, max(damping * factor, LEAST_DAMPING)
         share *= 0.5
@@ -409,7 +412,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
         loads, residual = fit_nnls(rows, bounds * scale)
     if residual < LONG:
         return loads
-    # The support's equations are more exact than NNLS, which meets them only to ε‖w‖².
+    # Solving the support's equations is more exact than NNLS, which meets them only to ε‖w‖².
     support = loads > 0.0
     shortest = np.linalg.lstsq(rows[support], bounds[support], rcond=EPS)[0]
     exact = np.linalg.lstsq(rows[support].T, shortest, rcond=EPS)[0]
@@ -420,7 +423,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
 
 
 def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, float]:
-    """Return λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and that norm."""
+    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm."""
     target = np.zeros(rows.shape[1] + 1)
     target[-1] = 1.0
     try:
@@ -436,24 +439,25 @@ class SoftMargin:
     """The W that minimises ½‖W‖² + C Σ violation: max(0, b − u W z) at inequalities, |b − u W z| at equalities."""
 
     W: Float[Tensor, "d d_query"]  # W(λ), not rescaled
-    multipliers: Float[Tensor, " constraints"]  # λ in [0, C], in [−C, C] at equalities
-    slack: float  # Σ max(0, b − u W z), |b − u W z| at equalities: 0 if the problem is separable and C is large enough
-    violated: float  # Share of the constraints with slack beyond rounding; slack above b means the wrong side
+    multipliers: Float[Tensor, " constraints"]  # λ in [0, C]; at equalities in [−C, C]
+    slack: float  # Σ violation: 0 if the problem is separable and C is large enough
+    violated: float  # Share of the constraints with a violation beyond rounding
     gap: float  # Relative duality gap (P − D)/P of the objective
     iterations: int  # L-BFGS-B steps
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
-    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C, |λ| ≤ C at equalities (Cortes and Vapnik 1995), by L-BFGS-B and Newton.
+    """Compute the soft margin: maximise bᵀλ − ½‖W(λ)‖² over 0 ≤ λ ≤ C, or |λ| ≤ C at equalities.
 
-    Stops at a gap of `tolerance` or after `limit` steps; `gap` is the gap reached. Raises the errors of `solve`, and
-    UsageError unless C is finite and positive.
+    The method of Cortes and Vapnik 1995, solved by L-BFGS-B and Newton steps until the relative gap is at most
+    `tolerance`, or for `limit` steps; the result contains the gap reached. Raises the errors of `solve`, and UsageError
+    unless C is finite and positive.
     """
     check_solvable(problem, tolerance, limit)
     if not (C > 0.0 and math.isfinite(C)):
-        raise UsageError(f"C is {C}, but must be positive and finite.", "Give a positive number, e.g. 1.")
+        raise UsageError(f"C must be positive and finite, not {C}.", "Pass a positive number such as C=1.")
     box = Box(problem, C)
-    # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
+    # Start from the hard margin's λ, clipped to the box; if λ lies in the box, it is already the solution.
     start = solve(problem).multipliers.numpy() * box.scale
     loads, steps = box.minimise(np.clip(start, box.low, box.high), tolerance, limit)
     multipliers = torch.from_numpy(loads / box.scale)
@@ -479,7 +483,7 @@ class Box(UnitConstraints):
 
     def __init__(self, problem: Problem, C: float) -> None:
         super().__init__(problem)
-        # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
+        # A constraint of length 0 has the same violation for every W; if b > 0, its λ is C, which does not change W.
         self.high = C * self.scale
         self.low = np.where(self.equal, -self.high, 0.0)
         self.rows = np.arange(len(self.u))
@@ -490,13 +494,13 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box is at most `tolerance` times P."""
+        """Return True if P − D, the maximum of ∇·(λ' − λ) over λ' in the box, is at most `tolerance` times P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
 
     def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Minimise by L-BFGS-B with Newton steps on the free λ every few steps; return λ and the number of steps."""
+        """Minimise by L-BFGS-B, with `polish` every few steps; return λ and the number of L-BFGS-B steps."""
 
         def objective(loads: Loads) -> tuple[float, Loads]:
             downhill = -self.uphill(loads)
@@ -513,7 +517,7 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Improve λ by projected Newton steps (Bertsekas 1982) on the entries free to move, while they help."""
+        """Improve λ by projected Newton steps (Bertsekas 1982) on the entries that can move, until no step helps."""
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
@@ -527,7 +531,7 @@ class Box(UnitConstraints):
         return loads
 
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
-        """Try a clipped Newton step for each of RIDGES; return the best λ and its `uphill` (None if no step helps)."""
+        """Try a clipped Newton step with each of RIDGES; return the best λ and its `uphill`, or None if none helps."""
         best, largest_gain = None, 0.0
         curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:

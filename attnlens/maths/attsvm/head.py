@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     Scores = Float[Tensor, "queries keys"]
     Flags = Bool[Tensor, "queries keys"]
 
-TIE = 1e-6  # Scores closer than this share of a query's largest |score| are equal: ten roundings of a float32 model
-MOST_CONSTRAINTS = 2**15  # Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers
+TIE = (
+    1e-6  # Scores are tied if they differ by less than this share of a query's largest |score| (float32: 10 roundings)
+)
+MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
-"""Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
-TOLERANCE = 1e-8  # Relative duality gap of a head's SVM; its norm is then known to half of this
-SPAN = 1e-6  # Relative singular value below which differences of tokens span nothing: rounding of float32 inputs
+"""Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
+TOLERANCE = 1e-8  # Relative duality gap of a head's SVM, whose norm is then known to half of this
+SPAN = 1e-6  # Relative singular value below which differences of tokens are rounding of float32 inputs
 
 
 @dataclass(frozen=True)
 class FactoredForm:
-    """Form M = L Rᵀ, stored as its factors: token x has the score xᵀ M z for query z."""
+    """The form M = L Rᵀ, stored as its factors; token x has the score xᵀ M z for query z."""
 
     left: Float[Tensor, "d rank"]  # L, on the keys' side
     right: Float[Tensor, "d_query rank"]  # R, on the queries' side, including the scale
@@ -42,7 +44,7 @@ class FactoredForm:
         return (queries @ self.right) @ (tokens @ self.left).mT
 
     def rotate_randomly(self, seed: int) -> FactoredForm:
-        """Return O₁ M O₂ᵀ with Haar-random O₁ and O₂: it has the singular values of M, but random directions."""
+        """Return O₁ M O₂ᵀ with Haar-random O₁ and O₂, which has the singular values of M in random directions."""
         generator, factors = torch.Generator().manual_seed(seed), []
         for factor in (self.left, self.right):
             frame, core = torch.linalg.qr(factor)
@@ -56,15 +58,15 @@ class FactoredForm:
 class Scene:
     """One sequence as seen by a head."""
 
-    tokens: Float[Tensor, "keys d"]  # Tokens x that are selected among
-    queries: Float[Tensor, "queries d_query"]  # Queries z that select
+    tokens: Float[Tensor, "keys d"]  # Tokens x from which queries select
+    queries: Float[Tensor, "queries d_query"]  # Queries z, which select tokens
     log_copies: Scores
     """Log of the number of copies of a token that a query can see, stored at the first copy; −∞ at other copies and at
     hidden tokens."""
 
     @property
     def visible(self) -> Flags:
-        """Mask of the tokens that each query can select; of several copies, only the first one counts."""
+        """Mask of the tokens that each query can select; only the first of several copies counts."""
         return self.log_copies > -torch.inf
 
 
@@ -72,8 +74,8 @@ class Scene:
 class Softmax:
     """The softcap and the sink of the head's softmax; neither changes the order of the tokens."""
 
-    softcap: float | None = None  # Bound on scores, softcap · tanh(score / softcap), or None
-    sink: float | None = None  # Logit that takes weight without a token, or None
+    softcap: float | None = None  # Scores become softcap · tanh(score / softcap); None: they are not capped
+    sink: float | None = None  # Logit that takes weight without a token; None: there is no sink
 
     def cap_scores(self, scores: Scores) -> Scores:
         """Return the scores after softcapping, as the softmax uses them."""
@@ -87,13 +89,13 @@ class Selections:
     scene: Int[Tensor, " queries"]  # Index of each query's scene
     position: Int[Tensor, " queries"]  # Index of the query in its scene
     sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
-    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), which distinguishes queries whose p_max rounds to 1
+    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; it can differ if p_max is 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
-    decided: float  # Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes, or NaN
+    decided: float  # Share of queries with p_max ≥ ½ among those that see a token, mean over scenes; NaN without them
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
-        """Scene, position and O_i of each query."""
+        """Iterate over the scene, the position and O_i of each query."""
         return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
 
 
@@ -101,13 +103,13 @@ class Selections:
 class HeadProblem:
     """The selection problem of a head, and the head's form in the problem's coordinates."""
 
-    problem: Problem  # Problem whose queries are coordinates in an orthonormal basis of their span, without loss
-    form: FactoredForm  # Form of the head in the same coordinates
-    token_of: Int[Tensor, " constraints"]  # Index of the token on the lesser side of each constraint, in its scene
+    problem: Problem  # The problem; its queries are coordinates in an orthonormal basis of their span
+    form: FactoredForm  # Form of the head in these coordinates
+    token_of: Int[Tensor, " constraints"]  # Index, in its scene, of the token t in each constraint (x_α − x_t)ᵀ W z ≥ 1
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the copies of each token that a query sees; the first copy gets the count, the others 0."""
+    """Count the copies of each token that a query sees; the first visible copy gets the count, the others get 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -125,10 +127,10 @@ def choose(
     """Select at most `most` queries with the largest p_max of the head, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight. A
-    query is omitted if it selects all visible tokens, or sees less than half as many tokens as another query of the
-    sequence (early in a causal sequence, p_max is near 1 because there are few tokens). Ties, where the least selected
-    and the largest other score are equal within TIE, are omitted and counted. Fewer queries are chosen if the
-    constraints would exceed MOST_CONSTRAINTS, or the equalities MOST_EQUALITIES.
+    query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another query of
+    the sequence (early in a causal sequence, p_max is near 1 because there are few tokens). Queries are omitted and
+    counted as ties if the least selected and the largest other score are equal within TIE. Fewer queries are chosen if
+    there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -174,7 +176,8 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for one visible token, NaN for none.
 
-    `masked` are the scores, `log_weights` softmax logits that include copies; both are −∞ for hidden tokens.
+    `masked` contains the scores, and `log_weights` the softmax logits with the log number of copies added. Both are −∞
+    for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -186,9 +189,10 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
-    """Build the problem whose solutions W select the head's tokens: u W z ≥ 1 from O_i to other tokens, 0 inside O_i.
+    """Build the problem whose solutions W select the head's tokens: the generalised SVM of Tarzanagh et al. 2023.
 
-    Tarzanagh et al. 2023, the generalised SVM. Raises UnposedError if no query was chosen.
+    The constraints are u W z ≥ 1 for differences u between a token of O_i and any other token, and u W z = 0 for
+    differences inside O_i. Raises UnposedError if no query was chosen.
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
@@ -229,12 +233,12 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 class Nearness:
     """Comparison of a head with the max-margin form that selects the same tokens; it does not depend on M's scale."""
 
-    chosen: Selections  # The posed queries and their selected tokens
+    chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem
-    solution: Solution  # Its certified solution W_mm
+    solution: Solution  # The certified solution W_mm of the problem
     best: float  # 1/‖W_mm‖_F, the largest least margin of a form of unit norm
     norm: float  # ‖ΠM‖_F; Π projects onto span(U) ⊗ span(Z)
-    margins: Float[Tensor, " queries"]  # Least (logit_α − logit_t)/‖ΠM‖_F of each query
+    margins: Float[Tensor, " queries"]  # Least (score_α − score_t)/‖ΠM‖_F of each query
     svm_cosine: float  # ⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]
 
     @property
@@ -246,9 +250,10 @@ class Nearness:
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections, or return the reason why there is no such SVM.
 
-    `scenes` are those from which the queries were chosen, or others with the same scores. If sets of several tokens are
+    `scenes` are those from which the queries were chosen, or others with equal scores. If sets of several tokens are
     selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
-    differences inside the sets. Trained forms tend to W_fin + R · W_mm, so only M − W_fin can meet the equalities.
+    differences inside the sets. Trained forms tend to W_fin + R · W_mm for growing R, so only M − W_fin can meet the
+    equalities.
     """
     try:
         posed = pose(scenes, form, chosen)
@@ -266,14 +271,14 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # The finite part: equalities alone, with the head's differences, u W z = u M z.
+        # W_fin solves the problem of the equalities alone, with the head's score differences: u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:
             return "no form reproduces the head's score differences among the selected tokens"
         gaps = gaps - problem.scores(finite.W)
         squared -= float(finite.W.square().sum())
-    # Strict: a form equal to its finite part leaves at most this much rounding.
+    # Strict: if M equals W_fin, at most this much rounding remains.
     if not squared > (SPAN * whole) ** 2:
         return "the head's form does not distinguish any tokens here"
     free, size = ~problem.equal, squared**0.5
@@ -284,13 +289,13 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:
-    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z); the query coordinates already span their space."""
+    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z); queries are already coordinates in span(Z)."""
     left = row_span(problem.differences).mT @ form.left
     return float((left @ form.right.mT).norm())
 
 
 def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
-    """Return an orthonormal basis of the rows' span, from their Gram matrix; directions below SPAN are left out."""
+    """Return an orthonormal basis of the rows' span from their Gram matrix, without directions below SPAN."""
     values, vectors = torch.linalg.eigh(rows.mT @ rows)
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: equal tokens span nothing
     return basis

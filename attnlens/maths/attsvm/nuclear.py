@@ -1,8 +1,8 @@
 """The nuclear-norm SVM: an interior-point method on the Gram matrices, refined on the face where it ends.
 
-min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is min ½ tr X with W in the corner of X = [[P, W], [Wᵀ, Q]] ⪰ 0; its dual is
-max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. As the constraints are rank-one in u and z, the Newton
-system is a sum of elementwise products of four Gram matrices, and never has the size of X squared.
+min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is equivalent to min ½ tr X, where W is the upper right corner of X = [[P, W], [Wᵀ, Q]]
+⪰ 0. Its dual is max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. Because each constraint has rank one,
+u zᵀ, the Newton system is a sum of elementwise products of four Gram matrices and has one row per constraint.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ if TYPE_CHECKING:
     Multipliers = Float[Tensor, " constraints"]
     Matrix = Float[Tensor, "d d_query"]
 
-PATIENCE = 8  # Steps without a better bound after which rounding dominates
+PATIENCE = 8  # Number of steps without a better bound after which rounding dominates
 LEAST_CENTRING = 1e-6
-"""Lower limit on the ratio whose cube is Mehrotra's centring: the affine step can end on the border, at ratio 0."""
+"""Lower limit on the ratio whose cube is Mehrotra's centring, because the ratio is 0 if the affine step ends at the
+border."""
 MISSING = 0.1  # Allowed violation of a constraint, as a share of the tolerance
 LEAST_MISSING = 1e-7  # Violation that is always allowed: the Newton system's rounding leaves about 3e-8
-INSIDE = 0.95  # Share of the way to the border of the cone that a step can take
+INSIDE = 0.95  # Largest step, as a share of the way to the border of the cone
 NEWTON_STEPS = 6
 """Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
-CONVERGED = 1e-14  # Relative length of a step that ends the iteration: the next one would be rounding
-MOST_UNKNOWNS = 1000  # Size up to which the system is solved, as a dense one: about a second per step
-SMALL = 256  # Constraints up to which all are in the working set from the start
-FIRST_GAP = 1e-2  # Relative gap to which the first working set is solved, because it will change anyway
-NEAR = 1e-8  # Relative gap that the interior-point method reaches reliably; Newton's method does the rest
-POLISHED = 1e-6  # Relative gap below which rank and support are clear, so that Newton's method can take over
+CONVERGED = 1e-14  # Relative length of a step that ends the iteration, because the next step would be rounding
+MOST_UNKNOWNS = 1000  # Most unknowns of the dense system, which takes about a second per step
+SMALL = 256  # Most constraints of a problem whose working set contains all of them from the start
+FIRST_GAP = 1e-2  # Relative gap to which the first working set is solved; it is loose because the set will change
+NEAR = 1e-8  # Relative gap that the interior-point method reaches reliably; Newton's method reaches smaller gaps
+POLISHED = 1e-6  # Relative gap below which rank and support are clear, so that Newton's method can be used
 
 SLACK = 5e-12  # Rounding allowed for a violated constraint, relative to the largest margin
 
@@ -102,9 +103,10 @@ class Point:
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
     """Return W, λ ≥ 0 and the number of steps, with a relative gap ≤ goal if `limit` and rounding allow it.
 
-    `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
+    `size` is the expected norm of W, and `limit` the largest number of steps. The method is Mehrotra's
+    predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
-    # Well inside: X = size · I, λ equal and so small that ‖M‖ = ½; 0 with equalities only, where M is 0.
+    # Start well inside the cone: X = size · I, and equal λ with ‖M‖ = ½ at inequalities, 0 at equalities.
     inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
     flat = inequal * (0.5 / max(float(np.linalg.norm(constraints.form(inequal.astype(float)), 2)), EPS))
     point = Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
@@ -113,11 +115,11 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
         try:
             newton = Newton(constraints, point)
             affine = newton.direction(0.0, None)
-            # Mehrotra's centring: the further the affine step gets, the less centring is needed
+            # Mehrotra's centring: the longer the affine step, the less centring is needed
             ratio = mean_product(constraints, newton.move(affine, 1.0)) / newton.mean
             centring = min(1.0, max(LEAST_CENTRING, ratio) ** 3) * newton.mean
             point = newton.move(newton.direction(centring, affine), INSIDE)
-        except np.linalg.LinAlgError:  # the border is reached within rounding: keep the best so far
+        except np.linalg.LinAlgError:  # the point is on the border within rounding: return the best W and λ so far
             break
         P, D = bound_norm(constraints, point, goal)
         if upper > P:
@@ -130,7 +132,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return bounds P ≥ D on the least ‖W‖_*: P from the corner of X, ∞ if that violates a constraint, and D from λ."""
+    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W violates a constraint); D from λ."""
     b, equal = constraints.b, constraints.equal
     multipliers = point.multipliers / max(float(np.linalg.norm(constraints.form(point.multipliers), 2)), EPS)
     scores, needed, factor, P = constraints.scores(point.X) / 2, ~equal & (b > 0), 1.0, np.inf
@@ -138,13 +140,13 @@ def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tupl
         factor = (b[needed] / scores[needed]).max()
     short = np.where(equal, np.abs(factor * scores - b), (b - factor * scores).clip(min=0.0))
     if short.max() <= max(MISSING * tolerance, LEAST_MISSING):
-        # A violation that is corrected later is charged at twice its price λ; at its price, W = 0 would have P = D.
+        # Violations, which are corrected later, increase P by twice their price λ; at one λ, W = 0 would have P = D.
         P = factor * np.linalg.norm(constraints.corner(point.X), "nuc") + 2 * np.abs(multipliers) @ short
     return float(P), float(b @ multipliers)
 
 
 def mean_product(constraints: Constraints, point: Point) -> float:
-    """Return μ = (⟨X, S⟩ + sᵀλ) / (number of products), which is 0 at the optimum."""
+    """Return μ = (⟨X, S⟩ + sᵀλ)/n, which is 0 at the optimum; n is the order of X plus the number of inequalities."""
     count = len(point.X) + int((~constraints.equal).sum())
     return float(((point.X * point.S).sum() + point.s @ point.multipliers) / count)
 
@@ -154,7 +156,7 @@ class Newton:
 
     def __init__(self, constraints: Constraints, point: Point) -> None:
         self.constraints, self.point = constraints, point
-        # L⁻¹ of X = L Lᵀ and of S: they give the distance to the border, and S⁻¹ = L⁻ᵀ L⁻¹
+        # L⁻¹ for X = L Lᵀ, and likewise for S: they determine the distance to the border, and S⁻¹ = L⁻ᵀ L⁻¹
         self.whiteners = tuple(np.linalg.inv(np.linalg.cholesky(matrix)) for matrix in (point.X, point.S))
         self.inverse = self.whiteners[1].T @ self.whiteners[1]
         self.mean = mean_product(constraints, point)
@@ -182,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after primal and dual steps min(1, share · s); s is the largest step inside the cone."""
+        """Return the point after primal and dual steps of min(1, share · t); t is the largest step inside the cone."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -216,9 +218,9 @@ def refine_on_face(
 ) -> tuple[Multipliers, Matrix] | None:
     """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b if `tight`, and λ = 0 if not.
 
-    Newton's method on the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B = Mᵀ
-    A, where M = Σλ u zᵀ. None if the system would be too large. The result can be worse than the given pair: certify
-    it.
+    Newton's method solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B =
+    Mᵀ A, where M = Σλ u zᵀ. Return None if the system is too large. The result can be worse than the given pair, so
+    callers must certify it.
     """
     left, values, right = torch.linalg.svd(W, full_matrices=False)
     # Strict complementarity distinguishes zero from small singular values of W: either σ(W) = 0 or σ(M) = 1.
@@ -240,7 +242,7 @@ def refine_on_face(
             torch.cat([by_a, by_b, torch.zeros(len(u), len(u))], 1),
         ]
         missing = torch.cat([(M @ B - A).flatten(), (M.mT @ A - B).flatten(), face.margins - face.scores(before)])
-        # The shortest step, because A and B can be rotated together.
+        # The shortest step, because the system is singular: rotating A and B together does not change W.
         step = torch.linalg.lstsq(torch.cat(system), missing[:, None], driver="gelsd").solution[:, 0]
         a, b, change = step.split([A.numel(), B.numel(), len(u)])
         A, B, active = A + a.view_as(A), B + b.view_as(B), active + change
@@ -252,10 +254,11 @@ def refine_on_face(
 def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -> Solution:
     """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c (= b_c where `equal`); Tarzanagh et al. 2023, Eq. Att-SVM⋆.
 
-    An interior-point method on a working set of constraints, to which violated ones are added, in the row spaces of u
-    and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach: 1e-4 by default, to which the norm is
-    then accurate, but not W; 1e-10 gives a result exact to rounding. `limit` bounds the interior-point steps. For an
-    infeasible problem, the result contains Gordan's certificate and no norm. Raises the same errors as `solve`.
+    An interior-point method solves a working set of constraints, to which violated constraints are added, in the row
+    spaces of u and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default of 1e-4, the
+    norm is accurate to 1e-4, but not W; 1e-10 gives a W that is exact to rounding. `limit` is the largest number of
+    interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no norm. Raises the
+    errors of `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
@@ -272,8 +275,8 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem in the row spaces of u and z, in rounds: interior point, polishing, new constraints."""
-    # All constraints of a small problem, else the equalities and the Frobenius solution's support.
+    """Solve a problem in the row spaces of u and z: repeat interior point, refinement and adding constraints."""
+    # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
     steps = 0
@@ -286,7 +289,7 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
             refined = refine_on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
             polished = answer if refined is None else certify_nuclear(problem, *refined, tolerance, steps)
             answer = polished if polished.gap is not None and polished.gap < answer.gap else answer
-        # The most violated constraints outside the working set join: at most as many as are in it, plus one.
+        # Add the most violated constraints outside the working set, at most as many as it contains, plus one.
         slack = problem.scores(W) - problem.margins
         slack[working] = math.inf
         most_violated = slack.topk(min(len(working) + 1, len(slack)), largest=False)
@@ -301,10 +304,11 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
 def certify_nuclear(
     problem: Problem, multipliers: Multipliers, W: Matrix, tolerance: float = 1e-4, iterations: int = 0
 ) -> Solution:
-    """Return the solution that λ and W prove: P = ‖W‖_* with W made feasible, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
+    """Return W, made feasible, as a solution with the relative gap (P − D)/P that λ proves.
 
-    D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be
-    made feasible, W and the norm are None and the gap is infinite. Raises the errors of `solve`.
+    P = ‖W‖_* of the feasible W, and D = bᵀλ / ‖Σλ u zᵀ‖₂, which bounds every feasible W, since bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ
+    u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be made feasible, the solution's W and norm are None
+    and its gap is infinite. Raises the errors of `solve`.
     """
     check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
@@ -327,7 +331,7 @@ def certify_nuclear(
         slack[problem.equal].abs() / largest_margin,
         ((norm - (problem.form(multipliers) * feasible).sum()) / unit).abs()[None],
     ]
-    # No λ of an interior point is 0: the support has those above rounding and, at inequalities, above the slack.
+    # No λ of an interior point is 0: λ is support if it exceeds rounding and, at inequalities, the slack.
     share = multipliers.abs() * len(multipliers) / multipliers.abs().sum().clamp(min=EPS)
     support = (share > EPS * len(multipliers)) & (problem.equal | (share > slack / largest_margin))
     status: Status = "optimal" if gap <= tolerance else "inaccurate"
@@ -336,14 +340,14 @@ def certify_nuclear(
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
-    """Count the σ(W) above relative · σ₁; the count is meaningful if the gap is well below `relative`."""
+    """Return the number of σ(W) above relative · σ₁, which is meaningful if the gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
     return int((values > relative * values[:1]).sum())
 
 
 def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
-    """Return an orthonormal basis of the rows' span, to rounding: QR, then the SVD of its small factor."""
+    """Return an orthonormal basis of the rows' span, exact to rounding: QR, then the SVD of the factor R."""
     upper = torch.linalg.qr(rows, mode="r").R
     _, values, basis = torch.linalg.svd(upper, full_matrices=False)
     spanned: Tensor = basis[values > EPS * max(rows.shape) * values[:1]]  # strict: zero rows span nothing
@@ -353,7 +357,10 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
 ) -> tuple[Matrix, Multipliers, int]:
-    """Return W, λ (0 outside the working set) and the number of steps; `size` is the expected ‖W‖."""
+    """Solve the problem of the constraints `working`; return W, λ (0 at other constraints) and the number of steps.
+
+    `size` is the expected norm of W; `goal` and `limit` are those of `interior_point`.
+    """
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
     u_size, z_size, height = float(u.norm(dim=1).max()), float(z.norm(dim=1).max()), float(b.abs().max())
     length = u_size * z_size
@@ -365,8 +372,8 @@ def solve_working_set(
 
 
 def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
-    """Scale W to meet the inequalities, then add the smallest correction for the other violations; None if it fails."""
-    # Margins of both signs and equalities b ≠ 0 leave violations that no scale removes.
+    """Scale W to meet the inequalities, then add the smallest W that corrects other violations; None if none does."""
+    # Scaling cannot remove violations of constraints with b ≤ 0 or of equalities with b ≠ 0.
     W = W * feasible_scale(problem, problem.scores(W))
     for _ in range(3):  # a second correction removes the rounding of a first, large one
         scores = problem.scores(W)

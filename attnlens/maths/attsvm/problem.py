@@ -1,4 +1,4 @@
-"""Att-SVM problems, their solutions with certificates, and the checks of their arguments."""
+"""Att-SVM problems: functions that build them, solutions with their certificates, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 Status = Literal["optimal", "infeasible", "inaccurate"]
 SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
-LEAST, MOST = 1e-50, 1e50  # Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64
-PROOF = 1e-10  # ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would have 10¹⁰ times their scale
-ROUNDING = 1e-10  # Violation relative to |b| + ‖W‖‖u zᵀ‖ that float64 leaves if scaling cannot remove it
-BLOCK = 4096  # constraints whose components are computed at once
+LEAST, MOST = 1e-50, 1e50  # Limits on sizes within which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² do not overflow float64
+PROOF = (
+    1e-10  # Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ with which λ proves that no W exists, or only one of 10¹⁰ times the scale
+)
+ROUNDING = 1e-10  # Violation, relative to |b| + ‖W‖‖u zᵀ‖, that rounding leaves if scaling cannot remove it
+BLOCK = 4096  # Constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
 """Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is known to the duality gap."""
 
@@ -49,8 +51,8 @@ class Problem:
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
     queries: Float[Tensor, "queries d_query"]  # z, one row per query
     query_of: Int[Tensor, " constraints"]  # Index of each constraint's query
-    margins: Each  # b_c: 1, or a label margin, or the log-ratio of two weights
-    equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of tokens that are all kept)
+    margins: Each  # b_c: 1, a given margin, or the log-ratio of two weights
+    equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of selected tokens)
 
     @property
     def paired_queries(self) -> Float[Tensor, "constraints d_query"]:
@@ -79,7 +81,7 @@ class Problem:
 
     def components(self, directions: Float[Tensor, "queries d"]) -> Each:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
-        # In blocks: a direction per constraint would take as much memory as the differences.
+        # In blocks, because a direction per constraint would take as much memory as the differences.
         blocks = zip(torch.split(self.differences, BLOCK), torch.split(self.query_of, BLOCK), strict=True)
         return torch.cat([(block * directions[queries]).sum(-1) for block, queries in blocks])
 
@@ -97,19 +99,19 @@ class Solution:
 
     status: Status
     """optimal: the gap is within the tolerance. infeasible: `multipliers` prove that no W exists. inaccurate: neither
-    was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
+    was reached within the iteration limit; `gap` is the gap reached."""
     multipliers: Each
-    """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
-    support: Bool[Tensor, " constraints"]  # Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding
+    """λ, ≥ 0 at inequalities. If infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
+    support: Bool[Tensor, " constraints"]  # Support constraints: λ > 0 (equalities: λ ≠ 0), beyond rounding
     iterations: int  # Number of steps of the outer loop
-    W: BilinearForm | None = None  # Solution, scaled so that its least margin is met exactly; None if there is none
+    W: BilinearForm | None = None  # Solution, scaled so that its least margin is met exactly; None if no W was found
     norm: float | None = None  # ‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm
     gap: float | None = None
     """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
     least: float | None = None  # min over inequalities of u W z − b, before W is rescaled; 0 at the optimum
     kkt: float | None = None
     """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
-    residual: float | None = None  # ‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof
+    residual: float | None = None  # ‖Σλ u zᵀ‖ of Gordan's certificate, 0 in exact arithmetic; None unless infeasible
 
 
 def selection(
@@ -117,9 +119,10 @@ def selection(
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
-    Each query selects one token α. `margins` contains the b of each sample; it is 1 by default. A duplicate of the
-    chosen token gives a constraint that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers
-    that are not finite, and a chosen token that is not allowed; UnposedError if there is no token to separate from.
+    `chosen` contains the index of the token α that each query selects, and `margins` the b of each sample, 1 by
+    default. A duplicate of the chosen token gives a constraint that cannot be met. Raises UsageError for shapes or
+    indices that do not fit, numbers that are not finite, and a chosen token that is not allowed; raises UnposedError if
+    no query sees another token.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
@@ -141,13 +144,16 @@ def selection(
 
 
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
-    """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` whose queries are 1."""
+    """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` whose queries are 1.
+
+    `tokens` are the keys k; the other arguments and the errors are those of `selection`.
+    """
     tokens = as_finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
 
 
 def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None = None) -> Problem:
-    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
+    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); the default is z = x.
 
     Raises the same errors as `selection`, including UnposedError for a sequence of one token.
     """
@@ -158,32 +164,35 @@ def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None
 
 
 def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
-    """Build the problem u W z = 0 inside O_i, u W z ≥ 1 from O_i to other tokens (Tarzanagh et al. 2023, Gen-SVM).
+    """Build the problem in which each query selects a set of tokens O_i (Tarzanagh et al. 2023, Gen-SVM).
 
-    O_i are the selected tokens; exact duplicates count as one token, which is selected if any of them is selected.
-    Every constraint starts at one representative of O_i. Raises UsageError as `selection` does and for an empty O_i;
-    UnposedError if all tokens are selected.
+    The constraints are u W z = 0 for differences u inside O_i, and u W z ≥ 1 from O_i to other tokens; each starts at
+    the first token of O_i. `sets` marks the tokens of O_i. Exact duplicates count as one token, which is selected if a
+    duplicate is selected. Raises the UsageErrors of `selection`, and a UsageError for an empty O_i; raises UnposedError
+    if all tokens are selected.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
     if not (first & ~sets).any():
-        raise UnposedError("Every token is kept, so there is nothing to separate.", "Keep fewer tokens.")
+        raise UnposedError("Every token is selected, so there is nothing to separate.", "Select fewer tokens.")
     row, representative, other = pair_with_representatives(sets, first)
     inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
 
 
 def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n tokens"], sets: Mask) -> Problem:
-    """Build the problem of W_fin, the part that stays finite: (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i.
+    """Build the problem of W_fin, the part of W that stays finite in training.
 
-    Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, which must be > 0 inside O_i; each duplicate
-    gets the mean weight of its copies. Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i;
-    UnposedError if every O_i is one token.
+    The constraints are (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i, where r is the first token of O_i (Tarzanagh et al.
+    2023, Eq. 8). `weights` are the attention weights s, which must be > 0 inside O_i; each
+    duplicate gets the mean weight of its copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a
+    weight of 0 inside O_i; raises UnposedError if every O_i is one token.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        raise UsageError("Kept tokens need positive weights, one per token.", "Give the attention weights.")
+        problem = "`weights` must contain one number per token, which is positive at selected tokens."
+        raise UsageError(problem, "Pass the attention weights of all tokens.")
     sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()
     logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
@@ -194,7 +203,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Pair every candidate with the first token of its sample's O_i; return samples, first tokens and candidates."""
+    """Pair every candidate with the first token of its sample's O_i; return sample, first token, candidate of pairs."""
     representative = sets.int().argmax(-1)
     others = candidates.clone()
     others[torch.arange(len(sets)), representative] = False
@@ -211,7 +220,7 @@ def build_problem(
 ) -> Problem:
     """Build a problem from constraints, by default inequalities; raise UnposedError if there are no constraints."""
     if not len(differences):
-        raise UnposedError("No other token to select from.", "Give sequences of at least two tokens.")
+        raise UnposedError("No query sees a second token to select from.", "Pass sequences of at least two tokens.")
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
     return Problem(differences, queries, query_of, margins, equal)
 
@@ -225,7 +234,7 @@ def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, M
 
 def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
     """Return which pairs of tokens of a sample are equal in every number."""
-    # Adding 0 makes −0 and 0 the same row; comparing pairs of rows outright would take n · T² · d bytes.
+    # Adding 0 turns −0 into 0. Rows are numbered by `unique`, because comparing all pairs takes n · T² · d bytes.
     kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
     return kinds[:, :, None] == kinds[:, None]
 
@@ -233,9 +242,10 @@ def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
     """Build the problem (e_i − e_j)ᵀ W e_k = 0 in cycles of k's graph, and ≥ 1 along its other edges (Graph-SVM).
 
-    A sequence consists of input tokens and a label (Li et al. 2024). For all sequences whose last input is k, k's graph
-    has an edge from the label to each input; a cycle is a strongly connected component. Raises UsageError for sequences
-    of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph has an edge.
+    A sequence consists of the ids of input tokens and of a label (Li et al. 2024). For all sequences whose last input
+    is k, k's graph has an edge from the label to each input; a cycle is a strongly connected component. Raises
+    UsageError for sequences of fewer than two tokens and ids outside the vocabulary; raises UnposedError if no graph
+    has an edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
     vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)
@@ -244,7 +254,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
             raise UsageError(
                 f"Each sequence must be input tokens followed by a label, with ids from 0 to {vocabulary - 1}; got "
                 f"{str(list(sequence))[:40]}.",
-                "Give at least one input token and the label.",
+                "Pass the ids of at least one input token and of the label.",
             )
         *inputs, label = sequence
         graphs[inputs[-1]] |= {(label, token) for token in inputs if token != label}
@@ -265,7 +275,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
-    """Return the numbers in float64; raise UsageError unless finite and real, with `axes` nonempty dimensions."""
+    """Return the numbers in float64; raise UsageError unless they are real and finite and have `axes` dimensions."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
@@ -273,7 +283,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
             f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
-        raise UsageError(f"The {name} contain NaN or Inf.", f"Find the overflow in the code that computes the {name}.")
+        raise UsageError(f"The {name} contain NaN or Inf.", f"Check the code that computes the {name} for overflow.")
     return numbers.detach().double()
 
 
@@ -282,9 +292,8 @@ def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
     if require_real(f"flags `{name}`", mask).shape != (samples, length):
-        raise UsageError(
-            f"`{name}` has shape {tuple(mask.shape)}, not {(samples, length)}.", "Give one entry per token."
-        )
+        problem = f"`{name}` has shape {tuple(mask.shape)}, not {(samples, length)}."
+        raise UsageError(problem, "Pass one flag per sample and token.")
     return mask.bool()
 
 
@@ -293,11 +302,11 @@ def as_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None) 
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))
     if len(queries) != len(tokens):
-        raise UsageError(f"There are {len(queries)} queries for {len(tokens)} samples.", "Give one query per sample.")
+        raise UsageError(f"There are {len(queries)} queries for {len(tokens)} samples.", "Pass one query per sample.")
     if not sets.any(-1).all() or (sets & ~visible).any():
         raise UsageError(
-            "A set of kept tokens is empty, or contains a token that its query does not see.",
-            "Keep at least one token, and only tokens that the query sees.",
+            "A set of selected tokens is empty, or contains a token that its query does not see.",
+            "Select at least one token per query, and only tokens that the query sees.",
         )
     return tokens, queries, sets, visible
 
@@ -306,20 +315,23 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise UsageError(f"The {name} must be a tensor of real numbers, not {kind}.", "Use torch.as_tensor or .real.")
+        remedy = "Convert a list with torch.as_tensor, and a complex tensor with .real."
+        raise UsageError(f"The {name} must be a tensor of real numbers, not {kind}.", remedy)
     return tensor
 
 
 def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
-    """Raise UnposedError for a problem without constraints; UsageError for a tolerance ≤ 0, a limit < 1, and a nonzero
-    difference, query or margin whose largest |entry| lies outside [1e-50, 1e50], because products could overflow.
+    """Raise an error if a problem cannot be solved: UnposedError for a problem without constraints, else UsageError.
+
+    UsageErrors are raised for a tolerance ≤ 0, a limit < 1, and a nonzero difference, query or margin whose largest
+    |entry| lies outside [1e-50, 1e50], because products could overflow.
     """
     if not tolerance > 0.0:
-        raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
+        raise UsageError(f"The tolerance must be positive, not {tolerance}.", "Pass a relative gap such as 1e-9.")
     if limit < 1:
-        raise UsageError(f"The limit is {limit}, but must be at least 1.", "Give a limit of at least 1.")
+        raise UsageError(f"The limit of steps must be at least 1, not {limit}.", "Pass limit=1 or more.")
     if not len(problem.margins):
-        raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
+        raise UnposedError("The problem has no constraints.", "Pass sequences of at least two tokens.")
     pairs, queries, margins = problem.differences, problem.queries, problem.margins[:, None]
     for name, rows in (("difference of two tokens", pairs), ("query", queries), ("margin", margins)):
         sizes = rows.abs().amax(-1)
@@ -332,16 +344,18 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
 
 
 def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
-    """Return the solution that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled to feasibility.
+    """Return W(λ), scaled to meet the constraints, as a solution with the duality gap that λ proves.
 
-    Negative λ of inequalities are set to 0, so that D is a bound for any λ. A violation r that remains after scaling
-    (equalities with b ≠ 0, b ≤ 0) is charged to P as Σ|λ|r, its first-order price, if it is rounding; otherwise the
-    result is `inaccurate` with an infinite gap. The gap is (P − D)/P. λ is scaled so that Σλb = ‖W(λ)‖². Raises
-    UsageError if λ has another length or is not finite, and the errors of `solve`.
+    The gap is (P − D)/P, where P is the value of the scaled W(λ) and D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P. Negative λ of
+    inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
+    ≤ 0 or equalities with b ≠ 0: if they are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
+    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². Raises UsageError if λ has another
+    length or is not finite, and the errors of `solve`.
     """
     check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
-        raise UsageError("The multipliers must be one finite number per constraint.", "Give this problem's λ.")
+        remedy = "Pass the multipliers of a solution of this problem."
+        raise UsageError("The multipliers must be one finite number per constraint.", remedy)
     bounds = problem.margins
     multipliers = torch.where(problem.equal, multipliers.double(), multipliers.double().clamp(min=0.0))
     W = problem.form(multipliers)
@@ -353,7 +367,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
         support = multipliers.abs() > NEGLIGIBLE * multipliers.abs().max()
         return Solution("infeasible", multipliers / total, support, iterations, residual=norm / total)
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
-    # λ at the dual's optimum along the ray, and W = W(λ).
+    # The multiple of λ that maximises the dual, and its W = W(λ).
     multipliers, W = multipliers * factor, W * factor
     norm, scores, price = float(W.norm()), problem.scores(W), multipliers.abs()
     factor = feasible_scale(problem, scores)
@@ -361,7 +375,8 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * lengths)).any())
     primal = math.inf if infeasible else 0.5 * (factor * norm) ** 2 + float(price @ slack)
     gap = max((primal - 0.5 * norm**2) / primal, 0.0) if 0.0 < primal < math.inf else primal
-    # Optimality conditions besides W = W(λ): feasibility, and complementarity λ|score − b|/‖W‖². `tiny` avoids 0/0.
+    # The optimality conditions besides W = W(λ) are feasibility and complementarity, λ|score − b|/‖W‖² = 0.
+    # `tiny` avoids 0/0.
     span = (bounds.abs() + norm * lengths).clamp(min=torch.finfo(torch.float64).tiny)
     kkt = float((problem.violations(scores) / span).max())
     if norm > 0.0:
@@ -374,7 +389,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
 
 
 def feasible_scale(problem: Problem, scores: Each) -> float:
-    """Return the least t with t · score ≥ b wherever b > 0; 1 if there is none or an equality with b ≠ 0 fixes it."""
+    """Return the least t with t · score ≥ b wherever b > 0; 1 if no t exists, or if an equality with b ≠ 0 fixes t."""
     bounds, positive = problem.margins, ~problem.equal & (problem.margins > 0.0)
     if not positive.any() or (bounds[problem.equal] != 0.0).any() or not (scores[positive] > 0.0).all():
         return 1.0

@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole heads: another order, averaged, repeated or tiled key heads."""
+"""Structural hypotheses on whole heads: another order; averaged, repeated or tiled key heads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, has_heads, name_parts, residuals
+from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, has_heads, name_parts, name_unchanged, residuals
 from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean_angles, present_roles
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
-    """Return the head of A that each head of B is, if heads moved and the match is clear."""
+    """Return the head of A that equals each head of B; None if no head moved, or if the match is not clear."""
     units = [torch.nn.functional.normalize(part.double().flatten(1), dim=1) for part in (second, first)]
     cosines = units[0] @ units[1].mT
     sines = (1 - cosines.square()).clamp(min=0).sqrt()
@@ -27,9 +27,9 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return the parts with their heads in these orders by role, and the names of those that did not move too.
+    """Return the parts with heads in each role's order, and the names of parts with heads that did not move.
 
-    Biases, gains over all heads, and other tensors with an axis of heads move only if that brings them nearer to B.
+    Biases, gains over all heads, and other tensors with an axis of heads move only if they come nearer to B.
     """
     parts: dict[str, Tensor] = {}
     stayed = []
@@ -49,7 +49,7 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 
 
 def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
-    """Yield a bias, gain or other tensor with its heads in the order of its role; of any role if it has none."""
+    """Yield a bias, gain or other tensor with its heads in the order of its role, or of each role if it has none."""
     role, _, kind = name.partition(".")
     part = layer.parts[name]
     sizes = {layer.parts[f"{each}.weight"].shape[1] for each in orders}
@@ -68,15 +68,15 @@ def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> It
                 yield part.index_select(axis, places.to(part.device))
 
 
-def _reordered_alike(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
-    """Return the step of heads that moved in all matrices: harmless if all other tensors of heads moved too."""
+def _reorder_together(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
+    """Return the step of heads that moved in all matrices: harmless if all other tensors with heads moved too."""
     parts, stayed = _move_heads(first, second, orders)
     names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
     text = f"the heads are in another order, alike in {names}"
     if not stayed:
         return Step("reordered heads", f"{text}: attention is the same", None, parts, (), harmless=True)
-    left = name_parts(stayed)
-    return Step("heads out of order", f"{text}, but {left} as before", f"reorder {left} as the heads", parts)
+    repair = f"put {name_parts(stayed)} into the order of the heads"
+    return Step("heads out of order", text + name_unchanged(stayed), repair, parts)
 
 
 def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
@@ -86,11 +86,11 @@ def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
         count = len(first.parts[f"{role}.weight"])
         heads = range(0, len(order), len(order) // count)
         orders[role] = torch.tensor([order[head] * count // len(order) for head in heads]).argsort().tolist()
-    return _reordered_alike(first, second, orders)
+    return _reorder_together(first, second, orders)
 
 
 def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose another order of heads: alike in q, k, v and o (harmless), or not (damage)."""
+    """Propose another order of heads: harmless if it is the same in W_Q, W_K, W_V and W_O."""
     roles = [
         r for r in present_roles(first, second) if first.parts[f"{r}.weight"].shape == second.parts[f"{r}.weight"].shape
     ]
@@ -103,7 +103,7 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
     groups = [head * kv_heads // heads for head in range(heads)]
 
     def follow(role: str) -> bool:
-        """Return True if this role's heads are ordered as the query heads are."""
+        """Return True if the heads of this role moved with the query heads."""
         query = full["query"]
         if role == "output":
             return full[role] == query
@@ -111,7 +111,7 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
 
     together = "query" in full and all(follow(role) for role in roles if role != "query")
     if together and set(roles) == set(ROLES):
-        yield _reordered_alike(first, second, full)
+        yield _reorder_together(first, second, full)
         return
     parts, stayed = _move_heads(first, second, moved)
     names = name_parts([f"{role}.weight" for role in moved])
@@ -128,14 +128,14 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
     stayed = [name for name in stayed if name.split(".")[0] in moved]
     text = f"the heads of {names} are in another order"
     if stayed:
-        text += f", but {name_parts([*stayed, *others])} as before"
+        text += name_unchanged([*stayed, *others])
     elif others:
         text += f", but not those of {name_parts(others)}"
     yield Step("heads out of order", text, f"reorder the heads of {names} as in the first model", parts, where)
 
 
 def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[int]:
-    """Return the query heads that a moved head of this role belongs to."""
+    """Return the query heads that use a moved head of this role."""
     moved = {place for place, head in enumerate(order) if place != head}
     if role in ("query", "output"):
         return moved

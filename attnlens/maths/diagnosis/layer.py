@@ -17,20 +17,20 @@ ROLES = ("query", "key", "value", "output")
 SYMBOLS = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 SINGLE = torch.finfo(torch.float32).eps
 ROUNDING = 0.25
-"""Relative root-mean-square rounding of a tensor, in spacings of its type: 0.2 on average over magnitudes."""
+"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its type; the average is 0.2."""
 EXPLAINED, FACTOR = 10.0, 10.0
-"""A hypothesis explains a tensor if what it leaves is at most EXPLAINED times the rounding, and at most 1/FACTOR of the
-difference without a hypothesis."""
+"""A hypothesis explains a tensor if the remaining difference is at most EXPLAINED times the rounding, and at most
+1/FACTOR of the difference without a hypothesis."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Tensors of one layer.
+    """Tensors ("parts") of one layer.
 
-    Names of `parts`: `query.weight` (heads, head_dim, d_model), `key.weight`, `value.weight`, `output.weight` (heads,
-    value_dim, d_model), biases as `query.bias` (heads, head_dim), the gains of norms of queries and keys as
-    `query.gain`, and any other tensor of the layer under its own name. Gains are the factors that a norm applies (1 + w
-    if the norm adds 1 to its weight w).
+    The names of `parts` are `query.weight` (heads, head_dim, d_model), `key.weight`, `value.weight`, `output.weight`
+    (heads, value_dim, d_model), for biases `query.bias` (heads, head_dim) and so on, for the gains of norms of queries
+    and keys `query.gain` and `key.gain`, and for any other tensor its name in the model. Gains are the factors that a
+    norm applies (1 + w if the norm adds 1 to its weight w).
     """
 
     parts: Parts
@@ -40,16 +40,16 @@ class Layer:
     spacing: Mapping[str, float] = field(default_factory=dict)
     """Relative spacing of the number type in which each part is stored; float32 if missing."""
     headless: frozenset[str] = frozenset()
-    """Names of parts without heads, whatever their shapes: those outside the attention module, and W_O's bias."""
+    """Names of parts that have no axis of heads, even if a size fits: parts outside attention, and W_O's bias."""
 
     shift_invariant: bool = True
     """False if a number added to all scores of a query changes attention, because of a softcap or sinks."""
 
     is_post_norm: bool = False
-    """True if attention reads no norm of its layer (BERT): then the output of its norms is also a residual."""
+    """True if attention does not read a norm of the layer (BERT), so that outputs of norms are also residuals."""
 
     offsets: Mapping[str, float] = field(default_factory=dict)
-    """What the norm adds to its stored weight to make a gain, if not 0; such gains are in float64, to be exact."""
+    """Number that a norm adds to its stored weight to make the gain, if not 0; such gains are exact, in float64."""
 
     inputs_first: frozenset[str] = frozenset()  # names of the matrices whose rows are inputs (Conv1D of GPT-2)
 
@@ -68,18 +68,18 @@ class Layer:
         return self.pairs is not None and not self.pairs
 
     def parts_along(self, *sizes: int) -> list[str]:
-        """Return the names of the attention module's other parts with an axis of one of these sizes.
+        """Return the names of attention's parts, other than projections, with an axis of one of these sizes.
 
-        They are tensors by head or by coordinate of a head, such as sinks, position biases and norms.
+        If the sizes are numbers of heads or of coordinates, they are parts such as sinks, position biases and norms.
         """
         others = [name for name in self.parts if not has_heads(name) and name not in self.headless]
         return [name for name in others if set(self.parts[name].shape) & set(sizes)]
 
 
 def has_heads(name: str) -> bool:
-    """Return True if the first axis of this part is heads."""
+    """Return True if the first axis of this part is the axis of heads."""
     role, _, kind = name.partition(".")
-    return role in ROLES and kind in ("weight", "bias")  # not BERT's output.dense.weight
+    return role in ROLES and kind in ("weight", "bias")  # excludes BERT's output.dense.weight
 
 
 def count_heads(part: Tensor, name: str) -> int:
@@ -121,8 +121,13 @@ def list_names(names: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
 
 
+def name_unchanged(names: Sequence[str]) -> str:
+    """Return the end of a sentence that lists parts that should have changed but did not; empty for no parts."""
+    return f", but {name_parts(names)} {'is' if len(names) == 1 else 'are'} unchanged" if names else ""
+
+
 def name_parts(names: Sequence[str]) -> str:
-    """Return parts in words: `W_Q and W_K`; biases are b_Q, gains g_Q, other tensors have their own names."""
+    """Join the names of parts: `W_Q, b_K and g_Q` for a weight, a bias and a gain; other tensors keep their names."""
     letters = {"weight": "W", "bias": "b", "gain": "g"}
     words = []
     for name in names:

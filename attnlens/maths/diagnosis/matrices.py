@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole matrices: exchanged, wrongly split, transposed, or in another basis."""
+"""Structural hypotheses on whole matrices: they are exchanged, wrongly split, transposed, or in another basis."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 def _take_roles(
     layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """Return each role's parts, taken from the role that `sources` maps it to; biases and gains only if nearer then.
+    """Return each role's parts, taken from the role to which `sources` maps it.
 
-    `heads`: the heads that are taken from there (None: all, with the gains).
+    Biases and gains are taken only if they come nearer to the second layer. If `heads` is given, only these heads are
+    taken, and no gains.
     """
     parts: dict[str, Tensor] = {}
     for role, source in sources.items():
@@ -50,7 +51,7 @@ def _take_roles(
 
 
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q, W_K and W_V are exchanged, in all heads or (W_Q and W_K) in some."""
+    """Propose that W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
     shapes = {
         role: first.parts[f"{role}.weight"].shape
         for role in present_roles(first, second, roles=("query", "key", "value"))
@@ -76,15 +77,13 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
             places = [
                 f"{name_parts([f'{role}.weight'])} holds {name_parts([f'{sources[role]}.weight'])}" for role in sources
             ]
-            text, repair = (
-                f"{names} are in another order ({list_names(places)})",
-                "split the fused matrix in the right order",
-            )
+            text = f"{names} are in another order ({list_names(places)})"
+            repair = "split the fused matrix in the right order"
         yield Step("exchanged", text, repair, parts, () if whole else tuple(heads))
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that tensors other than W_Q, W_K, W_V and W_O hold the values of other ones: gate and up, two norms."""
+    """Propose that tensors other than W_Q, W_K, W_V and W_O contain the values of others, such as gate and up."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}
@@ -113,7 +112,7 @@ def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _can_be_misplaced(name: str, part: Tensor, second: Layer) -> bool:
-    """Return True for tensors without heads whose values differ from each other."""
+    """Return True for tensors without heads whose values are not all equal and whose shape is the same in B."""
     is_gain_of_heads = name.partition(".")[0] in PERMUTED and name.endswith("gain")
     comparable = name in second.parts and second.parts[name].shape == part.shape
     varies = part.numel() > 1 and bool((part != part.flatten()[0]).any())
@@ -137,7 +136,7 @@ def propose_exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that a fused matrix was split into flat thirds instead of head by head, or the reverse."""
+    """Propose that the fused matrix of q, k and v was split into thirds instead of head by head, or the reverse."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(roles) < 3 or len(shapes) != 1:
@@ -148,14 +147,14 @@ def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
         better = torch.stack(
             [are_better(mean_angles(new, after), mean_angles(before, after)) for before, new, after in pairs]
         )
-        # some heads stay in their place, and can be rounded
+        # some heads are the same under both splits, and can differ by rounding
         unchanged = torch.stack([mean_angles(before, new) == 0 for before, new, _ in pairs])
         if bool(better.any()) and bool((better | unchanged).all()):
             yield _split_step(first, flat)
 
 
 def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
-    """Return q, k and v of a fused matrix stored head by head but split in flat thirds (`flat`), or the reverse."""
+    """Return q, k and v of a fused matrix stored head by head but split into thirds; the reverse if not `flat`."""
     parts: dict[str, Tensor] = {}
     roles = ("query", "key", "value")
     for kind in KINDS:
@@ -169,7 +168,7 @@ def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
 
 
 def propose_transpose(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose transposed square matrices."""
+    """Propose that square matrices were transposed."""
     parts: dict[str, Tensor] = {}
     for name, part in first.parts.items():
         if name not in second.parts or part.dim() < 2 or second.parts[name].shape != part.shape:
@@ -187,19 +186,19 @@ def propose_transpose(first: Layer, second: Layer) -> Iterator[Step]:
         )
 
 
-WIDEST = 1e3  # largest condition of a change of basis that is recognised
-CLOSE = 1e-3  # largest relative error of A · A⁻¹
+WIDEST = 1e3  # largest condition number of a change of basis that is recognised
+CLOSE = 1e-3  # largest relative error of A · A⁻¹ from the identity
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q was multiplied by A within heads and W_K by A⁻ᵀ, or W_O and W_V: their product is the same."""
+    """Propose that W_Q was multiplied by A within heads and W_K by A⁻ᵀ, or W_O and W_V so: the product is the same."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)
 
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose another basis of these two roles; the first has the query heads."""
+    """Propose another basis of the two roles, the first of which has the query heads."""
     sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
@@ -237,7 +236,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Return the step of W_Q and W_K in another basis: harmless if neither a norm nor the rotation comes between."""
+    """Return the step of W_Q and W_K in another basis: harmless if it commutes with norms and rotations of q and k."""
     text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
     repair = None
     harmless = False
@@ -253,7 +252,7 @@ def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Return the step of W_V and W_O in another basis, such as a factor: harmless if nothing comes between."""
+    """Return the step of W_V and W_O in another basis, or scaled: harmless if no tensor acts between them."""
     factors = [float(basis.diagonal().mean()) for basis in bases]
     same = max(factors) - min(factors) <= CLOSE * abs(factors[0])
     unit = [factors[0] * torch.eye(len(basis)).to(basis) for basis in bases]
@@ -268,7 +267,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a change of basis acts on each rotated pair as a rotation and a factor."""
+    """Return True if a change of basis commutes with RoPE: it rotates and scales each rotated pair."""
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False
@@ -284,7 +283,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that are tried before others, whether or not they bring the layer nearer by themselves."""
+    """Yield structural steps that `diagnose` tries first even if they alone do not bring the layer nearer to B."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:

@@ -1,4 +1,4 @@
-"""A structural hypothesis on norms: the gain and the bias of a norm folded into the matrices that read its output."""
+"""A structural hypothesis on norms: gain and bias of a norm are folded into the matrices that read its output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, name_parts, residuals
+from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, name_parts, name_unchanged, residuals
 from attnlens.maths.diagnosis.steps import BETTER, PERMUTED, Step
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that a norm's gain g moved into the matrices that read its output, and its bias b into their biases.
 
-    W (g n + b) + c is then the same as W' (g' n + b') + c', with W' = W diag(g/g') and c' = c + W (b − b' g/g').
+    Then W (g n + b) + c = W' (g' n + b') + c', where W' = W diag(g/g') and c' = c + W (b − b' g/g').
     """
     norms = [name for name in first.gains if name not in {f"{role}.gain" for role in PERMUTED}]
     for norm in sorted(norms):
@@ -33,7 +33,7 @@ def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -> dict[str, Tensor]:
-    """Return the matrices of A that took this gain, with their inputs multiplied by it."""
+    """Return the matrices into which the gain moved, predicted by multiplying the inputs of A's matrices by `ratio`."""
     readers = {}
     for name, axis in _list_matrices(first, len(ratio)).items():
         before, after = first.parts[name], second.parts.get(name)
@@ -46,7 +46,7 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 
 
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
-    """Return the matrices that can have inputs of this width, with the axis of the inputs; W_O reads the values."""
+    """Return the axis of the inputs of each matrix with inputs of this width, except W_O, which reads the values."""
     found = {}
     for name, part in layer.parts.items():
         if part.dim() < 2 or name == "output.weight":
@@ -60,11 +60,11 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
 
 
 def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
-    """Return the step of a norm folded into `readers`: harmless if no other matrix or bias was to take it.
+    """Return the step of a norm folded into `readers`: harmless if all matrices and biases that read it changed.
 
-    `alone`: True if no other norm of the layer can be the one that the other matrices read.
+    `alone` is True if the layer has no other norm that the remaining matrices could read.
     """
-    sides = {name in first.headless for name in readers}  # outside the attention module, or inside
+    sides = {name in first.headless for name in readers}  # True: outside the attention module
     left = [
         name
         for name in _list_matrices(first, len(ratio))
@@ -82,9 +82,8 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
     repair = f"copy {names} and {taken} from the first model"
     if first.is_post_norm:
         return Step("norm folded", f"{text}, but the norm's output is also a residual", repair, parts)
-    others = name_parts(left)
-    repair += f", or fold the norm into {others} too"
-    return Step("norm folded", f"{text}, but {others} as before", repair, parts)
+    repair += f", or fold the norm into {name_parts(left)} too"
+    return Step("norm folded", text + name_unchanged(left), repair, parts)
 
 
 def _reads(layer: Layer, name: str) -> bool:
@@ -96,7 +95,7 @@ def _reads(layer: Layer, name: str) -> bool:
 def _fold_bias(
     first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts
 ) -> dict[str, Tensor]:
-    """Return the biases that give the same sums, and the norm's bias; nothing for a norm without bias."""
+    """Return the norm's new bias and the readers' biases that keep all sums; empty for a norm without bias."""
     name = norm.removesuffix("weight") + "bias"
     before, after = first.parts.get(name), second.parts.get(name)
     if before is None or after is None or before.shape != ratio.shape or after.shape != ratio.shape:
@@ -111,7 +110,7 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if a prediction is nearer to B's tensor than A's tensor is, or if nothing is to change."""
+    """Return True if a prediction at least halves the distance of A's tensor from B's, or if this distance is 0."""
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))
     return bool((new <= BETTER * old).all())

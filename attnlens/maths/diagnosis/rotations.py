@@ -1,4 +1,4 @@
-"""Name how the frequencies of one RoPE became those of another: base, linear scaling, or piecewise scaling."""
+"""Describe how the frequencies of two RoPEs differ: in the base, by linear scaling, or by piecewise scaling."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SAME = 1e-5  # largest relative difference of equal frequencies, which models co
 def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"]) -> str | None:
     """Describe how RoPE's frequencies differ; None if they are equal.
 
-    With θ_p = base^(−p/pairs), another base gives ratios θ'_p/θ_p that are a power in p, and linear scaling gives a
-    constant ratio; both together a power times a constant; other curves (llama3, yarn, dynamic scaling) are piecewise.
+    With θ_p = base^(−p/pairs), another base gives ratios θ'_p/θ_p that are exponential in p, linear scaling gives a
+    constant ratio, and both together give an exponential times a constant. All other ratios are reported as a range, as
+    by llama3 or yarn scaling.
     """
     if first.shape != second.shape:
         return f"RoPE rotates {2 * len(second)} coordinates of a head instead of {2 * len(first)}"
@@ -28,7 +29,7 @@ def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"
         return None
     ratios = (after / before).log()
     if float((ratios - ratios.mean()).abs().max()) <= SAME:
-        return f"RoPE's positions are multiplied by {_figures(math.exp(float(ratios.mean())))} (linear scaling)"
+        return f"RoPE's positions are multiplied by {_format_number(math.exp(float(ratios.mean())))} (linear scaling)"
     # θ = base^(−x): the first pair has x = 0, so its ratio is the linear scaling
     scaling = float(ratios[0]) if abs(float(ratios[0])) > SAME else 0.0
     logs, scaled_logs = before.log(), after.log() - scaling
@@ -37,18 +38,18 @@ def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"
         power = float((logs * scaled_logs).sum() / logs.square().sum())
         if float((scaled_logs - power * logs).abs().max()) <= SAME * len(logs):
             bases = [_find_base(part) for part in (before, after)]
-            text = f"RoPE's base is {_figures(bases[1])} instead of {_figures(bases[0])}"
-            factor = _figures(math.exp(scaling))
+            text = f"RoPE's base is {_format_number(bases[1])} instead of {_format_number(bases[0])}"
+            factor = _format_number(math.exp(scaling))
             return f"{text}, and positions are multiplied by {factor} (linear scaling)" if scaling else text
-    low, high = (_figures(math.exp(float(each))) for each in (ratios.min(), ratios.max()))
+    low, high = (_format_number(math.exp(float(each))) for each in (ratios.min(), ratios.max()))
     return f"RoPE's frequencies are multiplied by {low} to {high}, depending on the pair (as by llama3 or yarn scaling)"
 
 
 def _find_base(frequencies: Tensor) -> float:
-    """Return the base b of θ_p = b^(−p/pairs), from the ratio of neighbouring frequencies."""
+    """Return the base b of θ_p = b^(−p/pairs), from the ratio of the first and the last frequency."""
     pairs = len(frequencies)
     return math.exp(float((frequencies[0] / frequencies[-1]).log()) * pairs / (pairs - 1))
 
 
-def _figures(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

@@ -1,4 +1,4 @@
-"""Structural hypotheses on the rows of heads: another order within each head, of all or some heads, or across heads."""
+"""Structural hypotheses on rows: another order within heads, for all or some heads, or across heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, residuals, turn_from
+from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, name_unchanged, residuals, turn_from
 from attnlens.maths.diagnosis.steps import (
     KINDS,
     PERMUTED,
@@ -40,7 +40,7 @@ NAMED: dict[str, tuple[str, str | None]] = {
 
 
 def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
-    """Return the orders of `size` rows with a name: row i of B is row order[i] of A."""
+    """Return named orders of `size` rows: row i of B is row order[i] of A."""
     rows = torch.arange(size)
     orders = {"reversed rows": rows.flip(0)}
     if size % 2 == 0:
@@ -50,7 +50,7 @@ def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
 
 
 def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
-    """Return the named orders of all rows of a head, and of those that RoPE rotates."""
+    """Return the named orders of all rows of a head, and of only the rows that RoPE rotates."""
     candidates, rotated = named_orders(size), layer.rotated_coordinates
     if rotated and len(rotated) < size:
         for name, order in named_orders(len(rotated)).items():
@@ -61,7 +61,7 @@ def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
 
 
 def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, second: Layer) -> dict[str, Tensor]:
-    """Return the role's parts with the rows of these heads reordered; a bias or gain only if that brings it nearer."""
+    """Return the role's parts with the rows of `heads` reordered; a bias or gain only if it comes nearer to B."""
     parts: dict[str, Tensor] = {}
     for kind in KINDS:
         name = f"{role}.{kind}"
@@ -88,14 +88,14 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Return, for each row of B, the row of A with the most similar direction, each row of A once."""
+    """Match each row of B with a different row of A such that directions are most similar; return indices in A."""
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
     similar = units[0] @ units[1].mT
     return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
 
 
 def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that the rows of W_K (or W_Q) were permuted for the number of heads of the other."""
+    """Propose that the rows of W_K were permuted as for the number of query heads, or W_Q's as for the key heads."""
     present = present_roles(first, second, roles=PERMUTED)
     counts = {role: first.parts[f"{role}.weight"].shape[0] for role in present}
     for role in present:
@@ -123,7 +123,7 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose another order of W_Q's or W_K's rows within heads (interleaved, …, or any), or of W_V's and W_O's."""
+    """Propose another order within heads, interleaved, reversed or any: of the rows of W_Q and W_K, or W_V and W_O."""
     for roles in SIDES:
         yield from _permuted_rows(first, second, roles)
 
@@ -170,8 +170,7 @@ def _row_step(
     stays = [part for role in by_role for part in (f"{role}.bias", f"{role}.gain") if _stays(part, parts, first)]
     stays += [part for part in tensors_between(first, roles) if _stays(part, parts, first)]
     harmless = (roles != PERMUTED or first.is_unrotated) and not stays and _same_orders(by_role, first, roles)
-    text = f"the {subject} are {words}{scope}"
-    text += f", but {name_parts(stays)} as before" if stays else ""
+    text = f"the {subject} are {words}{scope}{name_unchanged(stays)}"
     if harmless:
         text += ", alike: attention is the same" if roles == PERMUTED else ", alike: attention's output is the same"
     whole = len(concerned) == len(first.parts["query.weight"])
@@ -179,7 +178,7 @@ def _row_step(
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
 
 
-SAMPLE = 64  # rows whose counterpart is looked for before all rows are matched
+SAMPLE = 64  # number of rows that are compared before all rows are matched
 
 
 def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
@@ -209,8 +208,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
         changed = (order != torch.arange(len(order))).view(count, size).any(1).nonzero().flatten().tolist()
         concerned |= set(changed if role == "query" else query_heads_of(changed, first))
     names = name_parts([f"{role}.weight" for role in orders])
-    text = f"the rows of {names} are in another order across heads"
-    text += f", but {name_parts(stays)} as before" if stays else ""
+    text = f"the rows of {names} are in another order across heads{name_unchanged(stays)}"
     repair = f"write the rows of {names} in the first model's order"
     whole = len(concerned) == len(first.parts["query.weight"])
     yield Step("rows across heads", text, repair, parts, () if whole else tuple(sorted(concerned)))
@@ -219,7 +217,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
 def _match_across_heads(
     first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
 ) -> Tensor | None:
-    """Return, for each row of B, the row of A that it is, over all heads; None if the rows of B are not rows of A."""
+    """Return the row of A that equals each row of B, over all heads; None if rows of B are not rows of A."""
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))
     moved = (before != after).any(1).nonzero().flatten()
@@ -237,13 +235,13 @@ def _match_across_heads(
 
 
 def _mixes_heads(order: Int[Tensor, " rows"], size: int) -> bool:
-    """Return True if an order of all rows takes the rows of a head from several heads."""
+    """Return True if an order of all rows mixes rows of several heads in one head."""
     sources = order.view(-1, size) // size
     return bool((sources != sources[:, :1]).any())
 
 
 def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
-    """Return True if a bias or gain that differs between rows was not reordered."""
+    """Return True if a part whose values differ was not reordered."""
     part = layer.parts.get(name)
     return part is not None and name not in parts and bool((part != part.flatten()[0]).any())
 

@@ -57,18 +57,18 @@ OF_TENSOR: tuple[OfTensor, ...] = (
 class Cause:
     """A hypothesis that explains parts of a layer."""
 
-    hypothesis: str
-    text: str
-    repair: str | None
+    hypothesis: str  # name of the hypothesis
+    text: str  # how the second layer differs, as a clause
+    repair: str | None  # how to undo the difference, as an imperative; None if there is nothing to undo
     heads: tuple[int, ...]  # query heads concerned; empty for the whole layer
-    residual: float  # largest residual that it leaves
-    parts: tuple[str, ...]  # parts that it explains
-    harmless: bool = False
+    residual: float  # largest relative residual of an explained part, as by `residuals`
+    parts: tuple[str, ...]  # names of the explained parts
+    harmless: bool = False  # True if the layer's output is the same
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The causes of the difference of two layers."""
+    """The causes of the difference between two layers."""
 
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # parts that no hypothesis explains
@@ -77,9 +77,9 @@ class Diagnosis:
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
 
-ADDED = frozenset({"bias added", "gain added"})  # not named if other tensors changed without an explanation
-NEAR = 0.5  # share of a difference that a hypothesis must leave at most to be named as the closest
-State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
+ADDED = frozenset({"bias added", "gain added"})  # not reported if other tensors changed without an explanation
+NEAR = 0.5  # largest share of a difference that the closest hypothesis can leave
+State = dict[str, Tensor]  # by part: True for each head that is concerned, such as one that is not explained yet
 
 
 def _is_broken(part: Tensor) -> bool:
@@ -87,15 +87,16 @@ def _is_broken(part: Tensor) -> bool:
 
 
 def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
-    """Return which heads are only rounded to another type."""
+    """Return which heads of the second tensor are those of the first, rounded to another type."""
     exact = [(first.to(kind).double() == second.double()).flatten(1).all(1) for kind in values.TYPES.values()]
     return torch.stack(exact).any(0)
 
 
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
-    """Find the hypotheses that turn the first layer into the second: single ones, then pairs.
+    """Find the hypotheses that turn the first layer into the second: single hypotheses, then pairs.
 
-    `order`: the second layer's head for each head of the first, if it is known that they moved with all their tensors.
+    `order` contains the second layer's head for each head of the first, if heads are known to have moved with all their
+    tensors; it is empty if no such order is known.
     """
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
@@ -112,7 +113,7 @@ def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosi
 
 @dataclass
 class Search:
-    """A search for the causes of one layer's difference."""
+    """A search for the causes of the difference between two layers."""
 
     first: Layer
     second: Layer
@@ -128,11 +129,11 @@ class Search:
         self.current = self.first  # the first layer after the causes found so far
 
     def residual(self, parts: Parts, name: str) -> Tensor:
-        """Compute what a prediction leaves of a part, by head."""
+        """Compute the relative difference of each head of a predicted part from the second layer."""
         return residuals(parts[name], self.second.parts[name], name)
 
     def still_open(self, parts: Parts, name: str) -> Tensor:
-        """Return which heads of a part a prediction does not explain."""
+        """Return which heads of the second layer's part are not explained by the prediction `parts`."""
         after = self.residual(parts, name)
         limit = limit_of(name, self.first, self.second)
         wrong = (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
@@ -140,14 +141,14 @@ class Search:
 
     @property
     def left(self) -> int:
-        """Number of heads of parts that no cause explains."""
+        """Number of heads, summed over parts, that no cause explains."""
         return sum(int(heads.sum()) for heads in self.open.values())
 
     @property
     def result(self) -> Diagnosis:
-        """The causes found, and what they leave."""
+        """The causes found, and the parts that they do not explain."""
         open_heads, causes = dict(self.open), self.causes
-        if self.left:  # training starts from biases of 0 and gains of 1 too
+        if self.left:  # the layer was probably trained, and training also changes biases of 0 and gains of 1
             added = [cause for cause in causes if cause.hypothesis in ADDED]
             causes = [cause for cause in causes if cause not in added]
             open_heads |= {name: self.start[name] > 0 for cause in added for name in cause.parts}
@@ -157,9 +158,10 @@ class Search:
         return Diagnosis(causes, left, self.closest if left else None, change, heads)
 
     def run(self, step: Step | None = None) -> bool:
-        """Search causes one after another, then a structural one together with one of single tensors.
+        """Search for causes one after another, then for a structural one together with hypotheses on single tensors.
 
-        After a first `step`, no such pair is searched: return False if no other structural step explains anything then.
+        A given `step` is adopted first, and no pair is searched. Return False if no other structural step explains
+        anything after the given one.
         """
         if step is not None:
             self.adopt(step)
@@ -174,7 +176,7 @@ class Search:
         return True
 
     def _find_non_finite(self) -> None:
-        """Name the parts in which only the second layer has NaN or infinite numbers; search on without these heads."""
+        """Add a cause for parts with NaN or infinite numbers in the second layer only; exclude these heads."""
         self.broken: State = {}
         for name in self.names:
             before, after = self.first.parts[name], self.second.parts[name]
@@ -192,7 +194,7 @@ class Search:
         )
 
     def _find_structural(self) -> None:
-        """Adopt the structural step that explains most, as long as one explains anything."""
+        """Adopt the structural step that explains most heads, and repeat until no step explains any."""
         while self.left:
             steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
             gains = [self._gain(step.parts) for step in steps]
@@ -202,7 +204,7 @@ class Search:
             self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
-        """Return how many open heads of parts a prediction explains; −1 if it makes an explained one worse."""
+        """Return how many unexplained heads a prediction explains; −1 if it changes an explained head."""
         total = 0
         for name in parts:
             if name not in self.open:
@@ -214,7 +216,10 @@ class Search:
         return total
 
     def adopt(self, step: Step, fitted: Sequence[str] | None = None) -> None:
-        """Add a structural step to the causes, with all parts, or with those `fitted` after it and those it helps."""
+        """Add a structural step to the causes and apply it.
+
+        If `fitted` is given, only the parts that it names, and parts that come nearer to the second layer, are applied.
+        """
         parts = step.parts
         if fitted is not None:
             parts = {name: part for name, part in parts.items() if name in fitted or self._helps(name, part)}
@@ -227,7 +232,10 @@ class Search:
         self.causes.append(cause)
 
     def _fit_tensors(self, layer: Layer, before: tuple[Step, ...]) -> bool:
-        """Adopt the hypotheses on single tensors that explain open heads of `layer`, after the steps `before`."""
+        """Adopt the hypotheses on single tensors that explain unexplained heads of `layer`; return True if any do.
+
+        `before` are structural steps that are already applied to `layer`; they are adopted first.
+        """
         found: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():
             if not bool(heads.any()) or layer.parts[name].shape != self.second.parts[name].shape:
@@ -250,7 +258,7 @@ class Search:
         return True
 
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
-        """Yield each hypothesis on a tensor with the heads it is fitted to, and the residual that it leaves."""
+        """Yield the fit of each hypothesis on a tensor, the heads to which it is fitted, and its largest residual."""
         first, second = layer.parts[name], self.second.parts[name]
         if has_heads(name):
             others = heads & ~_rounded_heads(first, second)
@@ -290,7 +298,7 @@ class Search:
         return not bool(self.still_open({name: self._predict(layer, name, fit, chosen)}, name)[chosen].any())
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
-        """Add one hypothesis to the causes, with all the tensors it explains."""
+        """Add a hypothesis to the causes, with all the tensors that it explains, and apply it."""
         names, fit = tuple(name for name, *_ in fits), fits[0][1]
         numbers = {name: torch.arange(len(self.open[name])) for name in names}
         heads = self._query_heads({name: torch.isin(numbers[name], chosen.cpu()) for name, _, chosen in fits})
@@ -311,7 +319,7 @@ class Search:
         self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, harmless))
 
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
-        """Return True if only a key bias changed, which adds the same number to all scores of a query."""
+        """Return True if only a key bias changed, and it adds the same number to all scores of a query."""
         shifts_rows = self.first.is_unrotated and "key.gain" not in self.first.parts
         return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
@@ -320,7 +328,7 @@ class Search:
         return bool(after < before)
 
     def _find_pairs(self) -> None:
-        """Try a structural step with hypotheses on what it leaves of single tensors."""
+        """Adopt a structural step that explains parts only together with hypotheses on single tensors, if any does."""
         if not self.left:
             return
         steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
@@ -331,7 +339,7 @@ class Search:
                 return
 
     def _find_rounding(self) -> None:
-        """Name the number type to which the predicted tensors were rounded, if the rest is exactly that."""
+        """Add a cause for tensors that differ from their prediction only by rounding to a number type."""
         by_type: dict[str, list[str]] = defaultdict(list)
         for name in self.names:
             if not bool((self.residual(self.current.parts, name) > 0).any()) or bool(self.open[name].any()):
@@ -353,7 +361,10 @@ class Search:
             self.causes.append(Cause(f"rounded to {kind}", text, None, (), 0.0, tuple(names)))
 
     def _query_heads(self, concerned: State) -> tuple[int, ...]:
-        """Return the query heads of these heads of parts; () if all are concerned, or a part without heads."""
+        """Return the query heads that use the heads marked in `concerned`.
+
+        The result is empty if all heads are concerned, or if a part has no heads.
+        """
         if "query.weight" not in self.first.parts or not all(map(has_heads, concerned)):
             return ()
         heads, found = len(self.first.parts["query.weight"]), set[int]()

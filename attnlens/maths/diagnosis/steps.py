@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """The prediction of a structural hypothesis: the parts of the second layer, from those of the first."""
+    """The prediction of a structural hypothesis: parts of the second layer, computed from those of the first."""
 
-    hypothesis: str
-    text: str  # what the second layer is, as the end of a sentence
-    repair: str | None
+    hypothesis: str  # name of the hypothesis
+    text: str  # how the second layer differs, as a clause
+    repair: str | None  # how to undo the difference, as an imperative; None if there is nothing to undo
     parts: Parts  # predicted parts
     heads: tuple[int, ...] = ()  # query heads concerned; empty for all
-    harmless: bool = False  # True if attention is the same
+    harmless: bool = False  # True if the layer's output is the same
 
 
 @dataclass(frozen=True)
 class Fit:
     """The prediction of a hypothesis on one tensor."""
 
-    hypothesis: str
-    text: str  # with {parts}, the tensors concerned, {number} and its plural {s}
-    repair: str | None
-    predicted: Tensor
-    harmless: bool = False
-    number: int = 0  # bits or rank; of several tensors the largest counts
+    hypothesis: str  # name of the hypothesis; it can contain {number} and the plural ending {s}
+    text: str  # difference as a clause with {parts}, the tensors concerned; it can contain {number} and {s}
+    repair: str | None  # as in Step
+    predicted: Tensor  # predicted tensor of the second layer
+    harmless: bool = False  # as in Step
+    number: int = 0  # bits or rank; the largest is shown if several tensors have the same cause
 
 
 Structural = Callable[[Layer, Layer], Iterator[Step]]
@@ -45,42 +45,42 @@ OfTensor = Callable[["Pair"], Iterator[Fit]]
 
 @dataclass(frozen=True)
 class Pair:
-    """One part of both layers, or some heads of it."""
+    """A part of both layers, or some heads of this part."""
 
     name: str
-    first: Tensor
-    second: Tensor
-    is_gain: bool
-    spacing: float  # relative spacing of the coarser type in which the two are stored
+    first: Tensor  # A, the part of the first layer
+    second: Tensor  # B, the part of the second layer
+    is_gain: bool  # True if the part is the gain of a norm
+    spacing: float  # relative spacing of the coarser of both parts' number types
     finer: float  # relative spacing of the finer type
-    second_spacing: float  # relative spacing of the second's type
+    second_spacing: float  # relative spacing of the second part's type
     head_dim: int
     heads: tuple[int, ...] = ()  # numbers of these heads; empty for a part without heads
-    inputs_first: bool = False  # True if the rows of a matrix are its inputs
-    offset: float = 0.0  # what a norm adds to its stored weight to make this gain
+    inputs_first: bool = False  # True if the rows of the matrix are its inputs
+    offset: float = 0.0  # number that a norm adds to its stored weight to make this gain
 
 
 def show_factor(factor: float) -> str:
-    """Return a factor with at least two digits of its difference from 1."""
+    """Format a factor such that at least two digits of its difference from 1 are shown."""
     change = abs(factor - 1)
     digits = 4 if change == 0 else max(4, 2 - math.floor(math.log10(change)))
     return f"{factor:.{digits}g}"
 
 
 BETTER = 0.5
-"""A structural hypothesis is considered if it at least halves the angle between rows of A and B."""
+"""A structural hypothesis is considered only if it at least halves the angle between rows of A and B."""
 KINDS = ("weight", "bias")
 PERMUTED = ("query", "key")
-SIDES = (PERMUTED, ("output", "value"))  # pairs of roles with a product in each head; the first has the query heads
+SIDES = (PERMUTED, ("output", "value"))  # roles whose matrices are multiplied in each head; the first has query heads
 
 
 def present_roles(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "weight") -> list[str]:
-    """Return the roles that have this kind of part in all layers."""
+    """Return those of `roles` that have a part of this kind in all layers."""
     return [role for role in roles if all(f"{role}.{kind}" in layer.parts for layer in layers)]
 
 
 def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Tensor:
-    """Return which heads are closer to their prediction than to the first model's head, by a factor."""
+    """Return for which heads the distance `new` is less than BETTER times the distance `old`, which is not 0."""
     return (new < BETTER * old) & (old > 0)
 
 
@@ -96,7 +96,7 @@ def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the tensors by coordinate of a head, other than gains, that can act between both projections."""
+    """Return the names of parts, other than gains, that can act between projections: their axes have coordinates."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("", "first ") for kind in TYPES)})
-"""Names of the hypotheses that only the number type of tensors changed."""
+"""Names of the hypotheses under which only the number type of tensors changed."""
 
 
 def propose_rounding(pair: Pair) -> Iterator[Fit]:
@@ -39,13 +39,14 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
 
 
-UNIFORM = 0.15, 1.95  # largest Kolmogorov–Smirnov statistic of rounding errors, and its 0.1 % level times √n
+UNIFORM = 0.15, 1.95  # largest Kolmogorov–Smirnov statistic of rounding errors; or this over √n, its 0.1 % level
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
-    """Return True if errors are uniform up to half a unit in the last place, as those of rounding.
+    """Return True if the errors are uniform up to half a unit in the last place, as rounding errors are.
 
-    Small training steps from weights of this type round to these weights too, but have other sizes.
+    Small training steps that start from weights of this type also round to these weights, but their sizes are not
+    uniform.
     """
     used = rounded != 0
     if not bool(used.any()):
@@ -65,7 +66,7 @@ def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
 
 
 def propose_lost_values(pair: Pair) -> Iterator[Fit]:
-    """Propose a dropped or added bias or gain: B is 0 (or, for a gain, 1) where A is not, or the reverse."""
+    """Propose a dropped or added bias or gain: all of B is 0 (1 for a gain) but A is not, or the reverse."""
     neutral = 1.0 if pair.is_gain else 0.0
     bias = pair.name.endswith("bias")
     gone, new = (bool((part == neutral).all()) for part in (pair.second, pair.first))
@@ -84,7 +85,7 @@ def propose_lost_values(pair: Pair) -> Iterator[Fit]:
 
 
 def propose_offset(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is the gain A + 1 or A − 1: one program stores a norm's gain g, the other 1 + g."""
+    """Propose that the gain B is A + 1 or A − 1, because one program stores a norm's gain g and another 1 + g."""
     if not pair.is_gain:
         return
     step = float((pair.second.double() - pair.first.double()).mean().round())
@@ -102,7 +103,7 @@ def propose_factor(pair: Pair) -> Iterator[Fit]:
     if not abs(factor - 1) > max(1e-6, ROUNDING * pair.spacing):
         return
     known = _name_factor(factor, pair.head_dim) if pair.name.startswith(("query", "key")) else ""
-    # least squares determine the factor up to the mean of the values' rounding
+    # least squares determine the factor up to the mean rounding error of the values
     error = 2 * ROUNDING * pair.spacing / first.numel() ** 0.5
     short = (float(f"{factor:.{digits}g}") for digits in range(1, 4))
     number = show_factor(next((each for each in short if math.isclose(each, factor, rel_tol=error)), factor))
@@ -118,26 +119,26 @@ def _name_factor(factor: float, head_dim: int) -> str:
     return ""
 
 
-BITS = 8  # most bits of a grid that is looked for
-GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or so many consecutive values of a row
-SAMPLE = 64  # groups of values that are tested first
-GAPS = (1, 2, 3)  # steps between the two nearest levels that a group uses
-OFF = 0.1  # largest distance from a level, in steps, apart from the rounding of dequantised values
+BITS = 8  # largest number of bits of a grid
+GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or this number of consecutive values of a row
+SAMPLE = 64  # number of groups of values that are tested before all groups are
+GAPS = (1, 2, 3)  # possible distances of the two nearest levels that a group uses, in steps
+OFF = 0.1  # largest distance from a level, in steps, beyond the rounding of dequantised values
 RADII = (4, 8, 16, 32, 64, 128, 256)  # levels around 0 from which the step is fitted, more and more precisely
 LEAST_VALUES = 8  # values of a row, column or head from which a grid or a factor is fitted
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Equally spaced levels of groups of values, (groups, 1) each."""
+    """Equally spaced levels of each group of values; all fields are (groups, 1)."""
 
     low: Tensor  # lowest level
-    step: Tensor
+    step: Tensor  # distance between levels
     levels: Tensor  # number of levels
 
     @property
     def bits(self) -> int:
-        """Number of bits of the group with most levels."""
+        """Number of bits that the group with the most levels needs."""
         return max(1, math.ceil(math.log2(float(self.levels.max()))))
 
     def nearest(self, values: Float[Tensor, "groups size"]) -> Tensor:
@@ -147,22 +148,22 @@ class Grid:
 
 
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
-    """Find each group's equally spaced levels, at most 2^BITS; None if a group has none.
+    """Find the equally spaced levels of each group, at most 2^BITS; return None if the values of a group have none.
 
-    Values are rounded to a type with this relative spacing, so the step is known best from the values near 0.
+    Values are rounded to a type with this relative spacing, so values near 0 determine the step best.
     """
     ordered = values.double().sort(dim=-1).values
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
     doubt = noise[:, 1:] + noise[:, :-1]
     gaps = ordered.diff(dim=-1)
-    # a gap of one level is longer or shorter by the rounding of its ends
+    # rounding of its ends makes a gap of one step longer or shorter
     longest, places = (gaps + doubt).masked_fill(gaps <= 2 * doubt, torch.inf).min(-1, keepdim=True)
     if not bool(longest.isfinite().any()):
         return None
     smallest = torch.where(longest.isfinite(), gaps.gather(1, places), 1.0)
     anchor = ordered.gather(1, ordered.abs().argmin(-1, keepdim=True))
     step, low, levels = (torch.full_like(longest, torch.nan) for _ in range(3))
-    for share in GAPS:  # few values may leave every second level empty
+    for share in GAPS:  # groups of few values can leave every second level empty
         tried = _fit_step(ordered - anchor, smallest / share, noise)
         places = ((ordered - anchor) / tried).round()
         near = (ordered - anchor - places * tried).abs() <= OFF * tried + noise
@@ -176,7 +177,7 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
 def _fit_step(
     offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"], noise: Float[Tensor, "groups size"]
 ) -> Tensor:
-    """Fit the step to the levels' distances from the level next to 0, by least squares weighted by their rounding."""
+    """Fit the step to the values' offsets from the level next to 0, by least squares weighted by their precision."""
     largest = noise.amax(-1, keepdim=True).clamp(min=TINY)
     precision = (largest / noise.clamp(min=TINY)).square()
     for radius in RADII:
@@ -191,7 +192,7 @@ def _fit_step(
 def propose_grid(pair: Pair) -> Iterator[Fit]:
     """Propose a grid: each row, group of values or column of B has at most 2^b levels, and B is the level nearest to A.
 
-    Before, A can have been changed by an update of low rank.
+    A can have been changed by an update of low rank before.
     """
     if pair.first.dim() < 2:
         return
@@ -203,7 +204,7 @@ def propose_grid(pair: Pair) -> Iterator[Fit]:
         if grid is None:
             continue
         nearest, step, top = grid.nearest(first), grid.step, grid.low + grid.step * (grid.levels - 1)
-        # ties, the ends of the grid, and rounding of the levels
+        # B agrees if it is a nearest level, up to ties and rounding of the levels, or the level at the grid's end
         is_end = (first < grid.low) | (first > top)
         margin = (0.5 + OFF) * step + pair.spacing * second.abs() / 2
         near = ((first - second).abs() <= margin) | (is_end & ((nearest - second).abs() <= margin))
@@ -219,7 +220,7 @@ COLUMNS = "column by column"
 
 
 def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the values of both matrices by row, by group of values in a row, and by column; with the words for it."""
+    """Yield both matrices with their values grouped by row, by values in a row, and by column, and the words for it."""
     for size in GROUPS:
         if not size:
             if second.shape[1] >= LEAST_VALUES:
@@ -233,18 +234,18 @@ def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, T
 def _ungroup(groups: Tensor, where: str, pair: Pair) -> Tensor:
     """Return grouped values in the shape of the part."""
     rows = groups.T if where == COLUMNS else groups.reshape(-1, _as_rows(pair.second, pair).shape[1])
-    return _like(rows, pair)
+    return _from_rows(rows, pair)
 
 
 def _as_rows(part: Tensor, pair: Pair) -> Tensor:
-    """Return a matrix as it is multiplied: one row per output."""
+    """Return a part as a matrix with one row per output."""
     if pair.name == "output.weight":
         return part.permute(2, 0, 1).flatten(1)
     return part.T if pair.inputs_first else part.flatten(0, -2)
 
 
-def _like(rows: Tensor, pair: Pair) -> Tensor:
-    """Return rows in the shape of the part."""
+def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
+    """Return a matrix with one row per output in the shape of the part (inverse of `_as_rows`)."""
     if pair.inputs_first:
         return rows.T
     if pair.name != "output.weight":
@@ -254,7 +255,7 @@ def _like(rows: Tensor, pair: Pair) -> Tensor:
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
-    """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value."""
+    """Propose that only some rows, or only some columns, of a matrix changed, at most half of them."""
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
     first, second = (_as_rows(part, pair) for part in (pair.first, pair.second))
@@ -264,7 +265,7 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
         if 2 * len(places) > count or changed.shape[1 - axis] < LEAST_VALUES:
             continue
         is_inside = kind == ("column" if pair.name == "output.weight" else "row")
-        if pair.heads and is_inside:  # numbers in the whole matrix, not among the heads that differ
+        if pair.heads and is_inside:  # number rows in the whole matrix, not among the heads that differ
             size = count // len(pair.heads)
             places = torch.tensor(pair.heads)[places.cpu() // size] * size + places.cpu() % size
         several = "s" if len(places) > 1 else ""
@@ -278,25 +279,24 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
         return
 
 
-TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as training; replaced ones differ by more
+TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as trained; replaced rows differ by more
 
 
 def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> bool:
-    """Return True if the changed rows (axis 0) or columns (axis 1) moved by a small part of their size."""
+    """Return True if the changed rows (axis 0) or columns (axis 1) moved by at most a tenth of their length."""
     before, after = (part.double().movedim(axis, 0)[changed] for part in (first, second))
     return bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all())
 
 
 def propose_factors(pair: Pair) -> Iterator[Fit]:
-    """Propose that each head, row or column was multiplied by a factor of its own, by least squares."""
+    """Propose that each head, row or column was multiplied by a separate factor, fitted by least squares."""
     for kind, first, second in _list_scaled(pair):
         size = first.square().sum(1, keepdim=True)
         factors = torch.where(size > 0, (first * second).sum(1, keepdim=True) / size.clamp(min=TINY), 1.0)
         span = f"{float(factors.min()):.3g} to {float(factors.max()):.3g}"
         predicted = factors * first
         rows = predicted.T if kind == "column" else predicted
-        by_head = kind == "head"
-        shaped = rows.reshape(pair.second.shape) if by_head else _like(rows, pair)
+        shaped = rows.reshape(pair.second.shape) if kind == "head" else _from_rows(rows, pair)
         yield Fit(f"{kind}s scaled", f"{{parts}} multiplied by a factor for each {kind} ({span})", None, shaped)
 
 
@@ -304,7 +304,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def _list_scaled(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield both parts as matrices with the values of a head, row or column in each row, and its name."""
+    """Yield "head", "row" or "column", and both parts as matrices with the values of a head (row, column) per row."""
     parts = [part.double() for part in (pair.first, pair.second)]
     if len(pair.heads) > 1 and parts[0][0].numel() >= LEAST_VALUES:
         first, second = (part.flatten(1) for part in parts)
@@ -317,15 +317,15 @@ def _list_scaled(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield "column", first.T, second.T
 
 
-RANKS = 64  # most ranks of an update that is looked for
-LOW_RANK = " update"  # end of this hypothesis's name
+RANKS = 64  # largest rank of an update
+LOW_RANK = " update"  # end of the name of the hypothesis of a low-rank update
 ORIGIN = "(as by LoRA, or by a few training steps on little text)"
 
 
 def propose_low_rank(pair: Pair) -> Iterator[Fit]:
-    """Propose an update of low rank (LoRA): the singular values of B − A fall to B's rounding after the first r.
+    """Propose an update of low rank (LoRA): only the first r singular values of B − A exceed the rounding of B.
 
-    If A's type is coarser, B − A is still exact: what is below A's rounding is not noise.
+    The rounding of A does not count, even if its type is coarser, because B was computed from the rounded A.
     """
     if pair.first.dim() < 2:
         return
@@ -349,11 +349,11 @@ def _largest_rank(matrix: Tensor) -> int:
 
 
 def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first singular vectors and values of a matrix, from random products with it."""
+    """Return the first `count` singular triplets of a matrix, by randomised SVD."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(matrix.shape[1], min(*matrix.shape, count), generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(matrix @ directions.to(matrix.device)).Q
-    # one more product with the matrix makes directions just above the noise precise
+    # a second product with the matrix makes directions just above the noise precise
     basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q
     left, values, right = torch.linalg.svd(basis.mT @ matrix, full_matrices=False)
     return basis @ left, values, right
@@ -366,8 +366,8 @@ AGREEMENT = 0.05  # largest relative difference of the grid's errors from those 
 def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str, pair: Pair) -> Iterator[Fit]:
     """Propose that A was changed by an update of low rank, and then rounded to the grid.
 
-    Rounding leaves errors of up to half a step, uniform and independent. In units of the step, B − A is then of rank r,
-    plus noise of variance 1/12, whose singular values are at most (√rows + √columns)/√12.
+    Rounding errors are uniform up to half a step, and independent. In units of the step, B − A is then a matrix of rank
+    r plus noise of variance 1/12, whose singular values are at most (√rows + √columns)/√12.
     """
     first, second = rows
     steps = grid.step.expand(levels.shape)
@@ -385,7 +385,7 @@ def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str
     expected = math.prod(1 - rank / side for side in change.shape) ** 0.5 / 12**0.5
     if abs(errors / expected - 1) > AGREEMENT:
         return
-    # the errors of the update are less than a step, so values can lie on the neighbouring level
+    # the estimated update can be wrong by almost a step, so values can lie on the neighbouring level
     updated = first + update * by_row
     grouped = updated.T if where == COLUMNS else updated.reshape(levels.shape)
     near = (grouped - levels).abs() <= 1.5 * grid.step

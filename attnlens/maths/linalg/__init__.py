@@ -2,8 +2,8 @@
 
 - `forms`: the bilinear form M = W_Q W_Kᵀ of a head, also under rotation: symmetry, spectrum, change, angles.
 - `attention`: measures of attention weights, the parts of the scores, definiteness of the kernel.
-- `visible`: scores on the pairs that the mask leaves visible.
-- `spectra`: ranks of spectra, features that attention needs, the thread pool over heads.
+- `visible`: shares and ranks of the scores on visible pairs, those that the mask does not hide.
+- `spectra`: ranks of spectra, the number of features that attention needs, the thread pool over heads.
 - `long`: leading spectra and sums of sequences whose n × m matrices are read in tiles.
 
 Inputs are a `QueryKey`, a `Form` of one, or stacks of matrices; outputs are tensors with one value or curve per head.

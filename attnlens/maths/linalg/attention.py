@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     PerHead = Float[Tensor, "*batch heads"]
     Spectra = Float[Tensor, "*batch heads least"]
     PerQuery = Float[Tensor, "*batch heads n"]
-    Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and whether it counts
+    Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and True if the value counts
 
 GLANCE = 128  # Size of the leading block that is searched for a proof of indefiniteness before the whole matrix
 FACTORED = 8192
-"""Most tokens of a long kernel that is factored whole if no tile proves it indefinite: three matrices of 0.5 GB."""
-POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
+"""Most tokens at which a long kernel is factored if no tile proves it indefinite: this takes 3 matrices of 0.5 GB."""
+POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan  # values of `definite`
 
 
 def entropy(query_key: QueryKey) -> PerHead:
     """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
 
-    A sink logit counts as one more allowed key. Queries with fewer than two are left out; NaN if none remain.
+    A sink logit counts as one more allowed key. Queries with fewer than two allowed keys are left out; NaN if no query
+    remains.
     """
     return _average_queries(query_key, _entropies)
 
@@ -48,14 +49,18 @@ def first_weight(query_key: QueryKey) -> PerHead:
 
 
 def even_weight(query_key: QueryKey) -> PerHead:
-    """Return the `first_weight` of uniform attention: the mean of 1/(keys + sink) over queries that see two keys."""
+    """Return the `first_weight` of uniform attention: the mean of 1/keys over queries that see two or more keys.
+
+    A sink logit counts as a key in the denominator.
+    """
     return _average_queries(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
 
 
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
 
-    A long sequence gives one NaN because its full spectrum is not computed: `attention_rank` needs only leading σ.
+    For a long sequence the result is a single NaN, because the full spectrum would take too long; `attention_rank`
+    needs only the leading σ.
     """
     if is_long(query_key):
         return query_key.query.new_full((*query_key.query.shape[:-2], 1), torch.nan, dtype=torch.float64)
@@ -85,7 +90,7 @@ def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*b
     """
     deviation = attention - attention.mean(-1, keepdim=True)
     border = torch.finfo(attention.dtype).eps * attention.shape[-1] * torch.linalg.matrix_norm(attention)
-    # Strict: a uniform matrix leaves rounding of at most this norm.
+    # Strict: rounding leaves at most this norm if the matrix is uniform.
     return torch.where((torch.linalg.matrix_norm(deviation) > border)[..., None, None], deviation, 0.0)
 
 
@@ -137,14 +142,14 @@ class Anatomy:
     c contains the centred column means of L. Softmax ignores query-only terms, so attention depends on LJ alone.
     """
 
-    positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel
-    negative: PerHead  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
-    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
-    key: PerHead  # n‖c‖²/‖LJ‖²: key salience, the same for every query
+    positive: PerHead  # Σμ₊²/‖LJ‖²: positive definite part of the symmetric kernel
+    negative: PerHead  # Σμ₋²/‖LJ‖²: negative part of the symmetric kernel
+    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys can remove
+    key: PerHead  # n‖c‖²/‖LJ‖²: salience of keys, which is the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
-    """Compute the four shares of every head on one sequence; NaN if long and not bilinear. For self-attention."""
+    """Compute the four shares of every self-attention head; NaN for long sequences whose scores are not bilinear."""
     # Bilinear logits are reduced to a core of size 2·head_dim by QR of the centred [Q K].
     small = query_key.bilinear and 2 * query_key.query.shape[-1] < query_key.query.shape[-2]
     if small:
@@ -183,7 +188,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
     positive, negative = (side.clamp(min=0).square().sum(-1) for side in (eigenvalues, -eigenvalues))
     skew = ((core - core.mT) / 2).square().sum((-2, -1))
     parts = torch.stack((positive, negative, skew, salience), -1)
-    # Strict: logits that depend on the query alone leave rounding of at most this norm.
+    # Strict: rounding leaves at most this norm if logits depend on the query alone.
     defined = whole > (torch.finfo(whole.dtype).eps * n) ** 2 * uncentred
     return torch.where(defined[..., None], parts / whole[..., None], torch.nan)
 
@@ -192,8 +197,9 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
     K_ij = exp(L_ij − ρ_i + κ_i), where ρ_i and κ_i are the means of row i and column i. Softmax ignores row constants;
-    with these, all L of the same attention give one verdict. Scaling sym K to unit diagonal prevents overflow and keeps
-    definiteness. An entry above 1 then proves sym K indefinite by a 2 × 2 minor; without one, Cholesky decides.
+    this choice of them gives the same result for all L with the same attention. Scaling sym K to unit diagonal prevents
+    overflow and preserves definiteness. An entry above 1 then proves sym K indefinite by a 2 × 2 minor; if there is no
+    such entry, Cholesky decides.
     """
     return over_heads(_verdicts, logits)
 
@@ -205,11 +211,11 @@ def definite_kernel(query_key: QueryKey) -> PerHead:
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide if one long head is definite; UNDECIDED for more than FACTORED tokens without an entry above 1."""
+    """Return `definite` of one long head; UNDECIDED for more than FACTORED tokens without an entry above 1."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
-    # Strict: as in `_verdicts`.
+    # The limit is that of `_verdicts`.
     if any(float(kernel.amax()) > 1 + rounding * n for _, kernel in _kernel_tiles(head, gauge, half)):
         return INDEFINITE
     if n > FACTORED:
@@ -230,7 +236,7 @@ def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[t
 
 
 def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
-    """Return κ − ρ, half the diagonal of the logits after adding κ − ρ, and the largest |L| of one long head."""
+    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L| of one long head."""
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)
     for rows, tile in split_tiles(head):
@@ -244,7 +250,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Search a leading block for an entry above 1, then the whole matrix; decide heads without one by Cholesky."""
+    """Return `definite` of each head: search a block, then the matrix for an entry above 1, else use Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
@@ -264,7 +270,7 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
 def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
     """Return sym K scaled to unit diagonal, for K_ij = exp(logits).
 
-    Exponents are clamped to 1 against overflow: a clamped entry is at least e/2, still above 1.
+    Exponents are clamped to 1 to prevent overflow; entries with a clamped exponent are at least e/2, still above 1.
     """
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()
@@ -274,8 +280,8 @@ def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]
 def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
     """Return POSITIVE if K + tol·I has a Cholesky factor, INDEFINITE if K + 4 tol·I has none; tol = rounding · ‖K‖_∞.
 
-    The factorisation rounds by less than tol: success means λ_min > −2 tol, and failure at 4 tol λ_min < −3 tol.
-    Between the two, λ_min is 0 within rounding, and the result is UNDECIDED.
+    The factorisation rounds by less than tol: success implies λ_min > −2 tol, and failure with 4 tol implies λ_min < −3
+    tol. Between the two, λ_min is 0 within rounding, and the result is UNDECIDED.
     """
     tolerance = rounding * kernel.sum(-1).amax(-1)
     positive = _has_cholesky(kernel, tolerance)

@@ -1,4 +1,4 @@
-"""The bilinear form M = W_Q W_Kᵀ from its factors: means over rotations, differences, symmetry, directionality."""
+"""The bilinear form M = W_Q W_Kᵀ from its factors: symmetry, directionality, spectrum, change, means over rotations."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     Concatenated = Float[Tensor, "columns columns"]
     Factors = Float[Tensor, "*batch n head_dim"]
 
-PANELS = 4  # Column panels of AᵀA, computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications
-ROWS = 512  # Rows of a factor multiplied at once: with their products they fit in the second-level cache
+PANELS = 4  # Column panels of AᵀA: only 10 of 16 blocks, on and above the diagonal, are computed
+ROWS = 512  # Rows of a factor multiplied at once: the rows and their products fit in the second-level cache
 LARGEST_CONDITION = 1e5
-"""Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
+"""Largest condition number at which a Cholesky root is used: its relative error, eps · condition², is about 2e-6."""
 
 
 def symmetry(form: Form) -> PerHead:
-    """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
+    """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 if M is symmetric, −1 if M is skew.
 
-    Under rotation it is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if angles are not multiples of a
-    distance (images), over all pairs of positions. NaN for a zero matrix.
+    S and A are the symmetric and skew parts of M (Saponati et al. 2025). Under rotation the value is Σ_Δ tr(M(Δ)M(−Δ))
+    / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if angles are not multiples of a distance (images), over all pairs of
+    positions. NaN for a zero matrix.
     """
     rotation = form.query_key.rotation
     if rotation is not None and not rotation.by_distance:
@@ -48,7 +49,7 @@ def symmetry(form: Form) -> PerHead:
 
 
 def symmetry_by_distance(form: Form) -> PerDistance:
-    """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
+    """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; it is 1 iff M(Δ)ᵀ = M(−Δ)."""
     crossed, squared = form.distance_traces
     return crossed / squared
 
@@ -78,7 +79,7 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     if rotation is None and 3 * query.shape[1] >= len(query):
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    # Without rotation, too, three Gram matrices take fewer multiplications than a larger matrix.
+    # Three Gram matrices also take fewer multiplications than Σ_h M_h if they are much smaller than it.
     query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
     if rotation is None:
         return _trace_ratio(query_gram, key_gram, cross)
@@ -90,8 +91,9 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
 def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
-    The sign is as published (Saponati et al. 2025); 0 if no norm stands out. Squared row norms are diag(W_Q G_K W_Qᵀ)
-    or, pooled over rotations, diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is the Gram matrix of the stacked keys.
+    The sign is that of Saponati et al. 2025; the value is 0 if no norm exceeds these limits. Squared row norms are
+    diag(W_Q G_K W_Qᵀ) or, pooled over rotations, diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is the Gram matrix of the
+    stacked keys.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if (rotation := form.query_key.rotation) is not None:
@@ -101,7 +103,7 @@ def directionality(form: Form) -> PerHead:
     rows = _sum_outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
     if form.group is None:
         columns = _sum_outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram).squeeze(-2))
-    else:  # the Gram matrices of the query heads that share a key head, stacked, so that each key head is read once
+    else:  # stack the Gram matrices of the query heads that share a key head, so that each key head is read once
         grams = query_gram.reshape(*query_gram.shape[:-3], -1, form.group * query_gram.shape[-1], query_gram.shape[-1])
         columns = _sum_outstanding(over_heads(_row_norms, key, grams).flatten(-3, -2))
     none = rows + columns == 0
@@ -109,7 +111,7 @@ def directionality(form: Form) -> PerHead:
 
 
 def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
-    """Return row norms of a factor under several vertically stacked Gram matrices, ROWS rows at a time."""
+    """Return √diag(A G Aᵀ) of each factor A for each of its vertically stacked Gram matrices G."""
     norms = []
     for head, gram in zip(factor, grams, strict=True):
         rows = head.double().mT
@@ -118,18 +120,18 @@ def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
             products = (gram @ part).reshape(-1, *part.shape)
             parts.append(products.mul_(part).sum(1))
         norms.append(torch.cat(parts, 1))
-    # Rounding may leave a zero row's square below zero.
+    # Rounding can leave the square of a zero row below zero.
     return torch.stack(norms).clamp(min=0).sqrt()
 
 
 def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-    """Sum the norms that are strictly above mean + 2 sd (unbiased), as defined by Saponati et al."""
+    """Sum the norms strictly above mean + 2 sd (with n − 1 in the denominator), as defined by Saponati et al."""
     border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
 
 def _divide_over_distances(crossed: Curves, squared: Curves) -> Float[Tensor, "*batch"]:
-    """Return the ratio of the two sums over all |Δ| < positions: every distance except 0 counts twice."""
+    """Return the ratio of both curves' sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
@@ -139,7 +141,7 @@ def _trace_ratio(query: Matrices, key: Matrices, cross: Matrices) -> Float[Tenso
 
 
 def _average_blocks(rotation: Rotation, gram: Concatenated) -> Concatenated:
-    """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
+    """Average the Gram matrix of all heads' concatenated factors over rotations that are the same for each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return average_rotations(rotation, blocks).transpose(1, 2).reshape(gram.shape)
@@ -166,26 +168,26 @@ def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -
 
 
 def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
-    """Return R by Cholesky at unit column lengths (0 if ill-conditioned), and whether √size / min diag(R) ≤ 1e5."""
+    """Return R with RᵀR = G by Cholesky at unit column lengths, and True if G is well-conditioned; else R is 0."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
     least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
-    # A zero column makes NaN, which compares as false.
+    # √size / min diag(R) estimates the condition number. A zero column makes NaN, which compares as false.
     good = (failed == 0) & (least * LARGEST_CONDITION > gram.shape[-1] ** 0.5)
     return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
 
 
 def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
-    """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
+    """Return R of the QR factorisation A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
     return pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
 def eigenvalue_root(gram: Roots) -> Roots:
-    """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
+    """Return R with RᵀR = G from the eigenvalues of G; those up to eps · size · largest count as zero.
 
-    Used for an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) · σ₁ are rounding
-    errors.
+    This root is used for an ill-conditioned Gram matrix whose factor is too long for QR. Its σ below 1e-8 (√eps) · σ₁
+    are rounding errors.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -194,8 +196,8 @@ def eigenvalue_root(gram: Roots) -> Roots:
     return root
 
 
-# Sums over positions are quadratic in the rotation R, which does not mix pairs of coordinates: they follow from
-# products of cos and sin of two pairs, about head_dim² at each position, not head_dim³.
+# The functions below sum over positions in about head_dim² operations per position instead of head_dim³: the sums are
+# quadratic in the rotation R, which does not mix pairs of coordinates, so products of cos and sin of two pairs suffice.
 def average_rotations(rotation: Rotation, matrix: Matrices) -> Matrices:
     """Return mean_i R(i)ᵀ X R(i).
 
@@ -228,7 +230,7 @@ def rotation_traces(rotation: Rotation, left: Terms, right: Terms) -> Curves:
 
 
 def _order(rotation: Rotation) -> Int[Tensor, " even"]:
-    """Return the coordinates ordered so that partners are half the length apart: first members, then second members.
+    """Return the order of coordinates with the first members of all pairs, then the second members in the same order.
 
     Unrotated coordinates are paired too; if their number is odd, a coordinate of zeros completes the last pair.
     """
@@ -239,19 +241,19 @@ def _order(rotation: Rotation) -> Int[Tensor, " even"]:
 
 
 def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
-    """Return the angles of all pairs in `_order`, 0 for unrotated coordinates."""
+    """Return the angles of all pairs in the order of `_order`; 0 for unrotated coordinates."""
     return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
 
 
 def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
-    """Return the quarters of a matrix in this order: first × first members of the pairs, first × second, and so on."""
+    """Return the quarters of a matrix after reordering: first × first members of pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
     ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
 
 
 def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
-    """Return the matrix with rows and columns in this order; the matrix itself if it is in order (as in Llama)."""
+    """Reorder the rows and columns of a matrix; an order that changes nothing (as in Llama) returns it uncopied."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
     return matrix[..., order[:, None], order]
@@ -263,7 +265,7 @@ class Form:
 
     Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
     (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. The joint
-    kernel is factored by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
+    kernel has the factors [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated Gram matrices.
     """
 
     query_key: QueryKey
@@ -286,14 +288,14 @@ class Form:
         if self.group is None:
             return over_heads(_inner, self.query_key.paired_key.double(), query)
         *lead, heads, rows, size = query.shape
-        # The query heads of one key head, side by side: one product per key head.
+        # The query heads of a key head are concatenated, so that each key head needs a single product.
         grouped = query.mT.reshape(*lead, heads // self.group, self.group * size, rows).mT
         crossed = over_heads(_inner, self.query_key.key.double(), grouped)
         return crossed.reshape(*crossed.shape[:-1], self.group, size).movedim(-2, -3).flatten(-4, -3)
 
     @property
     def group(self) -> int | None:
-        """Number of consecutive query heads sharing each key head; None if irregular (a subset of a site's heads)."""
+        """Number of consecutive query heads that share each key head; None if it varies (a subset of heads)."""
         key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
         group = len(key_of) // kv_heads
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
@@ -355,7 +357,7 @@ class Form:
 
     @property
     def inertia(self) -> tuple[PerHead, PerHead]:
-        """Numbers of μ above the threshold eps · size · max|μ| and of μ below its negative; each is 0 … head_dim."""
+        """Number of positive μ and number of negative μ, beyond eps · size · max|μ|; each is 0 … head_dim."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
         # Strict on both sides: an eigenvalue at the border is zero up to rounding, and all of a zero matrix are.
@@ -378,9 +380,10 @@ class Form:
         return gram if self.query_key.rotation is None else average_rotations(self.query_key.rotation, gram)
 
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
-        """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
+        """Apply `decompose` to the root R of each matrix; a matrix is given by its Gram matrix and its factors.
 
-        Roots come from Cholesky or, for ill-conditioned matrices, QR of the factors (under rotation, eigenvalues).
+        R is computed by Cholesky or, if the matrix is ill-conditioned, by QR of the concatenated factors; under
+        rotation, where these are too long, from eigenvalues.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:
@@ -416,12 +419,13 @@ def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
 def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
-    Under RoPE, M is the form at equal positions. The rank counts the σ of ΔM above the largest effect of rounding, eps
-    · n · max(‖M‖_F, ‖ΔM‖_F), with eps of float32, in which models compute cos and sin of rotations. NaN if M = 0.
+    Under RoPE, M is the form at equal positions. The rank is the number of σ of ΔM above the largest effect of
+    rounding, eps · n · max(‖M‖_F, ‖ΔM‖_F), where eps is that of float32, in which models compute cos and sin of
+    rotations. NaN if M = 0.
     """
     query, key = base.query.double(), base.paired_key.double()
     query_after, key_after = query_key.query.double(), query_key.paired_key.double()
-    # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: each block is as large as the difference, so that rounding is relative to it.
+    # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: products of blocks are as small as ΔM, so rounding errors are relative to ΔM.
     left = over_heads(_balanced_root, query_after - query, query, key_after, key_after - key)
     right = over_heads(_balanced_root, key_after, key_after - key, query_after - query, query)
     values = over_heads(root_singular_values, left, right) * abs(query_key.scale)
@@ -437,7 +441,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """Return R of [a·first b·second] by QR; a and b balance the norms of blocks and partners."""
+    """Return R of [a·first b·second] by QR; a and b make the norms of each block and its partner equal."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
         norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
@@ -448,8 +452,8 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
 def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
-    It is asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions
-    with σ ≤ eps · n · σ₁ do not count. The angle is 90 if the ranks differ, and NaN if both are 0.
+    The angle is asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, which is exact for small angles (Björck & Golub
+    1973). Directions with σ ≤ eps · n · σ₁ do not count. The angle is 90 if the ranks differ, and NaN if both are 0.
     """
     return over_heads(_largest_angles, first.double(), second.double())
 
@@ -472,7 +476,7 @@ def _column_basis(factor: Tensor) -> Tensor:
     """Return orthonormal columns that span the column space of the factor."""
     basis: Tensor
     basis, root = torch.linalg.qr(factor)
-    if not bool(_significant(torch.linalg.svdvals(root), factor).all()):  # QR does not separate the rank
+    if not bool(_significant(torch.linalg.svdvals(root), factor).all()):  # QR would include directions of rounding
         left, values, _ = torch.linalg.svd(factor, full_matrices=False)
         basis = left[:, _significant(values, factor)]
     return basis

@@ -23,27 +23,25 @@ if TYPE_CHECKING:
     Ends = tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
 
 LONG = 2048**2
-"""Heads with more query–key pairs are long: read in tiles, without full spectra, which take 7 s per head and core at
-2,048 tokens and 64 times as long at 8,192."""
+"""Heads with more query–key pairs than this are called long. Their matrices are computed in tiles, without full
+spectra, which take 7 s per head and core at 2,048 tokens and 64 times as long at 8,192."""
 TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
-BLOCK = 64  # Vectors multiplied at once, because each product computes all tiles again
+BLOCK = 64  # Vectors per product; they are multiplied together, because each product computes all tiles again
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
 LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
-POWERS = 8  # Largest power of the deflated matrix whose norm bounds its own: higher powers give tighter bounds
-SLACK = (
-    1.3  # First guess of the ratio of the deflated norm's bound to the next Ritz value; the observed one replaces it
-)
-ROUNDING = 1e-10  # Energies closer than this share of the total, which exceeds their rounding, prove nothing
+POWERS = 8  # Largest power of the deflated matrix used to bound its norm: higher powers give tighter bounds
+SLACK = 1.3  # First guess of the ratio of the bound on the deflated norm to the next Ritz value
+ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: it exceeds their rounding
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 RESIDUAL = 1e-10
-"""Relative residual at which conjugate gradients stop. The explained squares then lack less than RESIDUAL² times the
-condition of the scaled equations, which is rounding."""
+"""Relative residual at which conjugate gradients stop. The explained squares are then too small by less than RESIDUAL²
+times the condition number of the scaled equations, which is below rounding."""
 STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
 def is_long(query_key: QueryKey) -> bool:
-    """Return True if a head has more than LONG pairs of queries and keys."""
+    """Return True if the heads have more than LONG pairs of queries and keys."""
     return query_key.query.shape[-2] * query_key.key.shape[-2] > LONG
 
 
@@ -60,7 +58,7 @@ def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
 
 
 def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_key: QueryKey) -> Float[Tensor, "*shape"]:
-    """Apply `compute` to every head of every sequence in turn, each as a batch of one sequence and one head."""
+    """Apply `compute` to every head of every sequence, passed as a QueryKey of one sequence and one head."""
     lead, batch = query_key.query.shape[:-2], query_key
     if len(lead) == 1:  # one sequence without a batch axis
         query, key = batch.query[None], batch.key[None]
@@ -102,7 +100,7 @@ class Ritz:
     turn: Float[Tensor, "basis basis"]  # V = basis · turn
 
     def bound_energy(self, rank: int, pairs: int, norm: float) -> float:
-        """Return an upper bound on Σ_{l≤rank} λ_l(A), if A without its first `pairs` vectors has norm ≤ `norm`.
+        """Return an upper bound on Σ_{l≤rank} λ_l(A), if A without its first `pairs` Ritz vectors has norm ≤ `norm`.
 
         In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. Sums of the largest
         eigenvalues are subadditive, and those of the coupling are at most Σ‖s_i‖.
@@ -115,9 +113,10 @@ class Ritz:
 def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
     """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A, proven from both sides; NaN if unproven, or if A = 0.
 
-    The Ritz values of block Lanczos with full reorthogonalisation (Golub & Underwood 1977) bound the energy of k
-    vectors from below; their residuals and the norm of the deflated A bound it from above. Powers applied to fresh
-    Gaussian vectors bound that norm, except for one seed in 10^14. A of size at most SMALL is decomposed as a whole.
+    The Ritz values of block Lanczos with full reorthogonalisation (Golub & Underwood 1977) bound Σ_{l≤k} λ_l from
+    below; their residuals and the norm of the deflated A bound it from above. That norm is bounded by powers of A
+    applied to Gaussian vectors; the bound fails for one seed in 10^14. If A has at most SMALL columns, it is decomposed
+    as a whole.
     """
     generator = torch.Generator().manual_seed(seed)
     energy = float(matrix.energy())
@@ -134,11 +133,11 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
             continue
         if rank == 1:
             return 1.0
-        # Of the gap between rank − 1 Ritz values and the goal, half is left for residuals, half for the deflated norm.
+        # Half of the gap between rank − 1 Ritz values and the goal is used for residuals, half for the deflated norm.
         spare = (goal - float(ritz.values[: rank - 1].sum())) / 2
         pairs = min(int((ritz.residuals.cumsum(0) < spare).sum()), len(ritz.values) - 1)
         next_value = float(ritz.values[pairs])
-        # The norm costs products with the matrix: it is bounded only if the expected bound would prove the rank.
+        # Bounding the norm needs products with the matrix, so it is done only if the expected bound proves the rank.
         if ritz.bound_energy(rank - 1, pairs, slack * next_value) < goal - tie:
             for norm in _bound_deflated_norm(matrix, ritz, pairs, generator):
                 if ritz.bound_energy(rank - 1, pairs, norm) < goal - tie:
@@ -148,7 +147,7 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
 
 
 def _lanczos(matrix: TiledMatrix, generator: torch.Generator) -> Iterator[Ritz]:
-    """Yield Ritz pairs of growing Krylov spaces of A, started from a random block."""
+    """Yield the Ritz pairs of Krylov spaces of A, started from a random block and extended by a block each time."""
     largest = min(LARGEST_BASIS, matrix.size - BLOCK)
     block, _ = torch.linalg.qr(_draw_block(matrix, generator))
     basis, projected = block[:, :0], block.new_zeros(largest, largest)
@@ -183,7 +182,7 @@ def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator:
         largest = float(vectors.norm(dim=0).amax())
         log_bound += math.log(largest) if largest > 0 else -math.inf
         yield math.exp(log_bound / power)
-        vectors = vectors / (largest or 1.0)  # powers would overflow
+        vectors = vectors / (largest or 1.0)  # without this, powers would overflow
 
 
 def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
@@ -195,22 +194,22 @@ def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
 class IntervalMask:
     """A mask in which each query sees an interval of keys, and each key is seen by an interval of queries.
 
-    Examples: causal masks, windows, consecutive documents, prefixes, all pairs. Sums over visible pairs, and products
-    of the normal equations of b_j + c_{j−i} with a vector, are then differences of running sums.
+    Examples are causal masks, windows, consecutive documents, prefixes, and masks that hide nothing. Sums over visible
+    pairs, and products of the normal equations of b_j + c_{j−i} with a vector, are then differences of running sums.
     """
 
     keys: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
-    """First key of each query, and one past its last; equal if the query sees none."""
-    queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # First query of each key, and one past its last
+    """Index of each query's first key, and of its last key plus 1; both are equal if the query sees no key."""
+    queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores that b, and c beyond b, explain; NaN without convergence.
+        """Return the squares of row-centred scores explained by b, and by c in addition; NaN without convergence.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """
         n, size = len(self.keys[0]), len(by_key)
         query, key = (torch.arange(count, device=by_key.device) for count in (n, size))
-        # Indices j − i + n − 1 of each query's and each key's distances: first, and one past the last.
+        # Indices j − i + n − 1 of each query's and each key's distances: the first, and the last plus 1.
         of_queries = self.keys[0] - query + n - 1, self.keys[1] - query + n - 1
         of_keys = key - self.queries[1] + n, key - self.queries[0] + n
         key_counts, query_counts = ((past_last - first).double() for first, past_last in (self.keys, self.queries))
@@ -239,7 +238,7 @@ class IntervalMask:
 
 
 def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
-    """Return the intervals of a mask; None if the keys seen by a query, or the queries seeing a key, have a gap."""
+    """Return the intervals of a mask; None if the keys that a query sees, or the queries that see a key, have a gap."""
     sides = []
     for axis in (1, 0):
         count, first = allowed.sum(axis), allowed.byte().argmax(axis)

@@ -1,4 +1,4 @@
-"""A thread pool over heads, singular values and ranks, the number of features attention needs, nested rank plans."""
+"""Singular values and ranks, the number of features that attention needs, nested rank plans, the pool over heads."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ if TYPE_CHECKING:
     PerHead = Float[Tensor, "*batch heads"]
 
 EPS = torch.finfo(torch.float64).eps
-STEPS = 20  # Steps of each iteration; three times as many find up to a sixth fewer features on demo
-RIDGE = 1e-9  # Added to Newton's equations per query: they are singular, because a constant added to b has no effect
+STEPS = 20  # Number of Newton steps and of subspace iterations; 60 would find up to a sixth fewer features on demo
+RIDGE = 1e-9  # Added per query to Newton's equations, which are singular: a constant added to b has no effect
 BOUND = 3.0  # Bound on each entry of a Newton step: if a weight is 1, b is unbounded and Newton's steps diverge
-PIECE = 1 << 18  # Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
+PIECE = 1 << 18  # Most numbers per call of a worker: 2 MB of float64 fit in the second-level cache
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
-    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`, or NaN.
+    """Return the least even N ≤ `largest` for which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
     is the softmax input (score and bias) minus its mean over the keys that query i sees, which attention determines.
-    The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more. NaN also if there are none.
+    The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more; without such queries the result is
+    NaN too.
 
-    Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to a row's
-    largest weight. If this is noticeable (|x| > 32), even the exact sum exceeds the row's other sums until N > e·|x|.
+    Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to the largest
+    weight of a row. This error is noticeable only if |x| > 32; then even the exact sum exceeds the other sums of the
+    row until N > e·|x|.
     """
     score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -63,7 +65,7 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
             # Even partial sums are positive; negative values are rounding and set to 0.
             approximation = _normalise_kernel(total.clamp(min=0), -shift, weighting)
             distance = _total_variation(approximation, query_key.attention, visible.sum(-1))
-            # NaN compares as false: a head without such queries has no value.
+            # NaN compares as false: a head whose queries see fewer than two keys has no value.
             order = torch.where(order.isnan() & (distance <= error), float(n), order)
         if not bool(order.isnan().any()):
             break
@@ -73,13 +75,13 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
 def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     """Return a sufficient number m of features: the rank of a K whose K_ij/Σ_j K_ij is within `error` of attention.
 
-    Sums and errors are over the visible pairs; K is free at hidden pairs (zeros there would give every causal head full
-    rank). As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
+    Sums and errors are over the visible pairs; K is free at hidden pairs, because zeros there would give every causal
+    head full rank. As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
 
-    m = 1 is attention by the key alone, fitted by likelihood. For m > 1, K is fitted to P at the visible pairs and to
-    itself at the hidden ones (hard imputation, Mazumder et al. 2010), starting from the fit of m = 1, in STEPS of
-    subspace iteration. Bisection finds m, an upper bound: the least rank under a mask has no closed form. NaN if no
-    query sees two keys.
+    For m = 1, attention depends on the key alone and is fitted by likelihood. For m > 1, K is fitted to P at the
+    visible pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps
+    of subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the
+    least rank under a mask has no closed form. NaN if no query sees two keys.
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
-    """Find the least m of one head by bisection between 1 and full rank."""
+    """Find the least m at which a fit succeeds for one head, by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
     by_key = _fit_by_key(attention, visible)
@@ -106,9 +108,9 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
+    """Fit attention by the key alone: return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention.
 
-    Newton's method maximises Σ_ij p_ij log p̂_ij, which is concave in b.
+    b maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b, by Newton's method.
     """
     hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
@@ -124,7 +126,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
 
 
 def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
-    """Return True if subspace iteration finds a matrix within the error; `directions` set its rank."""
+    """Return True if subspace iteration finds a matrix within the error, with the rank of `directions`."""
     filled = start
     for _ in range(STEPS):
         basis = torch.linalg.qr(filled @ directions).Q
@@ -137,7 +139,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation between `attention` and the kernel's visible rows over their sums (with sink)."""
+    """Return the mean total variation between attention and the visible entries of a kernel divided by row sums."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -179,18 +181,21 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average the total variation (with sinks; 1 for NaN rows) over queries with two keys or more; NaN if none."""
+    """Average the total variation over queries with two keys or more; NaN if there are none.
+
+    A sink's weight counts as that of a key. The total variation of a NaN row is 1.
+    """
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
     return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
 
 
 def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
-    """Return the steps from all directions to none, cheapest per direction first, so that successive plans are nested.
+    """Return the steps that reduce the ranks of key heads from full to 0, cheapest per direction first.
 
-    Costs are ≥ 0, 0 with all directions, and infinite beyond a head's head_dim. Each head follows the lower convex hull
-    of its costs, along which the cost per direction never falls: the plan after each step is the cheapest of its size
-    (Fox 1966).
+    `costs` are those of each rank: ≥ 0, 0 at full rank, and infinite beyond a head's head_dim. Each head follows the
+    lower convex hull of its costs, along which the cost per removed direction never falls. The ranks after each step
+    are therefore the cheapest with this sum (Fox 1966).
     """
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):
@@ -212,8 +217,8 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
     `function` takes (m, a, b) tensors of at most PIECE numbers and returns one (m, …) tensor; the result is (*lead, …).
-    There are as many workers as torch has threads, each with one BLAS thread: two threads on one small matrix mostly
-    wait for each other. Tensors on an accelerator are not split.
+    There are as many workers as torch has threads, each with one BLAS thread, because two threads on one small matrix
+    mostly wait for each other. Tensors on an accelerator are not split.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
@@ -236,9 +241,9 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
 
 
 def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Apply `function` to every item, in order, in the thread pool of `over_heads`, with one BLAS thread for each.
+    """Apply `function` to every item in the thread pool of `over_heads`; return the results in the items' order.
 
-    numpy's BLAS has no per-thread setting, so BLAS has one thread in the whole process during this call.
+    BLAS uses one thread in the whole process during this call, because numpy's BLAS has no setting per thread.
     """
     with threadpool_limits(1, user_api="blas"):
         return _run_in_pool(function, items)
@@ -246,13 +251,13 @@ def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> li
 
 def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     workers = torch.get_num_threads()
-    with one_thread():  # restores the initial value of threads started later, which workers set too
+    with one_thread():  # restores the initial value for later threads, which workers change
         return list(_pool(workers).map(function, items))
 
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return the process's thread pool of this many workers; starting one for every measure would take too long."""
+    """Return the process's pool of this many threads; starting threads for every measure would take too long."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 
@@ -263,7 +268,7 @@ def _one_thread() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: on small matrices several threads mostly wait, and results depend on their number."""
+    """Context manager: limit torch to one thread, because several mostly wait, and results depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -312,7 +317,7 @@ def effective_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*bat
 def rank_at(values: Float[Tensor, "*batch steps"], share: float) -> Float[Tensor, "*batch"]:
     """Return the least k ≥ 1 with Σ_{l≤k} σ² ≥ share · Σσ², for descending singular values; NaN for a zero matrix."""
     energy = values.square().cumsum(-1) / values.square().sum(-1, keepdim=True)
-    # Strict, and lowered by rounding: k values that reach the share exactly suffice.
+    # Strict, and with a limit lowered by rounding: k values that reach the share exactly suffice.
     short = energy < share - EPS * values.shape[-1]
     return torch.where(energy[..., -1].isnan(), torch.nan, 1 + short.sum(-1).to(values))
 
@@ -325,7 +330,7 @@ def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch s
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """Fit log σ_l ≈ a − b·l to descending values by least squares, and return b ≥ 0; NaN for fewer than two values.
 
-    Values up to eps · steps · largest are left out as rounding. Random factors have b > 0 too.
+    Values up to eps · steps · largest are rounding and left out. Random factors also have b > 0.
     """
     # Strict: a zero matrix keeps no value.
     above = values > EPS * values.shape[-1] * values[..., :1]

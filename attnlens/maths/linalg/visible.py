@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     Explain = Callable[[Float[Tensor, "some keys"], Float[Tensor, "some every_distance"]], Float[Tensor, "some 2"]]
 
 RIDGE = 1e-10
-"""Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular: above
-rounding, for Cholesky, and below the least non-zero eigenvalue."""
-REFINEMENTS = 2  # Refinement steps against the ridge: each leaves RIDGE/λ of its effect, λ the least eigenvalue above 0
+"""Number added to the unit diagonal of the normal equations, which are singular because constant and linear terms can
+be moved between b and c. It is above rounding, as Cholesky needs, and below the least non-zero eigenvalue."""
+REFINEMENTS = 2  # Steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue
 
 
 def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Explain]]:
@@ -50,14 +50,14 @@ def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads
         yield users.expand(lead), _fit_mask(packed, n, m, distances, device)
 
 
-# Two entries, because models with sliding windows alternate between two masks. At 2,048 tokens one takes up to 340 MB.
+# Two entries, because models with sliding windows alternate between two masks. At 2,048 tokens an entry takes 340 MB.
 @lru_cache(maxsize=2)
 def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> Explain:
     """Prepare the least-squares fit of b_j + c_{i−j} to row-centred scores on one mask's visible pairs.
 
-    `packed` are the bits of the mask (None: all pairs). The function returned takes the scores' sums per key (heads, m)
-    and per distance (heads, n + m), and returns the sums of squares (heads, 2) explained by b, and by c beyond b (NaN
-    if `distances` is false).
+    `packed` contains the bits of the mask (None: all pairs are visible). The returned function takes the scores' sums
+    per key (heads, m) and per distance (heads, n + m). It returns the sums of squares (heads, 2) explained by b, and by
+    c in addition to b (NaN if `distances` is false).
     """
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
@@ -83,10 +83,10 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, for distances that occur: pairs, c's normal equations without the pairs on the diagonal, those with b.
+    """Return the equations of c: pairs per distance, normal matrix without these counts, coupling with b, distances.
 
-    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The distances
-    come last.
+    Only distances that occur are included; the last result contains their indices. `scaled` is the mask divided by the
+    root of each query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -98,9 +98,9 @@ def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, 
 
 
 def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Callable[[Sums], Sums]:
-    """Return the solver of N x = g for rows g in the range of the singular N = diag(counts) + `normal` (overwritten).
+    """Return a solver of N x = g, for rows g in the range of the singular N = diag(counts) + `normal` (overwritten).
 
-    It uses Cholesky of N + RIDGE·I, N scaled such that `counts` become 1, and iterative refinement.
+    The solver scales N such that `counts` become 1, factors N + RIDGE·I by Cholesky, and refines solutions iteratively.
     """
     normal.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
@@ -120,9 +120,9 @@ def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " si
 
 
 def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some every_distance"]:
-    """Return the sum of the scores at each distance, as entry (j − i) mod (n + m) of n + m; one is unused."""
+    """Return the sum of the scores at each distance, as entry (j − i) mod (n + m); one of the n + m entries is 0."""
     some, n, m = scores.shape
-    # Rows stored n + m − 1 apart and read n + m apart shift by one from row to row.
+    # Rows stored at intervals of n + m − 1 and read at intervals of n + m shift by one from row to row.
     stored = scores.new_zeros(some, n * (n + m))
     stored[:, : n * (n + m - 1)].view(some, n, n + m - 1)[..., :m] = scores
     return stored.view(some, n, n + m).sum(1)
@@ -130,19 +130,20 @@ def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some ever
 
 @dataclass(frozen=True)
 class VisibleShares:
-    """Shares of the visible scores' variance beyond row constants, by explanation; NaN if there is no variance.
+    """Shares of the variance of visible, row-centred scores that keys and distances explain; NaN without variance.
 
-    L_ij ≈ a_i + b_j + c_{i−j} by least squares on the visible pairs, in this order. Softmax ignores a. Each share is in
-    [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b does not explain.
+    L_ij ≈ a_i + b_j + c_{i−j} is fitted by least squares on the visible pairs, first a, then b, then c. Softmax ignores
+    a. The shares are in [0, 1] and sum to 1. Cross-attention has no distances: its interaction is all that b does not
+    explain.
     """
 
-    key: PerHead  # explained by b_j: the same keys for every query
-    distance: PerHead  # explained by c_{i−j} beyond b; NaN for cross-attention
-    interaction: PerHead
+    key: PerHead  # explained by b_j: keys that all queries favour
+    distance: PerHead  # explained by c_{i−j} in addition to b; NaN for cross-attention
+    interaction: PerHead  # explained by neither: it depends on the pair
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
-    """Compute the three shares of every head on one sequence, for any mask; NaN for a long head whose mask has gaps.
+    """Compute the three shares of every head for any mask; NaN for a long head whose mask has gaps.
 
     The normal equations depend on the mask alone and are factored once per mask; long heads use conjugate gradients.
     """
@@ -153,7 +154,10 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 
 
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
-    """Return the visible scores minus their row's mean, cached in the QueryKey; 0 if masked or within rounding."""
+    """Return the visible scores minus the mean of their row, cached in the QueryKey.
+
+    Masked entries are 0, and all entries are 0 if their norm is within rounding.
+    """
     if "visible_scores" not in query_key.shared:
         scores, centred = _centre_scores(query_key)
         norm, whole = torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores)
@@ -163,7 +167,7 @@ def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
-    """Return True for heads whose mask hides no pair, so that attention identifies all of L up to row constants."""
+    """Return True for heads whose mask hides no pair; attention then determines all of L up to row constants."""
     lead = query_key.query.shape[:-2]
     if query_key.allowed is None:
         return torch.ones(lead, dtype=torch.bool, device=query_key.query.device)
@@ -183,7 +187,7 @@ def visible_rank(query_key: QueryKey, share: float) -> PerHead:
         if is_long(query_key):
             return map_heads(rank, query_key)
         return rank_at(over_heads(_gram_values, visible_scores(query_key)), share)
-    # Bilinear scores of all pairs, s·q(k − k̄)ᵀ, stay factored.
+    # Bilinear scores of all pairs, s·q(k − k̄)ᵀ, are not multiplied out.
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
     logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in split_tiles(query_key)]).norm(dim=0)
@@ -191,7 +195,7 @@ def visible_rank(query_key: QueryKey, share: float) -> PerHead:
 
 
 def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
-    """Return the shares explained by keys, and by distances beyond keys."""
+    """Return the shares explained by keys, and by distances in addition to keys."""
     scores = visible_scores(query_key)
     n, m = scores.shape[-2:]
     energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
@@ -202,7 +206,7 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
-    """Return the shares explained by keys, and by distances beyond keys, of one long head."""
+    """Return the shares of one long head explained by keys, and by distances in addition to keys."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
     fit = find_intervals((all_pairs if head.allowed is None else head.allowed).expand(1, 1, n, m)[0, 0])
@@ -214,7 +218,7 @@ def _long_shares(head: QueryKey) -> tuple[float, float]:
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
-    """Return ‖L‖² of one long head (0 within rounding), and the sums of L per key and per distance j − i ≥ 1 − n."""
+    """Return ‖L‖² of one long head (0 if within rounding), and the sums of L per key and per distance j − i ≥ 1 − n."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
     norms = []
@@ -230,7 +234,7 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
 
 
 def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
-    """Return the visible scores, and the same minus the mean of their row; masked entries are 0."""
+    """Return the visible scores, and the scores minus the mean of their row; masked entries are 0."""
     logits, allowed = query_key.logits, query_key.allowed
     scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
     count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)

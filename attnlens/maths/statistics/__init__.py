@@ -5,8 +5,8 @@
 - `intervals`: standard errors (by `Design.variance`), intervals, p-values, false discovery rates, nulls.
 - `associations`: rank correlations, permutation tests, treatments compared in blocks.
 
-Inputs are tensors with one row per window or head and a `Design`, which says how windows were sampled; outputs are
-tensors, numbers or an `Interval`. Importers: as for `attnlens.maths`.
+Inputs are tensors with one row per window or head, and a `Design`, which describes how windows were sampled; outputs
+are tensors, numbers or an `Interval`. Importers: as for `attnlens.maths`.
 
 The studies under `benchmarks/` compare two measures of the same heads by Spearman's ρ with an interval over heads, or
 over whole `groups` of heads such as layers:

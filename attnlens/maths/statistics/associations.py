@@ -32,8 +32,8 @@ special = LazyModule("scipy.special")
 stats = LazyModule("scipy.stats")
 
 LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give p = 0
-COUNTED = 0.5  # Share of other pairs' degrees of freedom that counts: pairs that share a treatment share its noise
-FEWEST = 3  # Variances needed to estimate how variances are spread; fewer are not moderated
+COUNTED = 0.5  # Share of other pairs' degrees of freedom that counts, because pairs with a common treatment share noise
+FEWEST = 3  # Fewest variances whose spread can be estimated; fewer variances are not moderated
 NEAR_ONE = 1 - 1e-12
 """Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""
 PERMUTATIONS = 10_000  # Permutations of heads for a p-value
@@ -46,9 +46,9 @@ ROUNDING = 1e-9  # Largest difference by rounding between equal scores of two pe
 class Blocks:
     """Treatments × blocks: y_cs = μ_c + β_s + ε_cs, where the variance of ε can differ between treatments.
 
-    Two treatments are compared by their differences in each block, in which β cancels, with Student's t. Their variance
-    is moderated by that of other pairs (Smyth 2004), which add the more degrees of freedom, the more similar their
-    variances are. Tests check the false positive rate.
+    Student's t compares two treatments by their differences in each block, in which β cancels. The variance of the
+    differences is moderated by those of other pairs (Smyth 2004): the more similar the variances, the more degrees of
+    freedom they add. Tests check the false positive rate.
     """
 
     values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
@@ -61,7 +61,7 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p of μ_a = μ_b for `pairs_of`; NaN if most pairs of the same kinds have no spread."""
+        """Return the two-sided p of μ_a = μ_b for each of `pairs_of`; NaN if most pairs of its kinds have no spread."""
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
         variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
@@ -79,8 +79,8 @@ class Blocks:
 def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) for each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
 
-    The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most the degrees of freedom of `others`
-    treatments, multiplied by COUNTED.
+    d₀ and s₀² are those of the scaled χ² distribution that fits the spread of log s². d₀ is at most the degrees of
+    freedom of `others` treatments; it is then multiplied by COUNTED.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -100,7 +100,10 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p adjusted for all n tests: max_{j ≤ k} (n − j + 1) p_(j) ≤ 1 (Holm 1979); NaN stays NaN, uncounted."""
+    """Return p adjusted for all n tests: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
+
+    NaN stays NaN and does not count as a test.
+    """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -120,8 +123,9 @@ def rank_correlation(
     """Return Spearman's ρ in [−1, 1] and its 95 % interval. Ties share their mean rank; pairs with NaN do not count.
 
     The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), about artanh ρ of
-    all heads. For n samples they are widened by √(n/(n − 1)) and by the ratio of Student's t (n − 1 degrees of freedom)
-    to the normal quantile: few layers would make them too narrow. NaN for fewer than four pairs or a constant side.
+    all heads. For n heads or groups, their distances from it are multiplied by √(n/(n − 1)) and by the ratio of
+    Student's t (n − 1 degrees of freedom) to the normal quantile, because few layers would give too narrow intervals.
+    NaN for fewer than four pairs, or if all x or all y are equal.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -143,7 +147,7 @@ def rank_correlation(
 
 
 def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws"]:
-    """Return ρ of each sample; `times` is how often each head occurs in a sample."""
+    """Return ρ of each sample; `times` contains how often each head occurs in a sample."""
     total = times.sum(1, keepdim=True)
     centred = []
     for side in (x, y):
@@ -157,21 +161,21 @@ def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws
 class PermutationTests(NamedTuple):
     """Permutation p-values of each measure."""
 
-    p_value: Float[Tensor, " measures"]  # two-sided, for this measure alone
+    p_value: Float[Tensor, " measures"]  # two-sided, not corrected for the number of measures
     corrected: Float[Tensor, " measures"]  # corrected for the number of measures
 
 
 def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
-    """Return ranks along the last axis, where ties share their mean; a NaN in a row makes the whole row NaN."""
+    """Return ranks along the last axis; ties share their mean rank, and a NaN in a row makes the whole row NaN."""
     return torch.from_numpy(np.asarray(stats.rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
 
 
 def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIONS, seed: int = 0) -> PermutationTests:
     """Return p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), for Spearman's ρ over the n heads with both values.
 
-    Each permutation of the harms serves all measures. `corrected` compares t with the largest t* of any measure (maxT,
-    Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. Harms are
-    ranked among all heads. NaN for a measure that is constant or has fewer than four values.
+    Each permutation of the harms is used for all measures. `corrected` compares t with the largest t* of any measure
+    (maxT, Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure.
+    Harms are ranked among all heads. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -197,7 +201,7 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
 
 
 def _permutation_scores(centred: Measures, present: Measures, ranks: Draws) -> Float[Tensor, "draws measures"]:
-    """Return |ρ|√(n − 1) of each measure with each row of ranks; NaN if one side is constant."""
+    """Return |ρ|√(n − 1) of each measure with each row of ranks; NaN if the measure or the ranks are constant."""
     count = present.sum(1)
     spread = ranks.square() @ present.mT - (ranks @ present.mT).square() / count.clamp(min=1)
     # Rounding can leave the spread of equal ranks below 0.
@@ -218,8 +222,9 @@ def windows_interval(
     """Return the 95 % interval, over windows, of the correlation ρ = `value` between a measure and the harm.
 
     The interval is tanh(artanh ρ ± t·sd), with Student's t and the sd of artanh ρ* over bootstrap samples of windows or
-    texts, widened by `Design.widening`. Each sample recomputes harm and measure, unless the measure has one axis (a
-    property of the weights). Samples in which a head lacks a value are ignored. NaN if `design` has no freedom.
+    texts, widened by `Design.widening`. Each sample recomputes the harm, and the measure unless it has one axis (a
+    property of the weights). Samples in which a head lacks a value are ignored. NaN if `design` has no degrees of
+    freedom.
     """
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)
@@ -244,9 +249,9 @@ def windows_interval(
 def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms; r is Spearman's ρ between halves of the windows.
 
-    r is the median over random halvings, within each text if all texts have two windows (Spearman 1910, Brown 1910). A
-    measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for fewer than
-    two windows or four heads.
+    r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
+    1910). A measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for
+    fewer than two windows or four heads.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     Draws = Float[Tensor, "draws units"]
     Samples = Float[Tensor, "draws windows"]
 
-FEWEST_TEXTS = 5  # Fewest texts for intervals over texts: fewer do not show how texts differ
+FEWEST_TEXTS = 5  # Fewest texts for intervals over texts: fewer texts do not show how texts differ
 
 
 class Stream:
-    """Mean of values that arrive in batches, entry by entry, without storing them (Welford, Chan).
+    """Mean of each entry of tensors that arrive in batches, without storing the tensors (Welford, Chan).
 
     NaN entries do not count. Curves of different batches can differ in length: each step is averaged over the curves
     that are long enough.
@@ -34,7 +34,7 @@ class Stream:
         self._started = False
 
     def merge(self, count: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> None:
-        """Add samples given by their count and mean, entry by entry."""
+        """Add a batch, given by the count and the mean of each entry."""
         if not self._started:
             self.count, self._mean, self._started = count, mean, True
             return
@@ -84,7 +84,7 @@ class LinearCKA:
 
     @property
     def value(self) -> float | None:
-        """CKA in [0, 1]; 1 if X is a rotation and scaling of Y; None if all states of one model are equal."""
+        """CKA in [0, 1]: 1 if Y is X rotated and scaled; None if all states of one model are equal."""
         x, y = self._sums
         pairs = ((x, y), (x, x), (y, y))
         cross, x_norm, y_norm = (
@@ -96,11 +96,11 @@ class LinearCKA:
 
 @dataclass(frozen=True)
 class Design:
-    """Windows of one or several texts, and the population that an error refers to (Cochran 1977, chapters 5 and 9A).
+    """How windows were sampled from texts, and to which population errors refer (Cochran 1977, chapters 5 and 9A).
 
-    windows: the texts are strata, and the error is that of the mean over other windows of these texts. If a text has a
-    single window, whose spread is unknown, all windows form one sample; the error then includes differences between
-    texts. texts: the texts are clusters, and the error is that of the mean over other texts of this kind.
+    over="windows": the texts are strata, and errors refer to other windows of these texts. If a text has a single
+    window, whose spread is unknown, all windows form one sample, and errors include differences between texts.
+    over="texts": the texts are clusters, and errors refer to other texts of this kind.
     """
 
     texts: tuple[int, ...]  # index of each window's text
@@ -108,7 +108,7 @@ class Design:
 
     @classmethod
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
-        """Build the design from the names of the windows' texts; by default over texts if there are five or more."""
+        """Build the design from the name of each window's text; by default over texts if there are five or more."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         over = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
         return cls(tuple(numbers[name] for name in names), over)
@@ -130,17 +130,17 @@ class Design:
 
     @property
     def units(self) -> int:
-        """Number of independent draws: texts, or windows."""
+        """Number of independent draws: the texts if texts were sampled, else the windows."""
         return len(set(self.texts)) if self.clustered else self.count
 
     @property
     def exchangeable(self) -> int:
-        """Number of exchangeable draws: texts, or the windows of the text with the fewest windows."""
+        """Number of exchangeable draws: the texts if texts were sampled, else the fewest windows of any text."""
         return self.units if self.clustered else min(Counter(self.strata).values(), default=0)
 
     @property
     def freedom(self) -> int:
-        """Degrees of freedom of a variance: texts − 1, or windows − strata."""
+        """Degrees of freedom of a variance: texts − 1 if texts were sampled, else windows − strata."""
         groups = len(set(self.strata))
         return groups - 1 if self.clustered else self.count - groups
 
@@ -152,7 +152,7 @@ class Design:
 
     @cached_property
     def members(self) -> Float[Tensor, "strata windows"]:
-        """Indicator matrix: 1 if a window belongs to a stratum or cluster."""
+        """Indicator matrix: 1 if the window belongs to the stratum or cluster, else 0."""
         indicator: Tensor = torch.tensor(self.strata)[None] == torch.tensor(sorted(set(self.strata)))[:, None]
         return indicator.double()
 
@@ -161,7 +161,7 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Draw bootstrap samples of texts, or of windows within strata; return how often each contains each window."""
+        """Draw `count` bootstrap samples of texts, or of windows within strata; return each window's multiplicity."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
@@ -176,13 +176,13 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window, n the draws exchangeable with it: bootstrap deviations are smaller by this."""
+        """√(n/(n − 1)) of each window with n exchangeable draws: bootstrap deviations are too small by this factor."""
         sizes = Counter(self.strata)
         counts = [self.units if self.clustered else sizes[stratum] for stratum in self.strata]
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
-        """Return the variance of Σ times · residuals; each window is drawn `times` times (0: the window has no value).
+        """Return the variance of Σ times · residuals; each window counts `times` times (0 if it has no value).
 
         Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)²; over texts it is T/(T − 1) Σ_t (Σ_{i in t} r_i)².
         Residuals are those of a mean, divided by its denominator. NaN if there is only one draw.
@@ -203,10 +203,11 @@ class Design:
     def weighted_means(
         self, values: Float[Tensor, "units windows"], size: Float[Tensor, " windows"], times: Samples
     ) -> tuple[Draws, Draws]:
-        """Return each sample's means over tokens and their standard errors; each window has `size` tokens.
+        """Return the mean over tokens of every unit in every sample, and its standard error.
 
-        The errors are √`variance` of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios), written
-        as matrix products because the residuals of all draws, units and windows do not fit in memory.
+        `values` are the windows' means, `size` their numbers of tokens. The standard error is √`variance` of the
+        residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios), written as matrix products because the
+        residuals of all draws, units and windows do not fit in memory.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)
@@ -230,6 +231,6 @@ class Design:
 
 
 def _count_picks(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
-    """Count how often each of `size` numbers occurs in each row."""
+    """Count how often each number below `size` occurs in each row."""
     counts, ones = torch.zeros(len(picks), size, dtype=torch.float64), torch.ones_like(picks, dtype=torch.float64)
     return counts.scatter_add_(1, picks, ones)

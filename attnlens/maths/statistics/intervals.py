@@ -29,22 +29,23 @@ stats = LazyModule("scipy.stats")
 
 LEVEL = 0.95  # Confidence level of all intervals and bounds
 DRAWN_BYTES = 2**26  # Bytes of random factors processed at once: all draws together can exceed memory
-MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
+MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median, whose sd is then known to 1/√4000, 1.6 %
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
-DRAWS = 20_000  # Bootstrap samples for a p-value: to be reported, the smallest of 300 heads must be below 0.05/300
+DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads, the smallest p must be able to fall below 0.05/300
 MOST_WINDOWS = 256  # Most windows that are bootstrapped: the effect of skewness on Student's t falls with √windows
-ENOUGH = 50  # Samples beyond a unit's score that end its bootstrap: p is then accurate (Besag & Clifford 1991)
+ENOUGH = 50  # A unit's bootstrap ends after this many samples beyond its score: p is accurate (Besag & Clifford 1991)
 PIECE = 500  # Samples computed at once
 
 
 def gaussian_null(
     analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Return mean and sd of each scalar measure over independent Gaussian factors with shape and rotation of `like`.
+    """Return the mean and sd of each scalar measure over random heads with the shape and rotation of `like`.
 
-    Analyzers have a `function` of a QueryKey, and `measures` with `name`, `curve` and `has_null`; all get the same
-    draws. Each factor has unit Frobenius norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖.
-    Draws without a value do not count; a measure with fewer than two values is left out.
+    The factors of a random head are independent and Gaussian, with unit Frobenius norm: the caller must rescale
+    measures that are proportional to ‖W_Q‖‖W_K‖. Analyzers have a `function` of a QueryKey, and `measures` with `name`,
+    `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count; a measure
+    with fewer than two values is left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
@@ -109,7 +110,7 @@ class Interval(NamedTuple):
 
 
 def student_interval(value: float, error: float, freedom: int) -> Interval:
-    """Return value ± t·error, the 95 % interval of Student's distribution with these degrees of freedom."""
+    """Return value ± t·error, the 95 % interval of Student's distribution with `freedom` degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
     half_width = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
@@ -119,7 +120,8 @@ def student_interval(value: float, error: float, freedom: int) -> Interval:
 def prediction_bound(values: Sequence[float]) -> float:
     """Return m + t s √(1 + 1/n), which a further draw from the same normal population exceeds with probability 0.05.
 
-    The one-sided prediction bound of n draws (Hahn 1970); t has n − 1 degrees of freedom. NaN for fewer than two draws.
+    This is the one-sided prediction bound of the n values (Hahn 1970), with their mean m and sd s; t has n − 1 degrees
+    of freedom. NaN for fewer than two values.
     """
     if len(values) < 2:
         return math.nan
@@ -140,11 +142,11 @@ def paired_difference(
 ) -> Interval:
     """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
-    Studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and the
-    quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t is used if a text has fewer than
-    eight windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of tokens: means are
-    then over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers
-    are NaN if none remain.
+    The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn
+    in pairs, and the quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t is used if a text
+    has fewer than eight windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of
+    tokens: means are then over tokens. `of` is the identity (None), exp (perplexity) or log. Pairs with a NaN do not
+    count; all three numbers are NaN if no pair remains.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -165,7 +167,7 @@ def paired_difference(
 def _contrast(
     pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
 ) -> tuple[PerDraw, PerDraw]:
-    """Return the difference for each sample, and its standard error to first order (delta method)."""
+    """Return the difference of the means in each sample, and its standard error to first order (delta method)."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     values, slopes = means, torch.ones_like(means)
@@ -184,7 +186,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    sd/√n for windows of one text; see Design for several. NaN if there is only one draw.
+    It is sd/√n for windows of one text; `Design` describes the error for several texts. NaN if there is only one draw.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
@@ -217,10 +219,10 @@ def median_error(
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
     """Return each unit's two-sided p for the hypothesis that its mean difference, weighted by tokens, is 0.
 
-    By the studentised bootstrap, p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws): on skewed differences of heads,
-    Student's t reports about twice as many false effects. If fewer than ENOUGH samples exceed the score, Student's tail
-    is used, stretched to match the ENOUGH largest samples. For few or very many windows Student's t is used alone. NaN
-    if there are too few differences, or if all are equal.
+    p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports about
+    twice as many false effects if heads' differences are skewed. If fewer than ENOUGH samples exceed the score, p is
+    Student's tail, stretched to match the ENOUGH largest samples. For few or very many windows, p is that of Student's
+    t. NaN if there are too few differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
@@ -252,9 +254,9 @@ def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
 
 
 def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return q of each p: the least false discovery rate that rejects the hypothesis (Benjamini & Hochberg 1995).
+    """Return q for each p: the least false discovery rate at which it is rejected (Benjamini & Hochberg 1995).
 
-    NaN stays NaN and does not count in n.
+    NaN stays NaN and does not count as a hypothesis.
     """
     rates = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()

@@ -125,9 +125,9 @@ def describe_fit(info: KernelInfo) -> str:
     """Describe what the kernel's fit chooses, and whether the fit is required; empty for a kernel without a fit."""
     if info.fit is None:
         return ""
-    first = (info.fit.__doc__ or "").splitlines()[0]
+    chosen = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
     how = "must be fitted" if info.needs_fit else "--fit"
-    return f"{how if info.fit_reads else 'trained by heal'}: {first.partition(':')[0]}"
+    return f"{how if info.fit_reads else 'trained by heal'}: {chosen[:1].lower()}{chosen[1:]}"
 
 
 def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
