@@ -132,7 +132,7 @@ def kernel(
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in (*TIES, *FILTERS, *HYBRIDS):
-            raise UsageError(f"{name!r} is the name of a tie, filter or hybrid.", "Choose another name.")
+            raise UsageError(f"The name {name!r} is taken by a tie, filter or hybrid.", "Choose another name.")
         if name in KERNELS and not replace:
             refuse_replacing("kernel", name, function, KERNELS[name].function)
         build: Callable[..., KernelInfo] = KernelInfo

@@ -1,4 +1,4 @@
-"""Small transformers with a configurable attention kernel, position encoding and value function (Tsai et al. 2019)."""
+"""Small transformers with a configurable kernel, position encoding and value function (Tsai et al. 2019)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     Unpadded = Bool[Tensor, "batch tokens"] | None
 
 Placing = Literal["none", "sum", "table", "product", "symmetric product"]
-"""How positions t enter the kernel of features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with a
-learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
-kernels (Eq. 9)."""
+"""How positions t enter the kernel of features f. none: not at all; sum: k(f + t, f' + t') (Eq. 4); table: L(t − t',
+f)·k(f, f') with a learned table L (Eq. 6); product: k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); symmetric
+product: k_F(f, f')·k_T(t, t') with symmetric kernels (Eq. 9)."""
 Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; cross: cross-attention
 
 
@@ -57,7 +57,7 @@ class AttentionForm:
 
 
 FURTHEST = 16  # largest distance in tokens with a separate vector; larger distances are clipped (Shaw et al. 2018)
-WAVELENGTH = 10_000.0  # of the slowest sinusoid, in units of 2π tokens
+WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tokens
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
@@ -73,7 +73,7 @@ def distances(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 class PositionScores(nn.Module):
-    """Scores, added for every query and key, that depend on the positions of the two.
+    """Scores that depend on the positions of a query and a key, and are added to the scores of their features.
 
     table: log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log
     k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL
@@ -110,7 +110,7 @@ class PositionScores(nn.Module):
         return projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
-OWN = "eager"  # name of the implementation in transformers with which a module computes its own kernel
+OWN = "eager"  # name of transformers' implementation under which KernelAttention computes attention itself
 
 
 class KernelAttention(nn.Module):
@@ -131,7 +131,7 @@ class KernelAttention(nn.Module):
         self.positions = form.positions if place in form.places else "none"
         self.kernel = parsed(form.kernel)
         self.query = _projection(d_model)
-        symmetric = form.symmetric or form.positions == "symmetric product"  # Eq. 9 too has W_Q = W_K
+        symmetric = form.symmetric or form.positions == "symmetric product"  # Eq. 9 also has W_Q = W_K
         self.key = None if symmetric else _projection(d_model)
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
         self.value = None if primal else _projection(d_model)
@@ -171,12 +171,12 @@ class KernelAttention(nn.Module):
         if allowed is not None and self.causal:
             allowed = allowed.tril()
         causal = self.causal and allowed is None
-        implementation = self.config._attn_implementation  # private, but what transformers' own modules read
+        implementation = self.config._attn_implementation  # private, but transformers' own modules read it
         if implementation in (OWN, None):
             call = Call(query, key, value, scale, allowed, causal, bias, cross=cross, module=self)
             return attend(call, self.kernel).transpose(1, 2)
         query, key, scale = as_exponential(query, key, scale, self.kernel)
-        is_causal = implementation == "sdpa" and causal  # fastest with torch's own mask
+        is_causal = implementation == "sdpa" and causal  # torch's causal mask is the fastest
         if causal and not is_causal:
             allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
         options = {"scaling": scale, "position_bias": bias, "is_causal": is_causal}
@@ -220,7 +220,7 @@ class Layer(nn.Module):
     def forward(
         self, x: States, mask: Unpadded = None, memory: States | None = None, memory_mask: Unpadded = None
     ) -> States:
-        """Compute the layer; `mask` and `memory_mask` are True for tokens that are not padding."""
+        """Compute the layer's output; `mask` and `memory_mask` are True for tokens that are not padding."""
         x = x + self.dropout(self.attention(self.attention_norm(x), mask=mask))
         if self.cross_attention is not None and self.cross_norm is not None:
             x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, memory_mask))
@@ -250,7 +250,7 @@ class Stack(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings √d_model · E, and next-token logits h Eᵀ with the same matrix E."""
+    """Token embeddings √d_model · E, and next-token logits h Eᵀ with the matrix E of the embeddings."""
 
     def __init__(self, size: int, d_model: int) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class Classifier(nn.Module):
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
+    """Sizes of a small transformer, and the form of its attention: a dictionary with the fields of `AttentionForm`."""
 
     model_type = KERNEL_TRANSFORMER
 
@@ -352,11 +352,11 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
             first = error.errors()[0]
             where = ".".join(map(str, ("form", *first["loc"])))
             problem = f"The model's config.json has invalid attention settings in {where}: {first['msg']}."
-            raise ModelError(problem, "Restore the config.json that attnlens reproduce wrote.") from None
+            raise ModelError(problem, "Restore the config.json that `attnlens reproduce` wrote.") from None
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Base class of the three small models, which the transformers library can load."""
+    """Base class of three small models that the library transformers can load."""
 
     config_class = KernelTransformerConfig
     stacks: ClassVar[type[nn.Module]]  # class of the module that computes the logits
@@ -377,7 +377,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> ModelOutput:
         """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels`, also to the loss.
 
-        The labels of a causal language model are its ids, which are shifted here; labels of −100 are ignored.
+        The labels of a causal language model are its input ids, which this method shifts; labels of −100 are ignored.
         """
         mask = None if attention_mask is None or bool((attention_mask != 0).all()) else attention_mask != 0
         logits: Tensor = self.core(input_ids, mask, decoder_input_ids)
@@ -388,7 +388,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Return True: transformers' own test, a search for names in the source file, would miss `KernelAttention`."""
+        """Return True: transformers' own test searches for names in the source, but does not find `KernelAttention`."""
         return True
 
     def attentions(self) -> list[KernelAttention]:
@@ -396,7 +396,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         return [module for module in self.modules() if isinstance(module, KernelAttention)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing, because the modules already initialise their weights when they are built."""
+        """Do nothing, because the modules initialise their weights when they are built."""
 
 
 class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]

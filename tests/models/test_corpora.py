@@ -110,7 +110,9 @@ def test_an_unreachable_hub_is_named(monkeypatch):
     refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b"), "a/b", "can't be read", "folder")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     monkeypatch.setattr(sequences, "reachable", lambda endpoint: False)
-    with pytest.raises(TextError, match=r"a/b is not a local folder, and the hub can't be reached\.\nGo online"):
+    with pytest.raises(
+        TextError, match=r"a/b is not a local folder, and the hub can't be reached\.\nConnect to the network"
+    ):
         texts.read("datasets:a/b")
 
 

@@ -288,14 +288,14 @@ def test_unreadable_files_are_refused(sees, hears, tmp_path):
     refused(TextError, "broken.png can't be read as an audio file", hears, audio=[broken])
     refused(TextError, "missing.png can't be read", sees, image=[tmp_path / "missing.png"])
     refused(TextError, "has 0 samples", hears, audio=[empty])
-    refused(TextError, "has 8000 samples per second; the model expects 16000", hears, audio=[slow])
+    refused(TextError, "has 8000 samples per second, but the model expects 16000", hears, audio=[slow])
 
 
 def test_models_that_do_not_take_a_file_are_refused(sees, hears, tmp_path, capsys):
     path, text, bare = picture(tmp_path / "a.png", 3), tmp_path / "text.txt", tmp_path / "bare"
     text.write_text(PROSE.text)
-    refused(UsageError, "does not take image input", hears, image=[path])
-    refused(UsageError, "does not take audio input", sees, audio=[path])
+    refused(UsageError, "does not read image input", hears, image=[path])
+    refused(UsageError, "does not read audio input", sees, audio=[path])
     refused(UsageError, "takes pixels but no text", sees, text=[text])
     refused(ModelError, "ViTModel has no valid preprocessor_config.json", loaded(families.build("vit")), image=[path])
     families.build("vit").save_pretrained(bare)

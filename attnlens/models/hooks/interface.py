@@ -26,7 +26,7 @@ from attnlens.models.trace import Keywords, Refused, pair_heads, remove_hooks, t
 from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
-"""Families whose attention goes through transformers' interface, for error messages."""
+"""Families whose attention uses transformers' interface, for error messages."""
 PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
 """Endings of class names that contain "Attention" although the module does not compute attention."""
 
@@ -54,7 +54,7 @@ def _choose(model: PreTrainedModel, previous: Implementations, name: str, in_pla
         # private: transformers has no public test; its setter only logs a warning about a class without the interface
         return isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
 
-    # the outermost model also sets its submodels
+    # the outermost model also sets the implementation of its submodels
     parts = [model] if can_set(model) else list(filter(can_set, model.modules()))
     for part in parts:
         part.set_attn_implementation(name)
@@ -82,7 +82,10 @@ def _implementations(model: PreTrainedModel) -> Implementations:
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """Build the error for a model without readable attention: `refused` maps paths to reasons, `ran` lists what ran."""
+    """Build the error for a model without readable attention.
+
+    `refused` maps the paths of unreadable modules to reasons, and `ran` contains the modules that ran (None: unknown).
+    """
     name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
@@ -91,7 +94,7 @@ def out_of_reach(
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", remedy)
     if ran is not None and not any(map(is_attention, ran)):
         return ModelError(f"{name} does not run attention on this input.", "Give an input that reaches its attention.")
-    problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
+    problem = f"The attention code of {name} has no softmax over query–key products that weights the values."
     return ModelError(problem, remedy)
 
 
@@ -109,7 +112,7 @@ def read_call(
     if more.get("sinks") is not None:
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
         raise ModelError(problem, "Choose another model; one sink per head is supported.")
-    if isinstance(scaling, complex):  # config.json led to the square root of a negative number
+    if isinstance(scaling, complex):  # a setting in config.json is negative, and the model took its square root
         raise ModelError(f"{name} scales its scores by a complex number, {scaling:.3g}.", "Correct config.json.")
     key, value = pair_heads(key, value)
     if mask is not None:  # a mask can have one row for all queries (LightGlue)
@@ -127,7 +130,7 @@ def read_call(
     dropout = (more.get("dropout") or 0.0) if module.training else 0.0
     terms = allowed, causal, added if bias is None else bias, softcap, sinks, dropout
     call = Call(query, key, value, scale, *terms, module=module, places=places)
-    # A sparse model's indexer chooses the keys of each query, here by indices of keys or of blocks (MiniMax-M3).
+    # In sparse models, an indexer chooses the keys of each query, by indices of keys or of blocks (MiniMax-M3).
     indices, blocks = more.get("indices"), more.get("block_indices")
     if indices is None and blocks is None:
         return call
@@ -144,7 +147,7 @@ def read_call(
 NAMES = "attnlens_"  # prefix of the attention functions that attnlens registers with transformers
 _name_numbers = count()
 _answered_models: WeakSet[nn.Module] = WeakSet()
-"""Models whose attention is replaced; their configurations do not show it if all their attention is hand-written."""
+"""Models whose attention is replaced; configurations of models with only hand-written attention do not show this."""
 
 
 @contextmanager
@@ -205,7 +208,7 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CallCounter:
-    """The number of calls of each attention module while attention is watched or replaced."""
+    """Counts of the calls of attention modules while attention is watched or replaced."""
 
     calls: Counter[str] = field(default_factory=Counter)  # by the module's path
 
@@ -214,7 +217,7 @@ class CallCounter:
 class Replacement:
     """The kernel that replaces the model's own kernel at a site, and the heads that use the new kernel."""
 
-    kernel: Kernel  # its fitted parameters are those of `heads`, in their order
+    kernel: Kernel  # new kernel; its fitted parameters are those of `heads`, in their order
     heads: tuple[int, ...] | None = None  # query heads; None for all
 
 
@@ -227,7 +230,10 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Pass each attention computation to `visit`, and its output to `answered`; the model keeps its own kernel."""
+    """Inside the `with`, pass each attention computation to `visit`, and its output to `answered`.
+
+    The attention is recomputed with the model's own kernel.
+    """
     swaps = dict.fromkeys(sites, Replacement(OWN))
     return replace(model, sites, swaps, every_site=False, visit=visit, answered=answered)
 
@@ -254,9 +260,10 @@ def replace(
         by_path[site.path].append(site)
     paths = {module: path for path, module in model.named_modules()}
     counter = CallCounter()
-    calls = counter.calls  # the number of a call identifies its site
+    calls = counter.calls  # the number of a module's call identifies the site
 
-    def begin_pass(*_: object) -> None:  # also after a pass that an exception ended
+    def begin_pass(*_: object) -> None:
+        # round up counts that a pass ended by an exception left incomplete
         for path in calls:
             calls[path] += -calls[path] % len(by_path[path])
 

@@ -1,4 +1,4 @@
-"""List the attention sites of one forward pass, and measure how its outputs change under recomputed attention."""
+"""List the attention sites of a forward pass, and measure how outputs change if attention is recomputed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from attnlens.records import Call, Site
 from attnlens.wording import group_pairs
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""transformers' name of a modality → its tower."""
+"""transformers' name of a modality → part of the model that reads it."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
@@ -48,15 +48,15 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
 
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""Names under which transformers' attention modules take the other sequence of a cross-attention."""
+"""Parameter names of the sequence of the keys in transformers' cross-attention modules."""
 
 UNTRACED = "it has no softmax over query–key products that weights the values"
-"""Why a module that runs, and whose class name contains "Attention", is not a site."""
+"""Reason why a module that runs, and whose class name contains "Attention", is not a site."""
 
 
 @dataclass(frozen=True)
 class SiteCall:
-    """A site that a forward pass reached, together with the call of the site's module."""
+    """A site that a forward pass reached, with the call of the site's module."""
 
     site: Site
     module: nn.Module
@@ -89,7 +89,7 @@ class SiteCall:
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the inputs of queries and of keys, as `sequences` converts them; they are equal in self-attention."""
+        """Return the inputs of queries and of keys in the axes of `sequences`; they are equal in self-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -192,7 +192,7 @@ def _layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
     """Run the model without a cache; return its outputs. In eval mode, every pass has the same random draws."""
-    # in all configurations, since submodels do not receive the argument `use_cache`
+    # set in all configurations, because submodels do not receive the argument `use_cache`
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
@@ -215,15 +215,15 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def without_logits(model: PreTrainedModel) -> dict[str, int]:
-    """Return the argument that limits logits to the last position, {} if there is none, for passes that use no logits.
+    """Return the keyword argument that limits logits to the last position; {} if `forward` has no such argument.
 
-    With a large vocabulary, logits of all positions take longer than the layers.
+    It saves time in passes whose logits are not used: if the vocabulary is large, logits take longer than the layers.
     """
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return, without padding, the top-level floating-point outputs or, if there are none, the nested ones."""
+    """Return the top-level floating-point outputs or, if there are none, the nested outputs, without padding."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -294,7 +294,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
         yield latest
 
 
-def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
+def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
     """Hide all keys from padded queries of a cross-attention; return a call of self-attention unchanged."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
@@ -305,7 +305,7 @@ def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
     """Yield the call one sequence at a time without padding; yield the whole call if it has no padding."""
-    masked = hiding_padding(call, inputs)
+    masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
 
@@ -362,7 +362,7 @@ def replay_outputs(
 ) -> Iterator[None]:
     """Inside the `with`, return recorded outputs from all blocks before `site`'s block instead of running them.
 
-    This is exact if no earlier block changes.
+    The results are exact if no earlier block has changed.
     """
     containing = [index for index, (path, _) in enumerate(blocks) if site.path.startswith(f"{path}.")]
     earlier = blocks[: containing[0]] if containing else []
@@ -379,7 +379,7 @@ def replay_outputs(
 def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected: dict[Site, Tensor]) -> Iterator[None]:
     """Store in `collected` the attention weights that transformers' eager attention computes inside the `with`.
 
-    Weights come from the site's softmax. If a sink adds a column to the softmax, they come from the module's output.
+    Weights are read from the site's softmax or, if a sink adds a column to the softmax, from the module's output.
     """
     by_call = {(target.module, target.site.ordinal): target for target in sites}
     softmaxes, calls = Counter[nn.Module](), Counter[nn.Module]()
@@ -397,7 +397,8 @@ def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected
     def search_output(module: nn.Module, _args: object, output: object) -> None:
         calls[module] += 1
         for part in output if isinstance(output, tuple) and softmaxes[module] < calls[module] else ():
-            collect(module, calls[module] - 1, part)  # the last part counts: T5 returns its position bias first
+            # the last part of the right shape counts, because T5 returns its position bias before its weights
+            collect(module, calls[module] - 1, part)
 
     handles = [module.register_forward_hook(search_output) for module in {target.module for target in sites}]
     # with `prove` the model does not use the answer
@@ -407,8 +408,8 @@ def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected
 
 
 IDENTITY_TOLERANCE = 1e-5
-"""Largest relative difference between a model's outputs and those with recomputed attention: at most 2e-6 in float64
-for 44 architectures, and over 0.1 without a softcap or mask."""
+"""Largest relative difference allowed between a model's outputs and those with recomputed attention. In float64 it is
+at most 2e-6 for 44 architectures, and over 0.1 if a softcap or a mask is omitted."""
 PART = 2**22  # numbers compared at once, to limit the memory of their float64 copies
 
 Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
@@ -419,9 +420,9 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
     """Compute ‖original − recomputed‖ / ‖original‖ of the output that changes most when attnlens recomputes attention.
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
-    by site: each module computes in float64 on its inputs in the unmodified model. This is not done if a module cannot
-    compute in float64 or if two passes of the model differ. `precise` provides the float64 modules; None converts the
-    model's own modules one by one.
+    by site: each module computes in float64 on the inputs that it has in the unmodified model, unless a module cannot
+    compute in float64 or two passes of the model differ. `precise` provides the float64 modules; if it is None, the
+    model's own modules are converted one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -449,7 +450,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
     def check(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], _output: object) -> None:
         if pending := waiting[module]:
-            waiting[module] = []  # calls made during the check are not part of the model's own pass
+            waiting[module] = []  # ignore the calls of this check, which are not part of the model's pass
             errors.append(_site_error(pending[0], call_arguments(module, args, kwargs), inputs, precise))
             waiting[module] = pending[1:]
 
@@ -460,7 +461,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64; raise RuntimeError if its call fails."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError if the module fails."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:
@@ -532,7 +533,7 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
         with change:
             changed = real_outputs(forward(model, inputs), inputs)
     pairs = zip(original, changed, strict=True)
-    return float(torch.stack([_relative_difference(*pair) for pair in pairs]).max())  # max is NaN if one is
+    return float(torch.stack([_relative_difference(*pair) for pair in pairs]).max())  # NaN if a difference is NaN
 
 
 def _relative_difference(original: Tensor, changed: Tensor) -> Tensor:

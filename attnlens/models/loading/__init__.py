@@ -54,7 +54,7 @@ class Loaded:
     kind: InputKind  # Kind of input that the model reads
     missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
     unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
-    notes: tuple[str, ...] = ()  # Sentences for the reader on the files that were read
+    notes: tuple[str, ...] = ()  # Sentences for the report about the files that were read
     adapter: Adapted | None = None  # The adapter that was merged into the weights
     folder: Path | None = None  # Folder of the checkpoint; None for a model in memory
     deferred: DeferredWeights | None = None
@@ -69,7 +69,7 @@ class Loaded:
             return self.model.dtype
         import torch
 
-        return self.deferred.rounded_to or torch.float32  # the type that the model would be loaded in
+        return self.deferred.rounded_to or torch.float32  # the type in which the model would be loaded
 
     @property
     def nonfinite(self) -> list[str]:
@@ -96,15 +96,17 @@ def load(
 ) -> Loaded:
     """Load the model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
-    A path object always means a file or folder, never the hub. `dtype="auto"` keeps the checkpoint's type, except that
-    half precision becomes float32 on the CPU, where it is slow and inaccurate, and a GGUF file is dequantised.
-    `device="auto"` is the first of cuda, mps and cpu that is available. `offline` uses only the local cache, which is
-    also used if no connection to the hub succeeds within two seconds. `swapped` loads a model that `swap-kernel --save`
-    wrote, but with the original kernel; `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA
-    or DoRA adapter of peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from
-    shapes alone and reads weights from their files, module by module: the model can't run, but `inspect` can compute
-    its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g.
-    "8GB") and disk, in the checkpoint's type.
+    A path object always means a file or folder, never the hub. `revision` is a branch, tag or commit of a hub model.
+    `dtype="auto"` keeps the checkpoint's type, except that half precision becomes float32 on the CPU, where half
+    precision is slow and inaccurate, and that a GGUF file is dequantised. `device="auto"` is the first of cuda, mps and
+    cpu that is available. `offline` uses only the local cache, which is also used if no connection to the hub succeeds
+    within two seconds. `trust_remote_code` allows the model's own Python code to run, and `allow_pickle` allows weights
+    that are stored as a pickle. `swapped` loads a model that `swap-kernel --save` wrote, but with the original kernel;
+    `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or
+    a hub id), which is merged into the weights. `from_files` builds the model from shapes alone and reads weights from
+    their files, module by module: the model can't run, but `inspect` can compute its weights.* measures.
+    `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk, in the
+    checkpoint's type.
 
     Raises UsageError for invalid arguments (unknown dtype, a revision of a folder); ModelError if the model or the
     device does not exist, files are broken, the model needs a pickle or its own code without permission, a package is
@@ -151,7 +153,7 @@ def _load_into_memory(
         if place.gguf:
             files = open_gguf(place, config, stored)
         weights: dict[str, torch.Tensor] | None = None
-        if files is not None:  # read one by one, because decoded numbers take up to eight times as much memory as codes
+        if files is not None:  # read one by one, because decoded numbers take up to eight times the memory of codes
             config_dtype = getattr(config, "dtype", None) if method else None
             decoded_dtype: torch.dtype = loaded_dtype or config_dtype or torch.float32
             coded = files.coded if isinstance(files, SafetensorsFiles) else files.stored
@@ -195,13 +197,12 @@ def _build_from_shapes(place: Location, stored: Mapping[str, Stored], dtype: str
         files = open_gguf(place, config, stored) if place.gguf else SafetensorsFiles(place)
         if files is None:
             problem = f"Tensors of {path} can't be read individually: its GGUF architecture is not supported."
-            raise ModelError(
-                problem, "Give the model as safetensors or, if it fits into memory, leave out --device files."
-            )
+            remedy = "Give the model as safetensors or, if it fits into memory, leave out --device files."
+            raise ModelError(problem, remedy)
         with ShapesAlone(allow_non_fake_inputs=True):
             shapes = {name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in files.stored.items()}
         model, loading_info = build_model(place, config, torch.float32, stored, files, shapes)
-    # position tables were computed in float32, as in a loaded model; weights are read in float64, which is exact
+    # position tables were computed in float32, as in a loaded model; float64 represents all weights exactly
     widen(model.requires_grad_(False))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
     no_tokenizer = None, "the model has only shapes and its weights are read from files, so it cannot run"
@@ -244,7 +245,7 @@ def _refuse_swapped(place: Location) -> None:
 
 
 def _name_of(name: object) -> str:
-    """Return the name as a string; a relative path object gets the prefix `./`, so that it never means a hub id."""
+    """Return the name as a string; a relative path object gets the prefix `./` to distinguish it from a hub id."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again

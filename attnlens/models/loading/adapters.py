@@ -91,14 +91,15 @@ class Adapted:
     layers: Mapping[str, LoraLayer]
     """peft's merged layers, removed from the model, keyed by the path of the wrapped module; base weights on meta."""
     originals: Mapping[str, Tensor]
-    """The base model's values of the tensors that the adapter stores whole, keyed by parameter name."""
-    unplaced: tuple[str, ...]  # Whole tensors of the adapter that match no parameter of the model
+    """Values in the base model of the parameters that the adapter replaces entirely, keyed by parameter name."""
+    unplaced: tuple[str, ...]  # Entire tensors of the adapter that match no parameter of the model
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """In the context, restore the base model's float64 weights of the module at `path`; yield True if any differ.
+        """In the context, restore the base model's float64 weights of the module at `path`; yield True if any differs.
 
-        peft computes W = W'/D − s·BA from the rounded merged W', so that W'/D − W has exactly the adapter's rank.
+        peft computes W = W'/D − s·BA from the rounded merged W', where D are DoRA's factors (1 without DoRA), so that
+        W'/D − W has exactly the adapter's rank.
         """
         import torch
         from torch import nn
@@ -119,10 +120,10 @@ class Adapted:
 
 
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
-    """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' own type.
+    """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' type.
 
-    Raises ModelError if this kind of adapter is not supported, does not match the model, or has broken files; the model
-    must not be used afterwards.
+    Raises ModelError if this kind of adapter is not supported, does not match the model, or has broken files; after the
+    error, the model must not be used.
     """
     import torch
     from safetensors import safe_open
@@ -155,7 +156,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
         _check_tensors(header, names, expected | parameters, vocabulary, say_base)
         with safe_open(tensors_file, framework="pt") as file:
             tensors = {name: file.get_tensor(stored) for name, stored in names.items()}
-        # peft's own function for this would round them to the weights' type
+        # peft's function for this would round the tensors to the weights' type
         model.load_state_dict({name: tensors[name] for name in low_rank}, strict=False, assign=True)
         for name, parameter in parameters.items():
             parameter.data = tensors[name].to(parameter)
@@ -202,7 +203,7 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, and round the sum. Raises ModelError if DoRA can't be undone."""
+    """Add a layer's update to its weight in float64, and round the sum. Raises ModelError for unusable DoRA norms."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -253,13 +254,13 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Limit to SECONDS how long peft matches a file's expressions with modules; `re` itself has no time limit."""
+    """Raise TimeoutError if peft matches a file's expressions for over SECONDS; `re` itself has no time limit."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
         nonlocal spent
         if len(expression) > LONGEST or spent >= SECONDS:
-            raise TimeoutError(f"its expressions for modules are too long, or matching takes more than {SECONDS:.0f} s")
+            raise TimeoutError(f"its module patterns are too long, or matching them takes more than {SECONDS:.0f} s")
         begin = time.monotonic()
         try:
             return getattr(compiled(expression), method)(path, timeout=SECONDS - spent)
@@ -283,7 +284,7 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
         problem = f"{file.parent} changes {format_names(lacking)}, which is not a linear layer or embedding of this"
-        raise ModelError(f"{problem} model: the adapter was trained on a different base model.", say_base)
+        raise ModelError(f"{problem} model. The adapter was trained on a different base model.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules
@@ -323,7 +324,7 @@ def _check_tensors(
             if is_low_rank and entry.shape[1 - rank_axis] == shape[1 - rank_axis]:
                 cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} contains other settings"
                 remedy = f"Correct r or rank_pattern in {ADAPTER_CONFIG}, or get the adapter again."
-            elif {own for _, own in differing} == {vocabulary}:
+            elif {size for _, size in differing} == {vocabulary}:
                 cause = "the adapter was trained with a resized vocabulary"
                 length = max(length for length, _ in differing)
                 remedy = (

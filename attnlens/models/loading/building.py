@@ -1,4 +1,4 @@
-"""List the tensors of weight files, build a model with transformers, and check that it has the stored values."""
+"""List the tensors of weight files, build a model with transformers, and check that it contains the stored values."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_loaded(
 ) -> None:
     """Raise ModelError if the loaded model differs from its files according to transformers' loading info.
 
-    transformers silently ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched parameters at
-    random, and picks one of two tensors stored for the same parameter.
+    Without an error, transformers ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched
+    parameters with random values, and picks one of two tensors stored for the same parameter.
     """
     where, unused = place.folder / place.file, set(loading_info["unexpected_keys"])
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -94,7 +94,7 @@ def check_loaded(
     is_empty = len(missing) >= len(list(model.parameters()))
     for name in sorted(unused):
         plain, parts = WRAPPER.sub("", name), name.split(".")
-        # any prefix counts if no tensor is where it should be, else only those that wrappers are known to add
+        # if no tensor matches a parameter, any prefix counts as added; otherwise only those that wrappers add
         candidates = [*[plain] * (plain != name), *(".".join(parts[i:]) for i in range(1, len(parts)) if is_empty)]
         for candidate in candidates:
             if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
@@ -105,7 +105,7 @@ def check_loaded(
 
 
 def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
-    """Raise the error for the tensor `name`, which is `plain` with a wrapper's prefix or infix."""
+    """Raise ModelError for the tensor `name`, which is `plain` with a wrapper's prefix or infix."""
     match = WRAPPER.search(name)
     added = match[0] if match and not name.endswith(plain) else name.removesuffix(plain)
     problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(plain)}."
@@ -114,7 +114,7 @@ def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters with NaN or Inf, in the model's order; load offloaded parameters one by one."""
+    """Return the names of parameters with NaN or Inf, in the model's order; offloaded ones are loaded one by one."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
     return [
@@ -126,9 +126,9 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
-    """Return the tensors of codes that were loaded as plain numbers, apart from buffers."""
+    """Return the names of tensors of codes that were loaded as plain numbers into parameters."""
     buffers = dict(model.named_buffers())
-    # transformers can store a buffer under another path, so that only its last name component is compared
+    # transformers can store a buffer under another path, so only the last component of its name is compared
     counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
     # private in transformers, which does not load tensors that match these patterns; (?!) matches nothing
@@ -165,7 +165,7 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     for file in place.weights:
         with readable(file):
             content = readers[place.form](file)
-        if twice := sorted(tensors.keys() & content.keys()):  # transformers takes the last one, regardless of the index
+        if twice := sorted(tensors.keys() & content.keys()):  # transformers takes the last, regardless of the index
             raise ModelError(f"{file} and another weight file both contain {format_names(twice)}.", SAY_ONCE)
         tensors |= content
     if not tensors:
@@ -183,8 +183,8 @@ DOWNLOADING = ("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3")  # l
 def silence_logging(*names: str) -> Iterator[None]:
     """Let transformers, accelerate and the loggers `names` log only critical messages inside the context.
 
-    Their messages repeat a config's content, including control characters; serious problems are raised as errors.
-    When Mamba first runs, it logs which kernels are missing; torch logs computations that need more than shapes.
+    Their messages repeat a config's content, including control characters; serious problems are raised as errors. Mamba
+    logs missing kernels when it first runs, and torch logs computations that need more than shapes.
     """
     from transformers.utils.logging import get_logger
 
@@ -200,9 +200,9 @@ def silence_logging(*names: str) -> Iterator[None]:
 def quiet(place: Location | None = None) -> Iterator[None]:
     """Silence progress bars, logs and warnings inside the context, block code from the hub, and parse GGUF once.
 
-    A patch blocks that code, because no setting does: with the package `kernels`, RWKV, YOSO and MRA call
-    transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS (which is read only
-    when transformers is first imported); HF_HUB_OFFLINE would still run code cached earlier.
+    Code from the hub is blocked by a patch, because no setting blocks it: if the package `kernels` is installed, RWKV,
+    YOSO and MRA call transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS
+    (which is read only when transformers is first imported), and HF_HUB_OFFLINE allows code that was cached earlier.
     """
     from transformers.utils import logging
 
@@ -220,7 +220,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
         if place is not None and place.gguf:
 
             class PlainReader(import_module("gguf").GGUFReader):  # type: ignore[misc]  # a package that ships no types
-                """The reader of gguf with a plain array; slices of numpy's memmap would take three times as long."""
+                """gguf's reader with a plain array, because slices of numpy's memmap take three times as long."""
 
                 def __setattr__(self, name: str, value: object) -> None:
                     super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
@@ -230,7 +230,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Factors by which a model can exceed its files: in numbers (tied weights are stored once), and in tensors."""
+"""Largest ratios of a model to its files: of numbers (tied weights are stored once), and of modules and tensors."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 """Additional allowances: numbers in weights, numbers in buffers (position tables, masks), modules and tensors."""
 
@@ -324,8 +324,8 @@ def build_model(
 ) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
-    `weights` are tensors read from `files`, or stand-ins that have only shapes; if None, transformers reads the tensors
-    itself. `stored` are the tensors' headers. `spread` are transformers' options for several devices.
+    `weights` contains tensors read from `files`, or tensors that have only shapes; if it is None, transformers reads
+    the tensors. `stored` contains the tensors' headers, and `spread` transformers' options for several devices.
     """
     from transformers import GenerationConfig
 

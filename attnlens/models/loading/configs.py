@@ -30,7 +30,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class in the config's `architectures`, or a suitable Auto class for own code or an unknown class."""
+    """Return the class that the config names; for a class unknown to transformers or `own_code`, an Auto class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -50,7 +50,7 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type
 
 
 def own_models(model_type: object) -> ModuleType | None:
-    """Return the module that registers the models saved by `reproduce`; None for any other model type."""
+    """Import and return the module that registers the models saved by `reproduce`; None for other model types."""
     if model_type != KERNEL_TRANSFORMER:
         return None
     from attnlens.models import kernel_transformers
@@ -67,7 +67,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of the model's input; `seq2seq`: text for encoder and decoder; `pixels+text`: CLIP's pairs."""
+    """Return the kind of the model's input: `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's pairs."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -98,7 +98,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
             size = len(tokenizer)
     except TextError as error:
         return None, _explain_tokenizer(place) or error.problem
-    # if files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown
+    # if files are missing, transformers returns a tokenizer of about five tokens, to which all text is unknown
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""
@@ -107,7 +107,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
 
 
 def _explain_tokenizer(place: Location) -> str:
-    """Return why the tokenizer can't be read: a placeholder instead of a file, or missing packages; "" if neither."""
+    """Return the reason why a tokenizer can't be read: a placeholder file or missing packages; "" for other reasons."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
     named = {file for pattern in TOKENIZERS for file in place.folder.glob(pattern)}
@@ -132,7 +132,7 @@ LISTED = re.compile(r"(layers?|depths?|num_labels)$")
 """Names of counts for which config classes build a list or a map before any check."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
 """Number of layers that is always allowed, since layers can share tensors (ALBERT); maximum number of labels."""
-CHOICES = {  # Settings that choose the code that computes a model, or the file that its weights are read from
+CHOICES = {  # Settings that choose the code that computes a model, or the file from which its weights are read
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
     *("fusion_config", "transformers_weights"),
@@ -256,7 +256,7 @@ def accept_old_names() -> Iterator[None]:
     """Patch transformers' reader of config.json to accept longrope's old name `su`, and types `auto` and `torch.…`."""
     from transformers import PreTrainedConfig
 
-    read = PreTrainedConfig._dict_from_json_file  # private, and the only place before the config's own checks
+    read = PreTrainedConfig._dict_from_json_file  # private, but the only method called before the config's checks
 
     def read_corrected(path: str | PathLike[str]) -> Json:
         config: Json = read(path)
@@ -273,7 +273,7 @@ def accept_old_names() -> Iterator[None]:
 
 
 def take_choices(config: object) -> None:
-    """Set CHOICES to None in a config and nested configs: transformers would run a downloaded kernel that they name."""
+    """Set CHOICES to None in a config and nested configs, because they can make transformers run downloaded code."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()

@@ -1,4 +1,4 @@
-"""Use transformers' loader to build models without weights, and read weights from files, module by module."""
+"""Read the weights of models that have only shapes, module by module, with transformers' loader."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class DeferredWeights:
-    """Weights of a model that has only shapes; a module's weights are read when the module is inspected."""
+    """Weights of a model whose tensors have only shapes; a module's weights are read when the module is inspected."""
 
     model: PreTrainedModel  # The model, whose tensors have only shapes
-    files: TensorFiles  # Files that the weights are read from
+    files: TensorFiles  # Files from which the weights are read
     rounded_to: torch.dtype | None  # Type to which weights are rounded when read; None: the stored type
     bytes_read: int = 0  # Number of bytes read so far
     nonfinite: list[str] = field(default_factory=list)  # Names of parameters with NaN or Inf among those read so far
 
     def __post_init__(self) -> None:
         for module in self.model.modules():
-            # private in transformers, and the only way to know whether the setter would raise
+            # private in transformers; nothing else shows if the setter would raise
             if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
-                # with batched_mm, no shape in a mixture of experts depends on which expert a token chose
+                # with batched_mm, no shape in a mixture of experts depends on the experts that tokens choose
                 module.set_experts_implementation("batched_mm")
         self._paths = {module: name for name, module in self.model.named_modules()}
         # renamings and conversions that transformers applies to the tensors of such a checkpoint
@@ -55,7 +55,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Load the module's `wanted` parameters and buffers inside the context. Raises ModelError if that fails."""
+        """Load the parameters and buffers named by `wanted()` inside the context. Raises ModelError if that fails."""
         with ExitStack() as undo:
             for owner in module.modules():  # private in torch; setattr would refuse tensors as parameters
                 undo.callback(owner._parameters.update, dict(owner._parameters))
@@ -88,7 +88,7 @@ class DeferredWeights:
         return self.files.sample(dict.fromkeys(chain.from_iterable(names)))
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
-        """Read the tensors of a module, and let transformers convert them and assign them to its parameters."""
+        """Read the tensors of a module, convert them with transformers, and assign them to its parameters."""
         # glibc keeps freed memory between used blocks: 0.1 to 0.2 GB after 36 layers of an 8 B model
         if os.name == "posix" and hasattr(library := CDLL(None), "malloc_trim"):
             library.malloc_trim(0)
@@ -102,7 +102,7 @@ class DeferredWeights:
             loading_info, _ = core_model_loading.convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
-            problem = f"The weights of {path} don't have the shapes that config.json implies."
+            problem = f"The weights of {path} don't have the shapes that config.json requires."
             raise ModelError(problem, "Download the model again.")
         for name, part in module.named_parameters():
             part.requires_grad_(False)
@@ -126,11 +126,11 @@ class DeferredWeights:
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""Environment that makes transformers load tensors one by one, since its threads would share one fake mode."""
+"""Environment variable with which transformers loads tensors one by one: its threads would share one fake mode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes only shapes. Tensors never compare equal, so transformers ties no tensors stored twice."""
+    """Mode that computes only shapes. Tensors never compare as equal, so that transformers does not tie them."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""

@@ -1,4 +1,4 @@
-"""Read GGUF files as llama.cpp does: the header, attention settings that transformers drops, and single tensors."""
+"""Read GGUF files as llama.cpp does: the header, attention settings that transformers ignores, and single tensors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ UNSUPPORTED = (
     *(f"attention.{name}" for name in ("temperature_scale", "indexer.head_count", "indexer.key_length")),
     *("attention.indexer.top_k", "rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"),
 )
-"""Fields that are refused unless they are 0, which means unset."""
+"""Fields that are refused unless they are 0, which means that they are not set."""
 QWEN_35 = ("rope.dimension_sections", "full_attention_interval")
 """Fields that transformers applies to Qwen 3.5; refused for other architectures."""
 CHECKED = (
@@ -133,7 +133,7 @@ OF_ATTENTION = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
 
 
 class Settings:
-    """Attention settings of a GGUF file; each setting is applied to a config, checked, or rejected."""
+    """Attention settings of a GGUF file; each setting is applied to a config, checked or refused."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
@@ -148,7 +148,7 @@ class Settings:
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Apply settings that transformers' reader drops. Raises ModelError for a field that `config` can't express."""
+        """Apply settings that transformers ignores. Raises ModelError for a field that `config` can't express."""
         if self.architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
             is_large = config.num_hidden_layers == LARGE_GEMMA[self.architecture]
             per_head = config.hidden_size // config.num_attention_heads
@@ -239,7 +239,7 @@ class Settings:
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
         if kind == "none" or factor == 1:
             return "none", 1.0
-        self._require("rope.scaling.type", kind != "longrope")  # whose factors are tensors
+        self._require("rope.scaling.type", kind != "longrope")  # longrope has tensors of factors, not one factor
         if self.factors:
             raise self._refusal(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
         return kind, factor
@@ -333,14 +333,14 @@ class GgufFiles(TensorFiles):
 
         self._file, self._start = LocalFile(path), header.data
         self.headers = [record(self._file, self._file.read(0, header.data))]
-        # not documented by transformers, which offers no function for a single tensor; it has no types either
+        # not documented by transformers, which offers no function for a single tensor; the module has no types
         reader = import_module("transformers.modeling_gguf_pytorch_utils")
         with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
             model: PreTrainedModel = getattr(class_, "from_config", class_)(config)
         shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
         processor = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
         self._processor = processor(config=config.to_dict())
-        # only children, because a file names the parts of the model or of its base model; deeper modules cost seconds
+        # children suffice, because a file names parts of the model or of its base model; deeper modules take seconds
         children = [
             (name, SimpleNamespace(config=model.config, state_dict=child.state_dict, named_children=list))
             for name, child in model.named_children()
@@ -350,7 +350,8 @@ class GgufFiles(TensorFiles):
         self._entries: dict[str, list[TensorInfo]] = {}
         ignored = []
         for entry in header.tensors:
-            target = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts lack it
+            # names of experts have no suffix
+            target = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))
             if target in shapes:
                 self._entries.setdefault(str(target), []).append(entry)
             elif entry.name not in FACTORS:  # Settings applies these

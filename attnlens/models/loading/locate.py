@@ -1,4 +1,4 @@
-"""Find the files of a model by its name (`demo`, a folder, a weight file, a hub id), and check which can be read."""
+"""Find the files of a model by its name (`demo`, a folder, a weight file, a hub id), and check if they can be read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Hub:
         """Download the files that `select` chooses by name, unless cached; return their folder, named after the commit.
 
         Without a connection, or with `offline`, the local cache is used. Raises ModelError if the model is unknown,
-        gated or not reachable, the revision does not exist, or the server is not a hub but, say, a log-in page.
+        gated or not reachable, if the revision does not exist, or if the server is not a hub (as a log-in page).
         """
         from huggingface_hub import HfApi, constants, errors, is_offline_mode, snapshot_download
 
@@ -68,7 +68,7 @@ class Hub:
             raise ModelError(problem, remedy) from None
 
     def _find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache, or raise ModelError; `reason` says why the hub is not used."""
+        """Return the model's folder in the local cache, or raise ModelError with the reason why no hub was asked."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -86,7 +86,7 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return, shortened, an error's first non-empty line (two if the first ends with a colon), or else its type."""
+    """Return the first non-empty line of an error, shortened (two lines if it ends with a colon), or else its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -193,7 +193,7 @@ def names_in(folder: Path) -> set[str]:
 Json = dict[str, Any]  # JSON object in a model's file, whose values are checked where they are used
 
 
-PLACEHOLDERS = {  # Beginning of a file that stands for another one → what it is, and how to get the other file
+PLACEHOLDERS = {  # Beginning of a placeholder file → kind of the placeholder, and how to get the actual file
     b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in that folder, or use `hf download`."),
     b"/annex/objects": ("a git-annex pointer", "Run `git annex get` in that folder."),
     **dict.fromkeys((b"<!doctype", b"<html", b"<?xml"), ("a web page", "Download it again with `hf download`.")),
@@ -201,7 +201,7 @@ PLACEHOLDERS = {  # Beginning of a file that stands for another one → what it 
 
 
 def describe_placeholder(path: Path) -> tuple[str, str] | None:
-    """Return problem and remedy if a file contains a pointer or a web page instead of data; otherwise None."""
+    """Return problem and remedy if a file contains a pointer or a web page instead of data; None for other files."""
     with readable(path):
         if not path.is_file():
             return None
@@ -337,7 +337,7 @@ FORMATS = (  # Name patterns of weights that are not read, what they are, and ho
 
 
 def say_merge(first: str) -> str:
-    """Return how the parts of a split GGUF model are merged, given the name of any part."""
+    """Return the remedy for a split GGUF model: the command that merges its parts, given the name of any part."""
     first = re.sub(r"-\d{5}-of-", "-00001-of-", first)
     return f"Merge the parts with llama.cpp: `llama-gguf-split --merge {shlex.quote(first)} merged.gguf`."
 
@@ -416,7 +416,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
         command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
         raise ModelError(f"{name} contains an adapter, not a model.", f"Give the adapter's base model: {command}")
     if CONFIG in names:
-        read_json(folder / CONFIG)  # first, since a config that can't be parsed is the first thing that is wrong
+        read_json(folder / CONFIG)  # first, because an error in the config precedes all others
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)

@@ -37,7 +37,7 @@ def free_memory() -> int | None:
         for controller in {*controllers.split(",")} & CONTROLLERS.keys():
             folder, (limit, usage, file_pages) = CONTROLLERS[controller]
             group = GROUPS / folder / path.lstrip("/")
-            # parents, such as a batch job's, limit it too; a container sees its own group as the root, under any path
+            # the limits of parent groups, such as a batch job's, apply too; a container sees its own group as the root
             for each in (each for each in (group, *group.parents) if each.is_relative_to(GROUPS / folder)):
                 with suppress(OSError, ValueError):  # no such file, or the limit is "max"
                     available = int((each / limit).read_text()) - int((each / usage).read_text())
@@ -49,7 +49,7 @@ def free_memory() -> int | None:
 
 
 def _counts(file: Path, name: str) -> list[int]:
-    """Return the number in each line that starts with `name` in a kernel file (/proc, cgroup); [] if it is missing."""
+    """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] if it is missing."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
 
@@ -80,7 +80,7 @@ def device_of(name: str) -> torch.device:
 
 
 def check_device_map(options: Mapping[str, object]) -> None:
-    """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory lacks device_map."""
+    """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory is given without it."""
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
         raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
@@ -107,7 +107,7 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
         raise UsageError(problem, 'Run: pip install "attnlens[big]"') from None
     limits = get_max_memory()
     free = free_memory() or limits["cpu"]
-    # forward passes and measures need the other quarter
+    # the other quarter is left for forward passes and measures
     limits["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
     return {"device_map": "auto", "max_memory": limits}
 

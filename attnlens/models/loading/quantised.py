@@ -1,7 +1,8 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. transformers decodes mxfp4. Its fp8 decoder guesses block
-sizes and rejects smaller blocks at an edge; its other decoders need packages that the bare install lacks, or a GPU.
+W = (codes − zeros) · scales, in the layout of each method. transformers' decoder is used for mxfp4 only: that of fp8
+guesses block sizes and rejects smaller blocks at an edge, and the others need a GPU or packages that attnlens does not
+require.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ QUANT_STATE = ".quant_state.bitsandbytes__"
 
 
 def require(is_valid: bool, problem: str) -> None:
-    """Raise ValueError with `problem` unless `is_valid`; CodedWeight adds the tensor's name to the message."""
+    """Raise ValueError with `problem` unless `is_valid`; CodedWeight adds the weight's name to the message."""
     if not is_valid:
         raise ValueError(problem)
 
@@ -54,8 +55,8 @@ class CodedWeight:
 
     scheme: Scheme
     parts: Mapping[str, str]  # Names of its tensors in the files, keyed by their suffix; "" is the key of the codes
-    settings: Settings
-    problem: str  # Beginning of an error message: folder, method and name of the weight
+    settings: Settings  # Quantisation settings of the model
+    problem: str  # Beginning of error messages: folder, method and name of the weight
 
     def decode(self, read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight in float32; `read` returns a stored tensor by name. Raises ModelError if decoding fails."""
@@ -70,7 +71,7 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the weights stored as codes; {} if the config declares no codes. Raises ModelError if files lack them."""
+    """Return the weights stored as codes, by name; {} if the config declares none. Raises ModelError if none exists."""
     method, settings = quantisation(place)
     if method is None:
         return {}
@@ -89,7 +90,7 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
     return weights
 
 
-# --- a scale for each tensor, row or block: fp8, compressed-tensors --------------------------------------------------
+# --- one scale per tensor, row or block: fp8, compressed-tensors -----------------------------------------------------
 
 
 def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
@@ -300,7 +301,7 @@ def _state(parts: Mapping[str, Tensor]) -> Json:
 
 
 def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
-    """Return the absmax of each block; if absmax itself is stored as codes, decode it with its own map and scales."""
+    """Return the absmax of each block; if absmax is stored as codes, decode it with the nested map and scales."""
     absmax = parts[".absmax"]
     if absmax.is_floating_point():
         return absmax.float()
@@ -358,11 +359,11 @@ def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
 class Scheme:
     """Storage scheme of one kind of coded weight."""
 
-    code: str  # Suffix of the codes' name after the stem that all names share
-    target: str  # Suffix of the weight's own name after the stem
-    companions: tuple[str, ...]  # Suffixes of its other tensors; at least one of them must exist
+    code: str  # Suffix of the codes' name, after the stem that all names of a weight's tensors share
+    target: str  # Suffix of the weight's name, after the stem
+    companions: tuple[str, ...]  # Suffixes of the weight's other tensors; at least one of them must exist
     decode: Callable[[Parts[Tensor], Settings], Tensor]
-    """Function from parts and settings to the weight in float32; raises ValueError."""
+    """Function from parts and settings to the weight in float32; raises ValueError if it can't be decoded."""
     shape: Callable[[Parts[Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape
     """Function from the parts' shapes, and a reader of parts, to the weight's shape; by default the codes' shape."""
 

@@ -28,10 +28,10 @@ LENGTH = 8  # Bytes before a safetensors header, which give its length
 LONGEST = 100 * 2**20  # Maximum size of a header in bytes, as in the safetensors library
 MOST_DIMENSIONS = 8  # Maximum number of a tensor's dimensions: the product of millions of sizes would take hours
 SAMPLE = 4096  # Bytes sampled at the beginning, in the middle and at the end of a tensor
-ATTEMPTS = 5  # Number of requests for a range; each asks only for the bytes that have not arrived
-WAIT = 0.5  # Seconds before the second attempt, doubled before each later one
+ATTEMPTS = 5  # Number of requests for a range; later ones request only the bytes that have not arrived
+WAIT = 0.5  # Seconds before the second attempt, doubled before each later attempt
 PATIENCE = 30.0  # Seconds without a byte after which a connection counts as dropped
-SAY_LATER = "Run the command again: finished work is kept."
+SAY_LATER = "Run the command again; finished work is kept."
 
 
 class Stored(NamedTuple):
@@ -81,7 +81,8 @@ class LocalFile:
             file.seek(start)
             content = file.read(count)
         if self._read_status() != self._status:
-            raise ModelError(f"{self.path} changed while it was being read.", "Run again when the file is complete.")
+            problem = f"{self.path} changed while it was being read."
+            raise ModelError(problem, "Run the command again when the file is complete.")
         return content
 
     def sample(self, start: int, count: int) -> bytes:
@@ -126,7 +127,7 @@ class RemoteFile:
                 with get_session().stream(
                     "GET", self._url, follow_redirects=True, headers=headers, timeout=PATIENCE
                 ) as answer:
-                    if answer.status_code in (429, 500, 502, 503, 504):  # busy
+                    if answer.status_code in (429, 500, 502, 503, 504):  # the server is busy
                         continue
                     sent = answer.headers.get("Content-Range", "")
                     if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
@@ -163,7 +164,7 @@ class TensorFiles(ABC):
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some bytes of each tensor in a local file; a remote file needs none, since its stamp shows changes."""
+        """Return some bytes of each tensor in local files; the stamps of remote files already show changes."""
         spans = self.spans(names)
         return b"".join(file.sample(start, size) for file, start, size in spans if isinstance(file, LocalFile))
 
@@ -214,7 +215,7 @@ def read_pickle(file: Path) -> dict[str, Stored]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError):
-        # torch's own text advises loading it anyway
+        # torch's own message advises loading the file anyway
         problem = f"{file} contains objects other than tensors, or is truncated; loading such a pickle could run code."
         raise ModelError(problem, "Get the model as safetensors.") from None
     if not isinstance(content, Mapping):

@@ -1,7 +1,7 @@
 """Inputs of a model: windows or lines of texts, and images and sounds, from files or random.
 
 sequences.py reads and tokenizes texts, media.py prepares images and sounds, cutting.py builds batches from both, and
-targets.py adds what the model should predict.
+targets.py adds the targets of predictions.
 """
 
 from attnlens.models.texts.cutting import Batch, Batches, Cut, batches, passages, placeholder, reads_noise, reads_text

@@ -52,7 +52,7 @@ class Batches:
     texts: tuple[Text, ...]  # the texts with the numbers of their windows, followed by files or noise, if any
     unknown: Mapping[str, float]  # share, 0 to 1, of each text's ids that are the tokenizer's unknown token
     pack: bool = True  # True if the sequences are windows of running text instead of lines
-    notes: tuple[str, ...] = ()  # sentences for the reader about inputs other than the texts
+    notes: tuple[str, ...] = ()  # sentences for the report about inputs other than the texts
     made_up: bool = False  # True if the model's main input is noise
     left_out: tuple[str, ...] = ()  # names of texts without any sequence, if there are fewer sequences than texts
 
@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spread passes with about `sequences` sequences in total, or all passes if they have no more."""
+        """Return evenly spread passes with at least `sequences` sequences, or all passes if they have fewer."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -87,12 +87,12 @@ class Batches:
 
     @property
     def taken(self) -> dict[str, frozenset[int]]:
-        """The numbers of the windows used from each text, keyed by the text's SHA-256."""
+        """Numbers of the windows that are used from each text, keyed by the text's SHA-256."""
         return {text.sha256: frozenset(text.windows) for text in self.texts}
 
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
-    """Return the ids of all sequences; consecutive windows of a text, across all batches, form one passage."""
+    """Return the ids of all sequences, with consecutive windows of a text, across all batches, joined to passages."""
     ids_by_window, packed = dict[tuple[str, int], tuple[int, ...]](), True
     for batches in several:
         numbers = [number for text in batches.texts for number in text.windows]
@@ -121,7 +121,7 @@ class Cut:
     image: tuple[str, ...] = ()  # paths of images, one per sequence; empty for noise
     audio: tuple[str, ...] = ()  # paths of sounds, one per sequence; empty for noise
     pairs: bool = False  # True if each line contains two texts separated by a tab, which the tokenizer joins
-    allow_foreign: bool = False  # True to feed a text even if half of its tokens or more are unknown to the tokenizer
+    allow_foreign: bool = False  # True to accept a text even if half of its tokens or more are unknown to the tokenizer
 
 
 def batches(
@@ -134,9 +134,9 @@ def batches(
 ) -> Batches:
     """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
 
-    A model of pixels or sound gets files or, if there are none, noise after the first `skip_noise` random draws; its
-    decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or there is no tokenizer,
-    UsageError if there are too many tokens or files.
+    A model of pixels or sound gets files or, if there are none, noise without its first `skip_noise` random draws; its
+    decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no
+    tokenizer, and UsageError if there are too many tokens or files.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -186,7 +186,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
 
 
 def _checked_media(loaded: Loaded) -> media.Media:
-    """Return which media the model reads. Raises TextError if it requires an input that can't be generated."""
+    """Return the images and sounds that the model reads. Raises TextError if it needs inputs of another kind."""
     accepted = media.media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
     if missing := [name for name in sequences.required_inputs(loaded.model) if name not in available]:
@@ -230,7 +230,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[list[Row], list[Text]]:
-    """Cut the texts; return the chosen sequences and a record of each used text. Raises TextError if none is left."""
+    """Cut the texts; return the chosen sequences and a record of each used text. Raises TextError if none is chosen."""
     if not reads_text(loaded):
         return [], []
     length = sequences.window_length(loaded.model, cut.tokens)
@@ -266,7 +266,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
         if tokenizer is None:
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
             raise TextError(problem, f"Put the tokenizer files into the model's folder, or {sequences.WITHOUT_TEXT}")
-        content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
+        content.cuttings.clear()  # keeps one result: each checkpoint of a series has another tokenizer
         thinned = sequences.thin_text(content, spread=is_spread)
         if cut.pack and not cut.pairs:
             content.cuttings[key] = sequences.cut_windows(tokenizer, thinned, tokens=length)
@@ -281,7 +281,7 @@ def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count:
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     known = vocabulary(loaded.model)
-    # the mask hides padding, so that any token of the vocabulary serves
+    # any token of the vocabulary can be padding, because the mask hides it
     padding = next((choice for choice in choices if choice is not None and (known is None or choice < known)), 0)
     typed = "token_type_ids" in signature(loaded.model.forward).parameters
     built = []

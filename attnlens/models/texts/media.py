@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 Modality = Literal["image", "audio"]
 Processor = Callable[..., Mapping[str, object]]  # from images or sounds to tensors
-INPUTS: dict[Modality, tuple[str, ...]] = {  # Names of the prepared image or sound in a forward pass
+INPUTS: dict[Modality, tuple[str, ...]] = {  # Possible parameter names of the prepared image or sound
     "image": ("pixel_values", "flattened_patches", "pixel_values_videos"),
     "audio": ("input_values", "input_features"),
 }
 RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
-MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # a sound's mask in models that read text
+MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # names of a sound's mask beside that of text
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
-"""Parameter names of stand-alone vision towers → names of the same inputs in processors."""
+"""Parameter names of vision models without a language model → names that processors give to these inputs."""
 SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
 LARGEST_FILE = 2**28  # maximum size of an image or sound file in bytes
 LARGEST_INPUT = 2**24  # values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz
-MEMORY = 2**32  # bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size
+MEMORY = 2**32  # most bytes that a processor can allocate: its settings, from the checkpoint, can request any size
 COLOURS, IMAGE_SIZE = 16, 224  # coloured squares and pixels along a side; smaller squares would blur when resized
 FRAMES, MOST_FRAMES = 8, 256  # frames of a random video if the config gives no number, and the maximum
-RATE = 16_000  # samples per second if the processor gives none, and length of a random sound without a processor
+RATE = 16_000  # samples per second if the processor gives no rate; samples of a random sound without a processor
 Placeholder = tuple[Modality, int, int]  # a modality, its placeholder id, and the number of these ids before a text
 
 
@@ -62,7 +62,7 @@ class Media:
     """Images and sounds that a model accepts."""
 
     processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
-    """The checkpoint's processor for each modality used; None for random numbers in the shape given by the config."""
+    """The checkpoint's processor for each modality; None if the input is random numbers in the shape of the config."""
     before: tuple[Placeholder, ...] = ()  # placeholders before each text
     names: frozenset[str] = frozenset()  # keyword arguments of the forward pass for these modalities
     notes: tuple[str, ...] = ()  # one sentence for each modality that is not used, or not prepared by a processor
@@ -72,9 +72,9 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
 
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
-    """Return the images and sounds that a model accepts, found by a trial pass on random ones, once per model.
+    """Return the images and sounds that a model accepts, found by trial passes on random input, once per model.
 
-    A modality is left out, with a note, if the model fails on it but does not require it. `folder` contains the
+    A modality is left out, with a note, if the model fails on this input but does not require it. `folder` contains the
     processors.
     """
     if model not in _cache:
@@ -86,7 +86,7 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
-    """Add a modality with the checkpoint's processor, or else with random numbers; add only a note if neither works."""
+    """Add a modality with the checkpoint's processor or with random numbers; if both fail, add only a note."""
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
         processor = load_processor(model, modality, folder)
@@ -126,7 +126,7 @@ def modalities(model: PreTrainedModel) -> list[Modality]:
 
 @dataclass
 class Feed:
-    """The images and sounds of each sequence, numbered from 0, either random or read from files."""
+    """The images and sounds of each sequence, random or read from files; sequences are numbered from 0."""
 
     model: PreTrainedModel
     media: Media
@@ -179,7 +179,7 @@ class Feed:
                 if is_memory(error):
                     raise
                 problem = f"The {modality} can't be passed to the model: {_failure(error)}."
-                raise ModelError(problem, f"Leave out {modality}.") from error
+                raise ModelError(problem, f"Leave out the {modality} files.") from error
         return placeholders
 
     @property
@@ -191,8 +191,8 @@ class Feed:
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
     """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file."""
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} does not take {modality} input: {modality} would be ignored."
-        raise UsageError(problem, f"Leave out {modality}.")
+        problem = f"{loaded.info.id} does not read {modality} input: {modality} would be ignored."
+        raise UsageError(problem, f"Leave out the {modality} files.")
     processor = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, Tensor]](), list[Text]()
     for path in paths:
@@ -216,10 +216,13 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     place = str(folder or model.name_or_path)
-    name, remedy = place or type(model).__name__, f"Correct the processor's settings, or leave out {modality}."
+    name, remedy = (
+        place or type(model).__name__,
+        f"Correct the processor's settings, or leave out the {modality} files.",
+    )
     class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     load: Callable[..., Processor] = class_.from_pretrained
-    revision = getattr(model.config, "_commit_hash", None)  # private: the commit that the model was loaded from
+    revision = getattr(model.config, "_commit_hash", None)  # private: the commit from which the model was loaded
     with foreign(f"The processor of {name} can't be loaded", remedy), _bounded_memory():
         try:
             processor = load(place, revision=revision, local_files_only=True, trust_remote_code=False)
@@ -236,7 +239,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 def _make_up(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise an error."""
+    """Return the inputs of one random image or sound, which `seed` and `number` determine, or raise an error."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
@@ -254,7 +257,7 @@ def _make_up(
 
 
 def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return an image's height and width as given in the config, unchecked, or IMAGE_SIZE if it gives no size."""
+    """Return the config's height and width of an image, without checking them; IMAGE_SIZE if the config has no size."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -278,22 +281,25 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
         raise TextError(*sequences.describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shorten_text(str(side)) for side in shape)
-        problem = f"The config requires {name} of {sizes} numbers; supported are 1 to {LARGEST_INPUT:,}."
+        problem = f"The config requires {name} of {sizes} numbers, but only 1 to {LARGEST_INPUT:,} are supported."
         raise TextError(problem, "Correct the sizes in config.json.")
     return shape
 
 
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
-    """Return the samples of a .wav file with the expected rate, scaled to −1 … 1 and averaged over channels."""
+    """Return the samples of a .wav file, scaled to −1 … 1 and averaged over channels.
+
+    Raises TextError if the file can't be read, or if its rate is not the `expected` number of samples per second.
+    """
     from scipy.io import wavfile
 
     with foreign(f"{path} can't be read as an audio file", SAY["audio"], TextError), catch_warnings(action="ignore"):
         rate, values = wavfile.read(BytesIO(content))  # it warns about chunks that are not sound
     if rate != expected:
-        problem = f"{path} has {rate} samples per second; the model expects {expected}."
+        problem = f"{path} has {rate} samples per second, but the model expects {expected}."
         raise TextError(problem, f"Convert it first, for example: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
     if not len(values) or len(values) > LARGEST_INPUT:
-        problem = f"{path} has {len(values):,} samples; the number must be between 1 and {LARGEST_INPUT:,}."
+        problem = f"{path} has {len(values):,} samples, but must have between 1 and {LARGEST_INPUT:,}."
         raise TextError(problem, "Give an audio file of a few seconds.")
     if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
         values = (values.astype(np.int16) - 128) * 256
@@ -317,13 +323,13 @@ def _process(
         options["sampling_rate"] = _rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
-    problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out {modality}."
+    problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out the {modality} files."
     with foreign(problem, remedy), _bounded_memory():
         result = dict(processor(raw, return_tensors="pt", **options))
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
-        problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} accepts none of them."
-        raise ModelError(problem, f"Leave out {modality}.")
+        problem = f"The model's processor returns {', '.join(result)}, but {type(model).__name__} accepts none of them."
+        raise ModelError(problem, f"Leave out the {modality} files.")
     return inputs
 
 
@@ -361,13 +367,13 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _input_name(model: PreTrainedModel, modality: Modality) -> str:
-    """Return the parameter of the model's forward pass that takes the prepared image or sound."""
+    """Return the name of the parameter of the model's forward pass for the prepared image or sound."""
     names = _parameters(model)
     return next(names[name] for name in INPUTS[modality] if name in names)
 
 
 def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.json have any type
-    """Return the first of these settings in the model's config or, level by level, in its nested configs; or None."""
+    """Return the first of these settings in the model's config or, by level, in nested configs; None if absent."""
     level: list[object] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
@@ -383,7 +389,7 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:
         return 0, 0
-    run = getattr(owners[-1], method)  # the innermost module's method lists all parameters by name
+    run = getattr(owners[-1], method)  # the innermost module, whose method names all of its parameters
     parameters = signature(run).parameters
     with torch.no_grad():
         result = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})

@@ -1,4 +1,4 @@
-"""Read texts, cut them into sequences of token ids, choose some, and measure unknown and shared tokens."""
+"""Read texts, cut them into sequences of token ids, choose sequences, and measure shares of repeated tokens."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 
 WITHOUT_TEXT = "read only the weights: attnlens inspect --source weights"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
+"""Pattern of a dataset's name on the hub; the owner is required, because other names can mean a reader of files."""
 SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of data files (jsonl, parquet, csv, txt)."
 
 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
-    """Read a dataset's rows as lines of text, cut off after `most` characters, without running the dataset's code.
+    """Read a dataset's rows as lines of text, at most `most` characters in all, without running the dataset's code.
 
-    Raises UsageError if the package `datasets` is not installed, TextError if the dataset or its column can't be read.
+    Raises UsageError if the package `datasets` is not installed, and TextError if the dataset or its column can't be
+    read.
     """
     try:
         import datasets
@@ -58,9 +59,9 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     elif not HUB_NAME.fullmatch(place):
         raise TextError(f"{place} is neither a local folder nor the name of a dataset on the hub.", SAY_NAME)
     elif offline or (not is_offline_mode() and not reachable(constants.ENDPOINT)):
-        why, remedy = (
-            ("--offline is set", "Leave out --offline") if offline else ("the hub can't be reached", "Go online")
-        )
+        why, remedy = "the hub can't be reached", "Connect to the network"
+        if offline:
+            why, remedy = "--offline is set", "Leave out --offline"
         raise TextError(f"{place} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
     split, text = rows.split or "test", ""
     try:
@@ -96,7 +97,7 @@ SAMPLE_NAMES = {
 """Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
 LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
-"""Characters beyond which a text is replaced by blocks that are spread evenly over it, and the number of blocks."""
+"""Most characters of a text: a longer text is replaced by BLOCKS blocks that are spread evenly over it."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
 TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
@@ -106,7 +107,7 @@ class Row(NamedTuple):
     """One sequence of a text."""
 
     ids: Sequence[int]
-    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if it is not a pair
+    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if the sequence is not a pair
     text: str = ""  # name of the text
 
 
@@ -156,7 +157,7 @@ def _json_rows(text: str) -> list[dict[str, object]] | None:
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
-    """Read texts, and give each a unique name. Raises TextError if a text is empty, or two texts are identical."""
+    """Read texts, and give each a unique name. Raises TextError if a text is empty, or if two texts are identical."""
     contents = [read(path, offline=offline) for path in paths]
     counts, known = Counter(content.name for content in contents), dict[str, Content]()
     for path, content in zip(paths, contents, strict=True):
@@ -175,7 +176,7 @@ def sample(model: str) -> tuple[Content, ...]:
 
 
 def _reads_like_demo(folder: Path) -> bool:
-    """Return True if a folder belongs to `demo`, or has its vocabulary, as after a fine-tuning or conversion."""
+    """Return True if a folder belongs to `demo` or contains its vocabulary, as after fine-tuning or conversion."""
     try:
         if folder.resolve().is_relative_to(DEMO):
             return True
@@ -214,8 +215,8 @@ def _read_text(path: str, name: str) -> str:
 
 
 PACKED = frozenset({"grid_thw", "image_grid_thw", "target_sizes"})
-"""Inputs of models that take the patches of all images in one row, so that a forward pass gets one sequence."""
-CHARACTERS = 128  # number of ids to draw from for a model that takes any id (CANINE hashes characters)
+"""Inputs of models that read the patches of all images as one row; their forward passes get a single sequence."""
+CHARACTERS = 128  # number of different random ids for a model that accepts any id (CANINE hashes characters)
 
 
 def sequences_in(inputs: Mapping[str, Tensor]) -> int:
@@ -225,7 +226,7 @@ def sequences_in(inputs: Mapping[str, Tensor]) -> int:
 
 def first(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Return the inputs of the first `count` sequences."""
-    if sequences_in(inputs) <= count:  # also inputs that pack all images in one row
+    if sequences_in(inputs) <= count:  # this includes inputs that pack all images in one row
         return dict(inputs)
     return {name: value[:count] for name, value in inputs.items()}
 
@@ -244,8 +245,8 @@ def text_inputs(
 ) -> dict[str, Tensor]:
     """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
 
-    If the encoder reads the same text, the decoder gets a start token followed by the text. If the encoder reads pixels
-    or sound, the decoder gets the text unchanged, since its special tokens already begin with the start token.
+    If the encoder reads the text too, the decoder gets a start token followed by the text. If the encoder reads pixels
+    or sound, the decoder gets the text unchanged, whose special tokens already begin with the start token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -270,7 +271,7 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the vocabulary size from the model's config or else from its embedding; None if neither gives a size."""
+    """Return the vocabulary size in the model's config, or else in its embedding; None if both are unknown."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding
@@ -313,8 +314,8 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
-FOREIGN = 0.5  # smallest share of unknown tokens for which a text is refused: the model sees little but positions
-NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains a note
+FOREIGN = 0.5  # least share of unknown tokens with which a text is refused, because the model learns little from it
+NOTABLE = 0.1  # least share of unknown tokens for which the report contains a note
 
 
 def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
@@ -328,7 +329,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return the number of windows of each text: as equal as possible, and `wanted` or all available in total."""
+    """Return the number of windows of each text: as equal as possible, with a sum of `wanted` or of all available."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -353,7 +354,7 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
-RANDOM_SPLITS = ("dropout", "alpha")  # settings with which a tokenizer splits words at random: BPE-dropout, sampling
+RANDOM_SPLITS = ("dropout", "alpha")  # settings that make a tokenizer split words at random: BPE-dropout, sampling
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -374,7 +375,7 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
     """Return the ids, with special tokens, of all lines of at least two ids; truncate lines to `tokens` ids.
 
     With `pairs`, each line must contain two texts separated by a tab, which the tokenizer joins. Raises TextError if no
-    line is left or a line is not such a pair, UsageError if the special tokens leave no room.
+    line is left or if a line is not such a pair, and UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
     lines = [line.removesuffix("\r") for line in content.text.split("\n")]
@@ -445,7 +446,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 
 @contextmanager
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
-    """In the `with`, switch off a tokenizer's random splits, meant for training, and convert errors to TextError."""
+    """Inside the `with`, disable random splits of a tokenizer, which are for training; convert errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     remedy = f"Put the tokenizer files into the model's folder, or {WITHOUT_TEXT}"
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:
@@ -457,13 +458,13 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 
 
 RUN = 32
-"""Length in tokens (10 to 25 words) from which a repeated run is not a coincidence: the two halves of the demo's text,
+"""Least length in tokens (10 to 25 words) of a repeated run that is no coincidence: the two halves of the demo's text,
 a single book, share no run of 12 tokens."""
-LEAST = 8  # minimum length of a line that counts as shared: the two halves share 1 to 7 % of their runs of 8
+LEAST = 8  # least length of a line that counts as shared: the two halves share 1 to 7 % of their runs of 8 tokens
 MOST_SHARED = 0.1
-"""Largest share of evaluated tokens that also occur in the calibration text if a measurement counts as held out. In the
-worst case, the loss of shared tokens is 0; a tenth of them then hides a tenth of the measured effect, less than
-the interval of a rise over 32 sequences."""
+"""Largest share of evaluated tokens that can occur in the calibration text if a measurement counts as held out. In the
+worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which is
+less than the interval of a rise over 32 sequences."""
 
 Ids = Sequence[int]
 
@@ -474,9 +475,9 @@ def shared_share(
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
     A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A shorter
-    passage of at least LEAST tokens counts if all of it occurs. From 2 · LEAST tokens on, one token may be missing,
-    because the beginning of a text is tokenized differently from its repetitions. If there are no evaluated tokens, the
-    share is 0.
+    evaluated passage counts if it has at least LEAST tokens and occurs as a whole; from 2 · LEAST tokens on, one token
+    can be missing, because the beginning of a text is tokenized differently from its repetitions. If there are no
+    evaluated tokens, the share is 0.
     """
     evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))

@@ -39,16 +39,16 @@ ON_NOISE = (
 
 @dataclass(frozen=True)
 class Fed:
-    """One forward pass and its targets."""
+    """The inputs of one forward pass and their targets."""
 
     inputs: dict[str, Tensor]  # arguments of `model(**inputs)`
     targets: Int[Tensor, "batch positions"] | None
     """Correct token at each position of the logits, −100 for no prediction; None if the original model's choice is the
-    target, or there is none."""
+    target, or if there are no targets."""
     noise: bool = False  # True if the model reads noise: its predictions can be compared, but have no loss
 
     def rows(self, low: int, high: int) -> Fed:
-        """Return a pass that contains only the sequences low … high − 1 of this pass."""
+        """Return the inputs and targets of the sequences low … high − 1."""
         count = sequences_in(self.inputs)
         inputs = {name: part[low:high] if len(part) == count else part for name, part in self.inputs.items()}
         return replace(self, inputs=inputs, targets=None if self.targets is None else self.targets[low:high])
@@ -60,7 +60,10 @@ def task_of(model: PreTrainedModel) -> Task:
 
 
 def tasks_of(model: PreTrainedModel) -> list[Task]:
-    """Return all tasks for which the model's class is listed, likeliest first (XLM: causal, masked); `hidden` last."""
+    """Return the tasks for which transformers lists the model's class, likeliest first (XLM: causal, masked).
+
+    The last task is always `hidden`.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     tasks: dict[Task, tuple[str, ...]] = {
@@ -89,13 +92,13 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """Return predictions at the text's tokens: the last positions if images precede them (`sees`), else the first."""
+    """Return the logits of the text's tokens: those of the last positions if images come first (`sees`), else first."""
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]
 
 
 def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
-    """Return the last hidden states or, if there are none, the embeddings of images and texts (CLIP), or else None."""
+    """Return the last hidden states or, if there are none, the embeddings of images and texts (CLIP); else None."""
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
@@ -134,7 +137,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
-    """Return sentences that explain the loss or comparison, and why random input has no loss."""
+    """Return sentences that explain the loss or comparison and, for random input, why there is no loss."""
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 
@@ -146,7 +149,7 @@ def check_input(evaluated: Batches) -> None:
 
 
 def _next_tokens(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
-    """Return the token after each position; NOTHING if it is padding, lies before `start`, or does not exist."""
+    """Return the token after each position; NOTHING if that token is padding, is before `start`, or does not exist."""
     real = ids.clone() if mask is None else ids.masked_fill(mask == 0, NOTHING)
     real[:, :start] = NOTHING
     return torch.cat([real[:, 1:], torch.full_like(real[:, :1], NOTHING)], 1)
@@ -164,7 +167,9 @@ def _mask_tokens(
     draws = torch.full(ids.shape, 2.0)  # padding and special tokens keep 2, which is never masked
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
     for row, length in zip(draws, lengths, strict=True):
-        row[:length] = torch.rand(length, generator=generator)  # by sequence, so that batch size has no effect
+        row[:length] = torch.rand(
+            length, generator=generator
+        )  # one draw per sequence, so that batch size has no effect
     special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
     draws = draws.to(ids.device).masked_fill(special, 2.0)
     masked = draws < MASKED_SHARE

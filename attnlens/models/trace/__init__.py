@@ -1,4 +1,7 @@
-"""Find hand-written attention in a running model: trace each softmax back to its queries, keys and values."""
+"""Find hand-written attention in a running model: trace each softmax back to its queries, keys and values.
+
+Hand-written attention is attention that a module computes with its own code, without transformers' interface.
+"""
 
 from attnlens.models.trace.mode import Refused, call_arguments, pair_heads, remove_hooks, trace_attention
 from attnlens.models.trace.scores import Keywords, tensors

@@ -1,4 +1,4 @@
-"""Read hand-written attention as a Call, and replace the module's own weighted sums."""
+"""Read hand-written attention as a Call, and replace the weighted sums that modules compute."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from attnlens.models.trace.scores import (
 from attnlens.records import Call
 
 TOLERANCE = 1e-4  # relative: above the float32 rounding of a long sum, far below the effect of a wrong query or mask
-ROUNDINGS = 32  # roundings by which two results computed from the same number in a few steps can differ
+ROUNDINGS = 32  # number of roundings by which two results of a few steps from the same number can differ
 
 
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Fit scores = factor · product + bias, up to a term per query; return factor, visible pairs and bias.
 
-    `zero` are the scores if the product is 0, and `scores` are the scores if it is `signs`, (queries, keys). The
-    factor's shape is (heads,). Raises UnreadableError if the factor differs within a head, or is 0.
+    `zero` contains the scores for a product of 0, and `scores` the scores for the product `signs`, (queries, keys). The
+    factor's shape is (heads,). Raises UnreadableError if the factor is 0, or if it differs within a head.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
     allowed, bias = split_mask(zero)
-    # pairs that no product changes are masked too: by a factor of 0, or by a large number that absorbs the score
+    # pairs whose scores no product changes are masked too, by a factor of 0 or by a large number that absorbs the score
     visible = (scores != zero) if allowed is None else allowed & (scores != zero)
     products = _centre(signs.to(zero), visible)
     gain = _centre(scores - zero, visible)
@@ -76,7 +76,7 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
 
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the largest relative difference that rounding can explain between two results in this type."""
-    return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: half precision, through a few steps
+    return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: a few steps in half precision
 
 
 def _centre(scores: Tensor, visible: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ Tokens = tuple[int, ...] | None  # axes of a module's first floating-point input
 class Lead:
     """The leading axes of queries, keys and scores; heads have an axis, or a single axis merges batch and heads."""
 
-    shape: tuple[int, ...]
-    axis: int  # axis of the heads, where a single axis counts as (sequences, heads)
-    heads: int
+    shape: tuple[int, ...]  # sizes of the leading axes
+    axis: int  # axis of the heads; 1 if a single axis merges batch and heads
+    heads: int  # number of heads
 
     @property
     def _whole(self) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Lead:
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if all heads share values."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if heads have no axis."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -138,7 +138,7 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
         if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
             raise unreadable(f"its heads can't be distinguished from its sequences: {axes}")
         return Lead(shape, 1, counts[0])
-    # exclude the axis of a single sequence, since channels that precede tokens are counted as tokens (SqueezeBERT)
+    # exclude an axis of one sequence: channels that precede tokens are counted as tokens (SqueezeBERT)
     lone = {0} if tokens and tokens[0] == shape[0] == 1 else set[int]()
     fitting = [axis for axis, size in enumerate(shape) if size in counts and axis not in lone]
     if 1 in fitting or (len(shape) == 2 and not fitting):
@@ -236,11 +236,12 @@ def trace_attention(
 ) -> Iterator[Refused]:
     """Inside the `with`, replace each weighted sum of hand-written attention in `model` by the result of `answer`.
 
-    Only `modules`, which were read before, are traced (None: all). Unreadable attention is left to the model, and the
-    yielded dict gives the reason by module; for one of `modules`, ModelError is raised instead. `content` are the
-    tensors on which queries and keys depend, by default the model's inputs except masks and positions. With `prove`,
-    the model continues with its own sums, which must agree with attention recomputed from the Call. `on_weights` gets
-    each module and its attention weights, (batch, heads, queries, keys).
+    If `modules`, which were read before, are given, only these are traced, and ModelError is raised if the attention of
+    one is unreadable. If `modules` is None, all modules are traced, the model computes unreadable attention itself, and
+    the yielded dict contains the reason by module. `content` contains the tensors on which queries and keys depend, by
+    default the model's inputs except masks and positions. With `prove`, the model continues with its own sums, which
+    must agree with attention recomputed from the Call. `on_weights` gets each module and its attention weights, (batch,
+    heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]
@@ -262,7 +263,7 @@ class _Tracer(TorchFunctionMode):
     constants: set[int] = field(default_factory=set)  # addresses of the parameters and buffers
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Forward pre-hook: add the module to the running modules; record the inputs of the outermost module."""
+        """Add a module to the running modules (forward pre-hook); record the inputs of the outermost module."""
         with torch._C.DisableTorchFunction():  # private: only it also disables modes, such as this tracer
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
@@ -274,7 +275,7 @@ class _Tracer(TorchFunctionMode):
             self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
     def leave(self, *_: object) -> None:
-        """Forward hook: remove the module that ends, which is the innermost, from the running modules."""
+        """Remove the innermost module, which has ended, from the running modules (forward hook)."""
         self.running.pop()
 
     def __torch_function__(
@@ -282,7 +283,7 @@ class _Tracer(TorchFunctionMode):
     ) -> object:
         call = FunctionCall(function, args, kwargs or {})
         if function is F.multi_head_attention_forward:
-            with self:  # trace its steps
+            with self:  # trace the steps of this function
                 return _plain_multi_head(*args, **call.kwargs)
         if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.run(call)
@@ -298,7 +299,7 @@ class _Tracer(TorchFunctionMode):
                 for part in pair or ()
             )
             weights = next((part for part in pair or () if part in self.known.weights), None)
-            if pair is None or (constant and weights is None and function is torch.einsum):  # it may mix heads
+            if pair is None or (constant and weights is None and function is torch.einsum):  # the einsum can mix heads
                 return self.known.run(call)
             if function is torch.einsum and not constant:
                 with self:
@@ -338,7 +339,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Replace a product of attention weights and `values`; refuse a product of another form (`values` is None)."""
+        """Replace a product of attention weights and `values`; if it has another form, `values` is None."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -393,7 +394,7 @@ class _Tracer(TorchFunctionMode):
             if not error <= rounding_of(result.dtype):  # `not <=` also refuses NaN
                 raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
         except UnreadableError as refusal:
-            if self.modules is not None:  # else the model would silently compute a site that was read before
+            if self.modules is not None:  # without an error, the model would compute a site that was read before
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
                 raise ModelError(problem, "Give inputs of the same kind as in the first forward pass.") from None
             self.refused[owner] = refusal.problem
@@ -410,7 +411,7 @@ def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
 
 _plain_multi_head = types.FunctionType(  # a copy of torch's function that does not dispatch to function modes
     F.multi_head_attention_forward.__code__,
-    vars(F) | {"has_torch_function": lambda _arguments: False},  # otherwise it would call the mode again, without end
+    vars(F) | {"has_torch_function": lambda _arguments: False},  # prevents endless calls of the mode
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
 _plain_multi_head.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

@@ -1,4 +1,7 @@
-"""Trace products of queries and keys to a softmax; stand-ins show how each step on the way changes a product."""
+"""Trace products of queries and keys to a softmax.
+
+Each step in between also runs on stand-ins, which are other values of the product, to show how it changes the product.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class FunctionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A call whose result is an affine function of left · rightᵀ, a product over the last axes."""
+    """A call whose result is an affine function of left · rightᵀ, the product over the last axes."""
 
     left: Tensor  # (…, rows, size): the first operand
     right: Tensor  # (…, columns, size): the second operand, with leading axes that broadcast to those of the first
@@ -95,7 +98,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
     if len(factors) != 2 or "->" not in equation:
         return None
     inputs = equation.partition("->")[0].split(",")
-    # number of axes that the ellipsis of each factor stands for: all axes minus the letters
+    # number of axes for which the ellipsis of each factor stands: all axes minus the letters
     counts = {factor.dim() - len(axes) + 3 for axes, factor in zip(inputs, factors, strict=True) if "..." in axes}
     if len(counts) > 1:
         return None
@@ -106,7 +109,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, in traceable steps, or return None."""
+    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; None if it is neither."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -114,11 +117,11 @@ def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | 
     if second in weights:
         left, right, first, second = right, left, second, first
     lead = left[:-2] if first in weights else result[:-2]
-    rows, columns = ("".join(axis for axis in result if axis in own and axis not in lead) for own in (left, right))
+    rows, columns = ("".join(axis for axis in result if axis in axes and axis not in lead) for axes in (left, right))
     summed = "".join(axis for axis in left if axis in right and axis not in result)
     queries, keys, scores = lead + rows + summed, lead + summed + columns, lead + rows + columns
     in_order = left == queries if first in weights else result == scores
-    same_axes = all(set(own) == set(new) for own, new in ((left, queries), (right, keys), (result, scores)))
+    same_axes = all(set(old) == set(new) for old, new in ((left, queries), (right, keys), (result, scores)))
     if not (len(rows) == len(columns) == len(summed) == 1 and in_order and same_axes):
         return None
     product = _permute(first, left, queries) @ _permute(second, right, keys)
@@ -138,13 +141,13 @@ class TracedScores:
 
     product: Product
     content: bool  # True if both sides depend on the model's inputs
-    modules: tuple[nn.Module, ...]  # the modules running at the product, outermost first
+    modules: tuple[nn.Module, ...]  # the modules that are running when the product is computed, outermost first
     signs: Tensor  # (queries, keys): −1 and 1, the product of the second stand-in in all heads
     moved: tuple[Tensor, ...]  # the queries and keys of the third stand-in; empty without a third one
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values for a product of 0, for `signs` and, if not empty, for `moved`
+Standins = tuple[Tensor, ...]  # values for the products 0, `signs` and, if it is not empty, that of `moved`
 
 
 def start_scores(
@@ -153,7 +156,7 @@ def start_scores(
     """Start to trace a product; return its TracedScores and its stand-ins: two, or three with `prove`."""
     wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
-    moved = tuple(  # about as large as the model's own
+    moved = tuple(  # about as large as the model's queries and keys
         (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
         for part in operands * prove
     )
@@ -184,7 +187,7 @@ class TracedSoftmax:
     def scores(self) -> TracedScores:
         """Return the product of queries and keys in the softmax's argument.
 
-        A product with a side that does not depend on the inputs, such as positions, counts only if all products have
+        A product with a side that does not depend on the inputs, such as positions, is ignored unless all products have
         such a side. Raises UnreadableError if several products remain, or if the product's factor depends on the
         inputs.
         """
@@ -213,16 +216,16 @@ class Provenance:
     """Facts about the tensors of one forward pass, keyed by tensor through weak references."""
 
     scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → its stand-ins for each traced product that it depends on."""
+    """Tensor → stand-ins of the tensor for each traced product on which it depends."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
     weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
     """Tensor → the softmax whose weights it contains."""
 
     def run(self, call: FunctionCall) -> Any:
-        """Run the call, record these facts for its result, and return the result."""
+        """Run the call, record the facts about its result, and return the result."""
         arguments, name = tensors((call.args, call.kwargs)), getattr(call.function, "__name__", "")
-        # `max` of two tensors is elementwise, so that scores continue
+        # `max` of two tensors is elementwise, so that its result still contains scores
         ends = name in STEPS_END and not (name == "max" and len(arguments) == 2)
         carried = dict.fromkeys(scores for tensor in arguments for scores in self.scores.get(tensor, ()))
         steps = {} if ends else {scores: self._step(scores, call, name, arguments) for scores in carried}
@@ -247,14 +250,14 @@ class Provenance:
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
         if name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
-        # such functions change their first argument: `add_`, `__iadd__`, `__setitem__`
+        # functions with these names change their first argument: `add_`, `__iadd__`, `__setitem__`
         in_place = name.startswith(("__i", "__setitem")) or (name[-1:] == "_" and name[-2:] != "__")
 
         def run(number: int) -> list[Tensor]:
             def substitute(tensor: Tensor) -> Tensor:
                 if scores in (known := self.scores.get(tensor, {})):
                     return known[scores][number]
-                # copy the target of an in-place step, since only the model's own step must change it
+                # copy the target of an in-place step, since only the model's own call must change it
                 return tensor.clone() if in_place and tensor is arguments[0] else tensor
 
             args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))

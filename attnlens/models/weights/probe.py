@@ -1,4 +1,4 @@
-"""Probe modules with few tokens, and find each query or key map in one weight or in a product of two weights."""
+"""Call modules on few tokens, and find each query or key map in one weight or in a product of two weights."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class FewTokens(TorchFunctionMode):
         return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
 
 
-TOLERANCE = 1e-4  # relative difference between a module and its linear model; norms and cos, sin are mostly float32
+TOLERANCE = 1e-4  # largest relative difference between a module and its affine maps: norms, cos and sin are float32
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A module that can be called on its own, on chosen tokens."""
+    """A module that is called outside of its model, on chosen tokens."""
 
     model: PreTrainedModel  # the model that contains the module
-    target: SiteCall  # the module, and the arguments of its last call
-    weights: Mapping[str, Tensor]  # the module's parameters and buffers in float64, which replace its own during a call
-    layout: tuple[int, ...]  # `SiteCall.layout` of a call with several tokens; a call with one token does not show it
-    whole: bool = False  # True if inputs are sequences of the captured length, not one token
+    target: SiteCall  # the module, and the arguments of a captured call
+    weights: Mapping[str, Tensor]  # float64 parameters and buffers, which replace the module's own during a call
+    layout: tuple[int, ...]  # `SiteCall.layout` of a call with several tokens, since one token does not determine it
+    whole: bool = False  # True if inputs are sequences of the captured length; False if they are single tokens
     batch: int | None = None  # number of sequences in an input; None: any number
 
     def __call__(
@@ -65,7 +65,7 @@ class Probe:
     ) -> Call:
         """Return the attention call that the module makes for these inputs; in cross-attention, keys come from `other`.
 
-        Raises UnreadableError if the module cannot be called alone.
+        Raises UnreadableError if the module cannot be called outside of its model.
         """
         captured, sequences, parts = self.target.arguments, dict[str, Tensor](), [hidden, other]
         if captured[self.target.input_name].dim() == 2:  # without a batch axis, sequences are concatenated
@@ -97,13 +97,13 @@ class Probe:
             except _AttentionRequested as request:
                 call: Call = request.args[0]
                 return call
-            except FAILURES as error:  # a module of another library, on inputs it was not written for
+            except FAILURES as error:  # a module of another library can fail on inputs for which it was not written
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless a call has one query and one key per head and token of these two sequences."""
+        """Raise UnreadableError unless a call has one query, or key, per head and token of the first (second) input."""
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
@@ -112,7 +112,7 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the captured call in float64; a cache, and a mask that would not fit the probe, are None."""
+        """Arguments of the captured call in float64; a cache, and a mask that does not fit the probe, are None."""
         arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
@@ -138,12 +138,12 @@ class Probe:
         """The attention call for as few sequences as the module accepts, with the same token at every position."""
         try:
             return self(*self.random(1, seed=ALIKE))
-        except UnreadableError:  # masks made for the number of sequences in the captured call
+        except UnreadableError:  # the module's masks may be made for the captured number of sequences
             return self(*self.random(self.shapes[0][0], seed=ALIKE))
 
     @property
     def least(self) -> int:
-        """Smallest number of sequences that the module accepts: 1 or, failing that, the number in the captured call."""
+        """Smallest number of sequences that the module accepts: 1 or, if that fails, that of the captured call."""
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
     """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
 
-    Gradients show which parameters matter even if they have no values yet, so later projections are never loaded.
+    Gradients show these parameters even if no values are loaded yet, so that other projections are never loaded.
     """
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
@@ -192,11 +192,11 @@ def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ..
 
 
 ALIKE = 4  # seed of the tokens that are repeated at every position
-ODD = 7  # number of sequences tried first; a power of two might accidentally fit inputs made for another number
+ODD = 7  # number of sequences that is tried first: a power of two could fit inputs of another number by accident
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
-    """Signal that ends a module's call as soon as it requests attention; its argument is the attention Call."""
+    """Exception that ends a module's call when it requests attention; its argument is the attention Call."""
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -213,12 +213,12 @@ def unreadable(reason: str) -> UnreadableError:
 class Norm:
     """A normalisation that is linear up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
 
-    gain: Tensor  # g in float64, one gain per coordinate or one for all; gains may be 0 (Gemma: 1 + w, w = −1)
+    gain: Tensor  # g in float64, one gain per coordinate or one for all; gains can be 0 (Gemma: 1 + w, w = −1)
     centred: bool  # True if the mean is subtracted
 
 
 Norms = Mapping[nn.Module, Norm]
-ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does not declare a shape
+ANY_WIDTH = (8,)  # shape of the test input for a norm that has neither weights nor a declared shape
 
 
 def norms_inside(module: nn.Module) -> Norms:
@@ -247,7 +247,7 @@ def fit_norm(module: nn.Module) -> Norm | None:
         expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
         # Not strict: if all gains are 0, both sides are 0.
         if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
-            # A norm without weights has one gain for all coordinates, whatever their number.
+            # A norm without weights can have any number of coordinates, so it has a single gain.
             return Norm(gain if weight is not None else gain.flatten()[0], centred)
     return None
 
@@ -276,7 +276,7 @@ class WithoutLengths(TorchFunctionMode):
         if function is F.normalize and args:
             return args[0]
         result = function(*args, **kwargs or {})
-        # Lengths of tokens have axes; the root of a constant such as head_dim belongs to the scale.
+        # Lengths of tokens have axes; a root without axes, such as that of head_dim, belongs to the scale.
         if isinstance(result, Tensor) and result.dim() and getattr(function, "__name__", "") in LENGTHS:
             return torch.ones_like(result)
         return result
@@ -303,21 +303,24 @@ class Maps:
         return vectors[0], vectors[1]
 
 
-DRAWS = 8  # random inputs; an unrelated coordinate passes as a multiple of a row with probability SAME ** DRAWS
+DRAWS = 8  # number of random inputs; an unrelated coordinate matches a row with probability SAME ** DRAWS
 SAME = 1e-10  # largest relative difference between a coordinate and its matched row: far above rounding in float64
 ONE = 1e-13  # relative rounding of a coordinate's factor: a factor this close to 1 is set to 1
-AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
+AT_ONCE = 512  # number of coordinates that are compared with all rows, or multiplied out, at once
 
 Multiplicand = tuple[Tensor, Tensor | None]
-"""A vector z = x Dᵀ that a matrix may multiply: its values at random inputs, (draws, rank), and D (None: z = x)."""
+"""A vector z = x Dᵀ that a matrix can multiply: its values at random inputs, (draws, rank), and D (None: z = x)."""
 Match = tuple[Tensor, Tensor, Tensor | None]
-"""Columns of W found in one matrix: their indices, the vectors u, (columns, rank), and D: w = Dᵀu, or u without D."""
+"""Columns w of W found in one matrix: indices, vectors u, (columns, rank), and D; w = Dᵀu, or w = u if D is None."""
 
 
 def match_columns(
     vectors: Tensor, multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor]
 ) -> list[Match] | None:
-    """Express each column of `vectors`, (draws, columns), as a multiple of a row of the weights; None if any fails."""
+    """Express each column of `vectors`, (draws, columns), as a multiple of a weight row times a multiplicand.
+
+    Return None if this fails for any column.
+    """
     if not bool(vectors.isfinite().all()):
         return None
     candidates = [
@@ -341,16 +344,16 @@ def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
 
     The first case is a linear layer, q_hk(x) = c θ_r · x + b. The second case is two linear layers with a normalisation
-    between them, without its division by the length: q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both are
-    tested on DRAWS random inputs, because the Jacobian would cost d_model times as much. Returns None in other cases,
-    if any value is NaN, and if the module does not accept a single token.
+    between them, without its division by the length: q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both cases are
+    tested on DRAWS random inputs, because the Jacobian would take d_model times as long. Return None in other cases, if
+    any value is NaN, and if the module does not accept a single token.
     """
     if probe.whole or probe.batch is not None:
         return None
     inputs = probe.random(DRAWS, seed=7)
     with _record_inner_inputs(probe.target.module) as inner:
         call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
-    # not tensor subclasses, whose rows may be quantised
+    # tensor subclasses are excluded, because their rows can be quantised
     plain = [weight for weight in probe.weights.values() if type(weight) in (Tensor, nn.Parameter)]
     weights = [weight for weight in plain if weight.dim() == 2 and weight.is_floating_point()]
     maps, biases = [], []
@@ -382,10 +385,10 @@ def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
-    """Yield each inner input, minus its value at x = 0, whose coordinates are multiples of weight rows times x."""
+    """Yield, as multiplicands, the inner inputs whose coordinates are multiples of weight rows times x, plus a bias."""
     for inputs in inner:
         z = inputs.double().flatten(1)
-        if len(z) == len(outer[0]) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
+        if len(z) == len(outer[0]) + 1 and z.shape[1] == inputs.shape[-1]:  # one vector per token
             values = z[1:] - z[:1]
             pieces = match_columns(values, [outer], weights)
             if pieces is not None:
@@ -404,7 +407,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match the columns that are multiples of their most similar row; None if the first column is not one."""
+    """Match the columns that are multiples of their most similar row; return None if the first column is not."""
     values, down = multiplicand
     products = values @ rows.mT
     if not bool(_fit_factors(vectors[:, :1], products[:, most_similar_rows(vectors[:, :1], products)])[1]):
@@ -426,7 +429,7 @@ def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " col
     # clamped so that a row of zeros gives 0, not NaN
     factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
     factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)
-    # the second term is the rounding of subtracting the bias, which scales with all columns
+    # the second term is the rounding from subtracting the bias, which is relative to all columns
     border = SAME * vectors.norm(dim=0) + torch.finfo(vectors.dtype).eps * vectors.norm()
     return factors, (vectors - factors * products).norm(dim=0) <= border
 

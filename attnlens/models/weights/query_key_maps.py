@@ -48,20 +48,20 @@ class Traits:
 
     rotary: bool  # True if queries and keys are rotated by their position
     qk_norm: bool  # True if queries and keys are normalised per token
-    latent: bool  # True if one part of the keys is normalised and the other is not
-    biased: bool  # True if a bias, which the form omits, is added to queries or keys
+    latent: bool  # True for latent attention, in which only a part of each key is normalised
+    biased: bool  # True if a bias is added to queries or keys; the form omits it
 
 
-Groups = tuple[Tensor, ...]  # groups of a head's coordinates; one scalar per token normalises each group
+Groups = tuple[Tensor, ...]  # groups of a head's coordinates that are normalised together, by one scalar per token
 
 
 @dataclass(frozen=True)
 class Factors:
     """The effective query and key maps of one site: q_i = (x W_Q + b_Q) R(i), under QK-norm up to a positive scalar.
 
-    Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and its root mean square rms(c), a head's
-    score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
-    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). The sum is not one bilinear
+    Latent attention (MLA, DeepSeek V2) has two such scalars. With c = y W_DKV and its root mean square rms(c), a head's
+    score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ]. The part without positions (nope) has M_n = s W_DQ g_Q W_UQ
+    W_UKᵀ g_K W_DKVᵀ, and the rotated part (rope) has M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ. Their sum is not a bilinear
     form, since rms(c) depends on the key, but each part is bilinear up to positive factors. Measures weights.* use M_n.
     """
 
@@ -115,7 +115,7 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on the inputs (x, 1), with the biases as last rows of W_Q and W_K; None if logits aren't bilinear in x."""
+        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K; None if logits are not bilinear in x."""
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -134,10 +134,10 @@ class Factors:
 
 
 unit = partial(nn.functional.normalize, dim=-1)
-ROWS = 16  # inputs that determine the pairs: a wrong partner explains about 1/ROWS, the right partner all
-POSITIONS = 32  # positions that determine the pairs
-STILL = 1e-5  # relative change up to which a coordinate is constant: above the float32 rounding of cos and sin
-ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
+ROWS = 16  # number of inputs that determine the pairs: a wrong partner explains about 1/ROWS of a coordinate's change
+POSITIONS = 32  # number of positions that determine the pairs
+STILL = 1e-5  # largest relative change of a constant coordinate: above the float32 rounding of cos and sin
+ANGLE = 1e-3  # largest root-mean-square error of angles over the pairs; positions times frequencies are float32
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
@@ -146,12 +146,12 @@ DIRECTION = "position changes more than the direction of queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    A later site of that kind reuses the leader's rotation if this fits the site, and otherwise gets its own fit.
+    A later site of this kind reuses the leader's rotation if the rotation fits the site; else a rotation is fitted.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-    """By kind of site: its position tensors, kept so that no other tensors get their ids, and its rotations. The
-    rotation at key True is fitted to directions alone, because norms scale queries and keys."""
+    """By kind of site: its position tensors (stored so that no other tensors get their ids) and its rotations. The
+    rotation at key True was fitted to directions alone, because norms scale queries and keys."""
 
     def add_kind(self, leader: SiteCall) -> bool:
         """Add the kind of this site; return False if it is already known."""
@@ -160,7 +160,7 @@ class Turns:
         return is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site; otherwise return a new fit."""
+        """Return the leader's rotation if it also fits this site; else fit a rotation to the site."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
@@ -171,7 +171,10 @@ class Turns:
 
 
 def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return a key that sites with equal rotations share: class, part, and the ids of their position tensors."""
+    """Return the kind of a site: its module's class, its part, and the ids of its position tensors.
+
+    Sites of equal kind usually have equal rotations.
+    """
     return type(target.module), target.site.part, *map(id, _positions(target))
 
 
@@ -191,8 +194,9 @@ def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token (Su et al. 2021, RoFormer, Eq. 16).
 
-    Returns None if position has no effect, or if it only adds a vector. Under QK-norm, R is fitted without the gains,
-    since a gain of 0 hides the rotation of its coordinate, and then checked with the gains.
+    Return None if positions have no effect, or if they only add a vector. Under QK-norm, R is fitted without the gains,
+    because a gain of 0 hides the rotation of its coordinate, and then checked with the gains. Raises UnreadableError if
+    positions do more than rotate.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -218,7 +222,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
     """Yield each site's rotation, None if the site does not rotate, or the error if its rotation can't be fitted.
 
-    `window` are the sites' calls with as many positions as the rotations must cover.
+    `window` contains the sites' calls with as many positions as the rotations must cover.
     """
     turns = Turns()
     for target in window:
@@ -235,7 +239,7 @@ def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
 
 
 def rounding_of(probe: Probe) -> float:
-    """Return the relative rounding error of the dtype of the module's queries."""
+    """Return the relative rounding error of the type in which the module computes queries."""
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
@@ -250,11 +254,11 @@ def _changes_with_position(part: Rows) -> bool:
 
 
 def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
-    """Fit the rotation of these queries and keys; each row is one input at all positions.
+    """Fit the rotation of these queries and keys; each row contains one input at all positions.
 
     `rounding` is the relative rounding of cos and sin. The least-squares angle of a pair is arg Σ conj(w_0) w_i over
     queries and keys, where w = x_a + i x_b. Pairs that are 0 in queries or in keys are not compared, since they add
-    nothing to scores. Raises UnreadableError if queries and keys rotate differently, or if position does more than
+    nothing to scores. Raises UnreadableError if queries and keys rotate differently, or if positions do more than
     rotate.
     """
     pairs = _find_pairs(torch.cat((query, key)))
@@ -269,9 +273,9 @@ def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
 
 
 def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
-    """Find which coordinates rotate together: x_i[a] is a sum of multiples of x_0[a] and of its partner x_0[b].
+    """Find the pairs of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
 
-    By least squares, the right partner explains all of x_i[a] that x_0[a] does not, and a wrong partner little of it.
+    By least squares, the right partner b explains all of x_i[a] that x_0[a] does not explain, a wrong partner little.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -295,7 +299,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i, (positions, pairs), and which pairs have a length above rounding at position 0."""
+    """Return Σ conj(w_0) w_i, (positions, pairs), and True for pairs whose length at position 0 exceeds rounding."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -344,12 +348,12 @@ def factors(
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites called with a single token (position 0), and `window` are the same sites called with as many
-    positions as the rotations should cover. Further inputs test whether the maps are affine. Norms inside the module
-    keep their gains, but lose the positive scalar per token; under QK-norm, only directions are checked. All is
-    computed in float64, on a copy of one module at a time. `chosen` are the indices of the sites to read (None: all). A
-    rotation is fitted at the first site of its kind, even if this is not chosen, and stored in `turns`. `present` loads
-    weights of a model that is not in memory.
+    `first` contains the sites' calls with a single token (position 0), and `window` their calls with as many positions
+    as the rotations must cover. Further inputs test if the maps are affine. Norms inside the module are applied with
+    their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All computations
+    are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to read (None:
+    all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in `turns`.
+    `present` loads the weights of a model that is not in memory.
     """
     turns = Turns() if turns is None else turns
     kinds = [_kind(target) for target in window]
@@ -358,7 +362,7 @@ def factors(
         is_new = turns.add_kind(window[leader])
         try:
             if is_new and leader != index:
-                with suppress(UnreadableError):  # read for its rotation alone; without it each site gets a new fit
+                with suppress(UnreadableError):  # the leader is read for its rotation alone
                     _read_site(model, first[leader], window[leader], turns, present, leading=True)
             yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
         except UnreadableError as error:
@@ -379,7 +383,7 @@ def _read_site(
         if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
             raise unreadable("its queries or keys depend on the output of other modules, so the model must be loaded")
         norms = norms_inside(single.module)
-        # if a single token is not accepted, the rotation lets each token of a sequence be an input
+        # if the module does not accept a single token, tokens of a sequence are rotated back to position 0
         rotation = turns.of(window, {}, leading=leading) if probe.whole else None
         maps, groups = _find_maps(probe, norms, rotation)
         rotation = turns.of(window, norms if groups else {}, leading=leading)
@@ -396,7 +400,7 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
     with linear(norms):
         maps = match_weights(probe)
         if maps is not None and not norms:
-            return maps, ()  # they were matched on random inputs
+            return maps, ()  # the match was already tested on random inputs
         maps = maps or _differentiate(probe, rotation)
     sides = _first_tokens(probe, maps)
     reason = _mismatch(sides)
@@ -415,9 +419,10 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Input i has the tangent e_i, so that row i of W is exact, and NaN weights of one head do not spread to other heads,
-    as they would through 0 · NaN in a backward pass. An input is a token, rotated back to position 0 by `rotation`, or
-    a sequence of one repeated token if queries and keys come from two sequences or cos and sin have half precision.
+    Input i has the tangent e_i, so that row i of W is exact. NaN weights of one head do not spread to other heads, as
+    they would through 0 · NaN in a backward pass. An input is a token of a sequence, whose query and key are rotated
+    back to position 0 by `rotation`. If queries and keys come from two sequences, or if cos and sin have half
+    precision, it is a sequence of one repeated token.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -462,7 +467,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return (actual, expected) queries, and likewise keys, of the first token of 8 sequences; omit heads with NaN."""
+    """Return (actual, expected) queries, and (actual, expected) keys, of the first tokens of 8 sequences; omit NaN."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -472,14 +477,17 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Find one or two groups of coordinates in which actual values are positive multiples of expected ones, or None."""
+    """Find one or two groups of coordinates in which actual values are positive multiples of expected values.
+
+    Return None if there are no such groups.
+    """
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:
         return all_coordinates
     affine = (actual - expected).norm(dim=0) <= TOLERANCE * expected.norm(dim=0)
     parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())
-    # The direction of a single number is only a sign, which proves nothing.
+    # A group needs two coordinates, because the direction of a single number is only a sign.
     return parts if min(map(len, parts)) > 1 and _mismatch(sides, parts) is None else None
 
 

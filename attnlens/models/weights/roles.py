@@ -1,4 +1,4 @@
-"""Find which rows of which parameters are a module's W_Q, W_K, W_V and W_O, and read a layer's tensors by role."""
+"""Find the parameter rows that form a module's W_Q, W_K, W_V and W_O, and read a layer's tensors by role."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a role's matrix in a parameter of the module."""
+    """The rows of a parameter that form the matrix of a role."""
 
-    name: str
-    index: Int[Tensor, "heads size"]
-    columns: bool  # True if they are the parameter's columns (Conv1D of GPT-2)
+    name: str  # name of the parameter within the module
+    index: Int[Tensor, "heads size"]  # indices of the rows, by head
+    columns: bool  # True if the rows are columns of the parameter (Conv1D of GPT-2)
 
     def read(self, parameter: Tensor) -> Tensor:
         """Return the role's matrix, (heads, size, d_model), or its bias, (heads, size)."""
@@ -50,16 +50,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Roles:
-    """Where the parameters of a module's queries, keys, values and output are, by name within the module."""
+    """The parameters of a module's queries, keys and values, and the norms of its queries and keys."""
 
-    rows: Mapping[str, Rows]  # by role: query, key, value
-    gains: Mapping[str, str]  # role → name of the norm of queries or keys
+    rows: Mapping[str, Rows]  # rows of a parameter, by role: query, key, value
+    gains: Mapping[str, str]  # name of the norm within the module, by role: query, key
 
 
 def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
     """Find the rows of queries, keys and values by calling the module with random weights; None if that fails.
 
-    With random weights every row is different, whatever the model's own weights are, so a match is unique.
+    Random weights have no equal rows, so that a match is unique.
     """
     generator = torch.Generator().manual_seed(0)
     weights = float64_weights(single.module)
@@ -124,9 +124,9 @@ def _find_gains(probe: Probe, inputs: tuple[Tensor, Tensor], units: Norms, befor
 
 
 def block_path(path: str) -> str:
-    """Return the path of the layer that contains an attention module: up to its last number, else the module's own.
+    """Return the path of the layer that contains an attention module: the module's path up to its last number.
 
-    T5 numbers the attention and the MLP within its blocks, too: block.0.layer.1.
+    A path without a number is returned unchanged. T5 also numbers attention and MLP within its blocks: block.0.layer.1.
     """
     match = re.match(r"(.*\.block\.\d+)(\.)layer\.\d+\.", path) or re.match(r"(.*\.\d+)(\.|$)", path)
     return match[1] if match else path
@@ -143,8 +143,9 @@ def read_layer(
 ) -> Layer:
     """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
 
-    `factors`: the site's Factors, if they could be read, with its rotation. `others`: module paths of the block's other
-    attention sites, whose tensors are left out. `rest`: False for the tensors below the site's own module only.
+    `factors` is the site's Factors, which contain its rotation, or any other object if they could not be read. `others`
+    contains the module paths of the block's other attention sites, whose tensors are left out. If `rest` is False, only
+    the tensors of the site's own module are returned.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(norm_offsets(block))
@@ -162,7 +163,7 @@ def read_layer(
             if name in parameters and (kind == "weight" or name != inside + rows.name):
                 parts[f"{role}.{kind}"] = rows.read(parameters[name])
                 used.setdefault(name, set()).update(rows.index.flatten().tolist())
-    added: dict[str, float] = {}  # what the norm of each gain adds to its weight
+    added: dict[str, float] = {}  # number that the norm of each gain adds to its weight
     for role, norm in norms.items():
         name, gain = f"{inside}{norm}.weight", f"{role}.gain"
         added[gain] = offsets.get(name, 0.0)
@@ -196,7 +197,10 @@ def read_layer(
 def _read_others(
     parameters: Mapping[str, Tensor], used: Mapping[str, set[int]], offsets: Mapping[str, float], axis: int
 ) -> dict[str, Tensor]:
-    """Return the tensors without a role, and of those `used` in part the other rows along `axis`; norms as gains."""
+    """Return the tensors without a role, and the remaining rows, along `axis`, of tensors that are `used` in part.
+
+    Weights of norms are returned as gains.
+    """
     parts = {}
     for name, part in parameters.items():
         if name not in used:
@@ -212,7 +216,7 @@ def add_offset(weight: Tensor, offset: float) -> Tensor:
 
 
 def _prefix_in_block(path: str) -> str:
-    """Return how the names of a module's tensors begin within its block."""
+    """Return the prefix, within the block, of the names of a module's tensors."""
     prefix = path.removeprefix(block_path(path)).lstrip(".")
     return f"{prefix}." if prefix else ""
 
@@ -226,7 +230,7 @@ def _bias_of(name: str) -> str:
 
 
 def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the name of each norm's gain w, and what the norm adds to it (1 if it applies 1 + w)."""
+    """Yield the name of each norm's weight w, and the number that the norm adds to it (1 if it applies 1 + w)."""
     for path, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
@@ -240,9 +244,10 @@ def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _find_output(block: nn.Module, module: nn.Module, roles: Roles, names: Collection[str]) -> tuple[str, bool] | None:
-    """Return the name of W_O in the block, and whether its rows are inputs; `names`: the tensors that can be W_O.
+    """Return the name of W_O in the block, and True if its rows are inputs; None if no tensor of `names` can be W_O.
 
-    It is the free matrix of its shape inside the module, or else the one whose path shares most with the module's.
+    W_O is the matrix of the right shape, without another role, inside the module; if there is none, the matrix in the
+    block whose path has most in common with the module's path.
     """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]

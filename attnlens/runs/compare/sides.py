@@ -18,7 +18,7 @@ from attnlens.kernels import OWN, attention
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts, weights
-from attnlens.models.hooks.survey import hiding_padding, real_parts
+from attnlens.models.hooks.survey import hide_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
@@ -210,7 +210,7 @@ class Pairing:
     ) -> list[Tensor]:
         """Average Σ_j p log(p/p') of a site's call and each other over queries that see keys; NaN if none does."""
         original, *calls = (
-            hiding_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
+            hide_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
             for each in (call, *others)
         )
         swap, other_swap = self.first.swaps.get(first), self.second.swaps.get(self.sites[first])

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, Analyzer
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values, standard_error
 from attnlens.models import texts, weights
-from attnlens.models.hooks.survey import hiding_padding
+from attnlens.models.hooks.survey import hide_padding
 from attnlens.records import Head, MeasureChange, QueryKey, Site
 from attnlens.records.comparison import SMALLEST_SHARE
 from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, Pass, compare_blocks, form_distances, run_pass
@@ -377,7 +377,7 @@ def draw_tokens(
         values, start = sequences.SequenceValues(batches.sequences), 0
         for number, batch in enumerate(batches):
             for site, call in passes[number].calls.items():
-                query_key = hiding_padding(call, batch.inputs).query_key(site)
+                query_key = hide_padding(call, batch.inputs).query_key(site)
                 if finite := sequences.finite_heads(query_key):
                     numbers = sequences.sequence_numbers(len(call.query), batch, start)
                     values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))

@@ -22,7 +22,7 @@ from attnlens.maths import linalg
 from attnlens.maths.statistics import gaussian_null
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
-from attnlens.models.hooks.survey import hiding_padding
+from attnlens.models.hooks.survey import hide_padding
 from attnlens.models.weights import Factors
 from attnlens.records import AttentionRows, Call, Measure, Null, QueryKey, Settings, Site, Skipped
 from attnlens.runs.feeding import measure_losses
@@ -270,7 +270,7 @@ class Inspection(PreparedRun):
         def visit(site: Site, call: Call) -> None:
             if site not in self.key_heads:
                 return
-            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            query_key = hide_padding(call, batch.inputs).query_key(site)
             finite = sequences.finite_heads(query_key)
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
@@ -321,7 +321,7 @@ class Inspection(PreparedRun):
         def visit(site: Site, call: Call, batch: texts.Batch, start: int) -> None:
             if site not in sites:
                 return
-            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            query_key = hide_padding(call, batch.inputs).query_key(site)
             form = forms.get(site, "no analyzer needs M on the module's inputs")
             if isinstance(form, QueryKey) and call.module is not None:
                 query_key = replace(query_key, inputs=module_inputs[call.module])
