@@ -32,7 +32,7 @@ def main() -> None:
     sites = capture_calls(loaded, tokens, sequences)
     heads = sum(call.query.shape[1] for call in dict(sites).values())
     print(f"\nksvd against spectrum: {heads} heads of {name}, {sequences} × {tokens} tokens, medians of {rounds}")
-    alone = [partial(run_analyzer, analyzer.of_tokens, sites) for analyzer in (ksvd, spectrum)]
+    alone = [partial(run_analyzer, analyzer.measure_tokens, sites) for analyzer in (ksvd, spectrum)]
     print_row("the analyzers alone", *subjects.time_in_turn(alone, rounds, warm=True)[0])
     whole = [partial(run_inspect, loaded, analyzer, tokens, sequences) for analyzer in ("ksvd", "spectrum")]
     print_row("all of attnlens.inspect", *subjects.time_in_turn(whole, rounds, warm=True)[0])

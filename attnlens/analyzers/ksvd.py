@@ -125,14 +125,14 @@ TOKENS = (
 )
 
 
-def rank_alone(query_key: QueryKey) -> Readings:
+def compute_rank90(query_key: QueryKey) -> Readings:
     """Compute `ksvd.rank90` without the other measures, at a fraction of their cost."""
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     return {"ksvd.rank90": linalg.rank_at(ksvd.dual(queries, keys, s=keys.shape[-1]).values, SHARE)}
 
 
-@analyzer("ksvd", source="tokens", measures=TOKENS, by_default=False, brief=("ksvd.rank90", rank_alone))
-def of_tokens(query_key: QueryKey) -> Readings:
+@analyzer("ksvd", source="tokens", measures=TOKENS, by_default=False, brief=("ksvd.rank90", compute_rank90))
+def measure_tokens(query_key: QueryKey) -> Readings:
     """How close is a head's attention to a low-rank kernel SVD (Chen et al. 2023)?
 
     P contains a window's attention weights, and K contains the cosines of all its queries and keys, as in the paper: K

@@ -29,7 +29,7 @@ else:
     torch = LazyModule("torch")
 
 MOST_QUERIES = 64  # most queries posed per head
-WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces in OF_SPACE
+WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces in SPACE_MEASURES
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
@@ -48,7 +48,7 @@ DECIDED = selection_share(
     series=1,
     use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
 )
-POSED = (  # measures of the queries in the problem, which are chosen once for all spaces
+PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen once for all spaces
     posed_measure(
         "selection.queries",
         "number of posed queries: the most decided ones of all sequences",
@@ -64,7 +64,7 @@ POSED = (  # measures of the queries in the problem, which are chosen once for a
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
     ),
 )
-OF_SPACE = (  # measures of a head that compare it with the SVM of one space
+SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one space
     selection_measure(
         "margin",
         "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
@@ -128,13 +128,13 @@ def qualify_name(what: str, space: Space) -> str:
 
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
-    behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
+    behind = sum(other.series > 0 for other in SPACE_MEASURES) * SPACES.index(space)
     name, series = qualify_name(info.name, space), info.series and info.series + behind
     sized_by = "d_model and the number of posed queries"
     return replace(info, name=name, series=series, space=space, null="rotations", sized_by=sized_by, **texts)
 
 
-MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
+MEASURES = (DECIDED, *PROBLEM_MEASURES, *(_in_space(info, space) for space in SPACES for info in SPACE_MEASURES))
 
 MOST_TOKENS = 4096  # most tokens of text from which a problem draws its queries (the first sequences)
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
@@ -289,8 +289,8 @@ class Selector:
 
     def _answer(self, head: int, solutions: SolvedBySpace, draws: Sequence[SolvedBySpace]) -> Answer:
         site, first = self.place.site, self.spaces[0]
-        measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in POSED}
-        kinds = [info.name for info in OF_SPACE if not info.curve]
+        measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in PROBLEM_MEASURES}
+        kinds = [info.name for info in SPACE_MEASURES if not info.curve]
         missing = Solved({}, str(self.place.form))  # the form is the reason why a space is not available
         for space in SPACES:
             solved, nulls = solutions.get(space, missing), [draw[space] for draw in draws if space in draw]

@@ -139,7 +139,7 @@ TOKENS = (
 
 
 @analyzer("spectrum", source="weights", measures=WEIGHTS)
-def of_weights(query_key: QueryKey) -> Readings:
+def measure_weights(query_key: QueryKey) -> Readings:
     """How fast do the singular values of a head's bilinear form decay?
 
     σ are the singular values of M = s·W_Q W_Kᵀ, where s is the scale and biases are left out; at most head_dim of them
@@ -156,7 +156,7 @@ def of_weights(query_key: QueryKey) -> Readings:
 
 
 @analyzer("spectrum", source="tokens", measures=TOKENS)
-def of_tokens(query_key: QueryKey) -> Readings:
+def measure_tokens(query_key: QueryKey) -> Readings:
     """How spread out is a head's attention, and what is its rank?
 
     P contains the attention weights p_ij of a window, one row per query; padding is left out. The

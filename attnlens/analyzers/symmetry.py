@@ -185,7 +185,7 @@ TOKENS = (
 
 
 @analyzer("symmetry", source="weights", measures=WEIGHTS)
-def of_weights(query_key: QueryKey) -> Readings:
+def measure_weights(query_key: QueryKey) -> Readings:
     """Is the bilinear form of a head symmetric, positive and directional?
 
     M = s·W_Q W_Kᵀ = S + A with S symmetric and A skew; s is the scale, C = W_Kᵀ W_Q, G_Q = W_Qᵀ W_Q, G_K = W_Kᵀ W_K;
@@ -212,7 +212,7 @@ def of_weights(query_key: QueryKey) -> Readings:
 
 
 @analyzer("symmetry", source="tokens", measures=TOKENS)
-def of_tokens(query_key: QueryKey) -> Readings:
+def measure_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?
 
     L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so

@@ -138,7 +138,7 @@ class Grams:
         return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
 
 
-def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
+def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
     """Return an index for each query head by name of a parameter: heads with equal indices share the parameter.
 
     The result is empty if no heads share parameters.
@@ -377,7 +377,7 @@ def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, 
 STEPS, ENOUGH = 500, 1e-9  # limits of the search for the nearest positive form: number of steps, relative change
 
 
-def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
+def score_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
     """Return N₀ = [[0, I], [0, 0]] for each head: uᵀN₀u' = ⟨q, k'⟩."""
     size = like.shape[-1] // 2
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
@@ -484,7 +484,7 @@ class NearestFit:
         if self.part == NO_KEY:
             return {"centre": centre}
         queries = self.second / count[..., None] - centre[..., None] * centre[..., None, :]
-        start = own_form(centre)
+        start = score_form(centre)
         basis, form, weights = nearest_symmetric(start, queries, self.seen / self.count.sum())
         if self.part == POSITIVE:
             form = nearest_positive(form, weights)

@@ -109,7 +109,7 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
         return f"Write {name} without parameters."
     if modifier := FILTERS.get(name) or HYBRIDS.get(name):
         return f"Write, for example, {example(name, modifier.parameters)}; see `attnlens list kernels`."
-    shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
+    shown = ",".join(f"{p.name}={format_default(p)}" for p in parameters)
     return f"Write {name}:{shown}; `attnlens list kernels` explains the parameters."
 
 
@@ -150,7 +150,7 @@ def far_kernels() -> list[str]:
     return [info.name for info in kernels().values() if info.form == "features" and info.positive]
 
 
-def default_of(parameter: KernelParameter) -> str:
+def format_default(parameter: KernelParameter) -> str:
     """Return the parameter's default as a user types it; `…` if the parameter is required."""
     if parameter.default is None:
         return "…"

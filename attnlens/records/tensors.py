@@ -65,8 +65,8 @@ class Call:
             query=self.query[:, index],
             key=self.key[:, key_heads],
             value=self.value[:, key_heads],
-            allowed=of_heads(self.allowed, index),
-            bias=of_heads(self.bias, index),
+            allowed=select_heads(self.allowed, index),
+            bias=select_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
             selected=tuple(self.key_heads[head] for head in index),
         )
@@ -275,8 +275,8 @@ class QueryKey:
             query=self.query[..., index, :, :],
             heads=tuple(self.heads[head] for head in index),
             key_of=tuple(self.key_of[head] for head in index),
-            allowed=of_heads(self.allowed, index),
-            bias=of_heads(self.bias, index),
+            allowed=select_heads(self.allowed, index),
+            bias=select_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
             base=None if self.base is None else self.base.select(index),
         )
@@ -313,6 +313,6 @@ class QueryKey:
         )
 
 
-def of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
+def select_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
     """Select heads of a mask or bias; a matrix shared by all heads, or None, is returned unchanged."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

@@ -99,7 +99,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
     """Add the model's device, dtype, notes and window length to settings; raise UsageError for an invalid length."""
-    device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
+    device, dtype = loading.format_devices(loaded.model), str(loaded.dtype).removeprefix("torch.")
     length = texts.window_length(loaded.model, settings.length)
     notes = [*settings.notes, *loaded.notes]
     return settings.model_copy(update={"device": device, "dtype": dtype, "length": length, "notes": notes})

@@ -22,7 +22,7 @@ from attnlens.models import loading, texts
 from attnlens.models.loading.adapters import find_adapter
 from attnlens.models.loading.configs import has_tokenizer, sizes
 from attnlens.models.loading.locate import DEMO, Location, find, read_json
-from attnlens.models.loading.placement import device_of
+from attnlens.models.loading.placement import choose_device
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Coverage, Curve, Experiment, File, Measure, Settings, Skipped, Trajectory
 from attnlens.report.report import Report
@@ -284,7 +284,7 @@ class Series:
             "texts": key_of([(each.name, each.text) for each in self.contents]),
             "fed": [sha256(path) for path in files if path.is_file()],
             "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
-            "device": str(device_of(self.request.device)),
+            "device": str(choose_device(self.request.device)),
             "code": [code_of(each).hex() for each in self.analyzers],
             "checkpoints": list(self.units),
         }

@@ -165,8 +165,8 @@ def test_mirrored_causal_heads_are_mercer_kernels_with_the_same_identified_measu
     for name, control in (("extended.share_skew", 0.05), ("extended.share_negative", 0.01)):
         assert before[name].min() > control, "the control: a measure that is not identified"
         assert after[name].max() < 1e-20
-    again, skews = symmetry.of_tokens(other), []
-    for name, reading in symmetry.of_tokens(plain).items():
+    again, skews = symmetry.measure_tokens(other), []
+    for name, reading in symmetry.measure_tokens(plain).items():
         torch.testing.assert_close(again[name], reading, rtol=1e-7, atol=1e-9, equal_nan=True, msg=name)
     for plain in trained(demo):
         other = mirrored(plain, 10)

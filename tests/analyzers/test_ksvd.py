@@ -13,7 +13,7 @@ from reports import planted
 
 import attnlens
 from attnlens.analyzers import spectrum
-from attnlens.analyzers.ksvd import TOKENS, of_tokens, rank_alone
+from attnlens.analyzers.ksvd import TOKENS, compute_rank90, measure_tokens
 from attnlens.analyzers.registry import MeasureInfo, measure_infos
 from attnlens.models import hooks, texts
 from attnlens.records import Call, Site
@@ -55,7 +55,7 @@ def test_the_curves_are_those_of_the_formed_matrices(allowed):
     qk = heads(allowed=allowed, sharpness=0.5)
     logits = dense(qk)
     attention = (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).softmax(-1)
-    readings, kernel = of_tokens(qk), cosine(qk)
+    readings, kernel = measure_tokens(qk), cosine(qk)
     centring = torch.eye(30, dtype=torch.float64) - 1 / 30
     matrices = {"attention": (attention, 30), "cosine": (kernel, 6)}
     matrices |= {f"centred_{name}": (matrix @ centring, steps) for name, (matrix, steps) in matrices.items()}
@@ -64,7 +64,7 @@ def test_the_curves_are_those_of_the_formed_matrices(allowed):
             sigma = torch.linalg.svdvals(matrix)[..., :steps] ** power
             close(readings[f"ksvd.{name}_{kind}"], sigma.cumsum(-1) / sigma.sum(-1, keepdim=True))
     close(readings["ksvd.first_share"], readings["ksvd.attention_spectrum"][:, 0])
-    close(readings["ksvd.attention_spectrum"], spectrum.of_tokens(qk)["tokens.singular_values"])
+    close(readings["ksvd.attention_spectrum"], spectrum.measure_tokens(qk)["tokens.singular_values"])
     assert (readings["ksvd.attention_spectrum"] - readings["ksvd.centred_attention_spectrum"]).abs().max() > 0.01
 
 
@@ -72,21 +72,21 @@ def test_the_two_analyzers_share_singular_values_of_the_same_heads_alone(monkeyp
     qk, other, calls = heads(), heads(n=20), []
     count = lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix)  # noqa: E731
     monkeypatch.setattr("attnlens.maths.linalg.attention.singular_values", count)
-    first, second = spectrum.of_tokens(qk), of_tokens(qk)
+    first, second = spectrum.measure_tokens(qk), measure_tokens(qk)
     assert len(calls) == 2
     assert torch.equal(first["tokens.singular_values"], second["ksvd.attention_spectrum"])
-    assert of_tokens(other)["ksvd.attention_spectrum"].shape == (4, 20)
+    assert measure_tokens(other)["ksvd.attention_spectrum"].shape == (4, 20)
     assert len(calls) == 4
-    assert of_tokens(replace(qk, allowed=CAUSAL))["ksvd.first_share"].sum() != second["ksvd.first_share"].sum()
+    assert measure_tokens(replace(qk, allowed=CAUSAL))["ksvd.first_share"].sum() != second["ksvd.first_share"].sum()
 
 
 def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
     qk = heads()
-    readings, kernel = of_tokens(qk), cosine(qk)
+    readings, kernel = measure_tokens(qk), cosine(qk)
     centred = kernel - kernel.mean(-1, keepdim=True)
     s, left, right = leading(kernel)
     assert readings["ksvd.rank90"].tolist() == s.tolist()
-    assert torch.equal(rank_alone(qk)["ksvd.rank90"], readings["ksvd.rank90"])
+    assert torch.equal(compute_rank90(qk)["ksvd.rank90"], readings["ksvd.rank90"])
     assert readings["ksvd.centred_rank90"].tolist() == leading(centred)[0].tolist()
     for head, count in enumerate(s.tolist()):
         angles = torch.linalg.svdvals(left[head, :, :count].mT @ right[head, :, :count]).clamp(max=1).acos()
@@ -97,16 +97,16 @@ def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
     assert (readings["ksvd.asymmetry"] > 0.1).all()
     x = random(2, 30, 6)
     same = query_key(x, x, "tokens", value=x / x.norm(dim=-1, keepdim=True))
-    close(of_tokens(same)["ksvd.asymmetry"], torch.zeros(2))
-    assert (of_tokens(same)["ksvd.value_alignment"] > 0.8).all()
-    assert (of_tokens(replace(same, value=random(2, 30, 6, seed=5)))["ksvd.value_alignment"] < 0.5).all()
+    close(measure_tokens(same)["ksvd.asymmetry"], torch.zeros(2))
+    assert (measure_tokens(same)["ksvd.value_alignment"] > 0.8).all()
+    assert (measure_tokens(replace(same, value=random(2, 30, 6, seed=5)))["ksvd.value_alignment"] < 0.5).all()
     # values in the directions of the kernel are aligned also if its first mode is constant
     key = 0.05 * random(3, 30, 6, seed=1) * torch.logspace(0, -2, 6, dtype=torch.float64) + 1.0
     qk = query_key(random(3, 30, 6) + 1.0, key, "tokens")
     kernel = cosine(qk)
     space = leading(kernel - kernel.mean(-1, keepdim=True))[2][..., :1]
     aligned = replace(qk, value=space @ random(3, 1, 5, seed=3) + random(3, 1, 5, seed=4))
-    readings = of_tokens(aligned)
+    readings = measure_tokens(aligned)
     assert (readings["ksvd.rank90"] == 1).all()
     close(readings["ksvd.value_alignment"], torch.ones(3))
     assert (share_inside(aligned, kernel) < 0.05).all(), "the control: in K's own first mode they are not"
@@ -118,7 +118,7 @@ def test_random_values_have_their_chance_level_on_every_real_head(demo):
     for reached in hooks.survey(demo.model, batch.inputs):
         qk = reached.call.query_key(reached.site)
         drawn = replace(qk, value=random(*qk.value.shape[:-1], 2000, seed=reached.site.layer))
-        readings, kernel = of_tokens(drawn), cosine(drawn).double()
+        readings, kernel = measure_tokens(drawn), cosine(drawn).double()
         chance = readings["ksvd.value_alignment"] / (readings["ksvd.centred_rank90"] / 127)
         uncentred = share_inside(drawn, kernel) / (leading(kernel)[0] / 128)
         rows.append(torch.stack([chance, uncentred, readings["ksvd.rank90"]]).flatten(1))
@@ -132,30 +132,30 @@ def test_random_values_have_their_chance_level_on_every_real_head(demo):
 def test_degenerate_heads_lack_only_what_is_undefined():
     qk = heads()
     qk.key[0] = qk.key[0, :1] * torch.arange(1, 31, dtype=torch.float64)[:, None]
-    one_direction = of_tokens(qk)
+    one_direction = measure_tokens(qk)
     for name in ("value_alignment", "centred_rank90", "centred_cosine_spectrum"):
         assert one_direction[f"ksvd.{name}"].isnan().view(4, -1).all(-1).tolist() == [True, True, False, False]
     assert (one_direction["ksvd.rank90"][:2] == 1).all()
     zeros = heads()
     zeros.query[0], zeros.query[1, 4:9] = 0, 0
-    readings = of_tokens(zeros)
+    readings = measure_tokens(zeros)
     for name in ("rank90", "asymmetry", "residual", "objective", "cosine_spectrum"):
         assert readings[f"ksvd.{name}"].isnan().view(4, -1).all(-1).tolist() == [True, False, False, False]
     assert readings["ksvd.first_share"].isfinite().all()
-    nothing = of_tokens(heads(allowed=torch.zeros(1, 30, 30, dtype=torch.bool)))
+    nothing = measure_tokens(heads(allowed=torch.zeros(1, 30, 30, dtype=torch.bool)))
     assert all(nothing[f"ksvd.{name}"].isnan().all() for name in ("first_share", "attention_spectrum"))
-    whole, without = of_tokens(heads()), of_tokens(replace(heads(), value=None))
+    whole, without = measure_tokens(heads()), measure_tokens(replace(heads(), value=None))
     assert without["ksvd.value_alignment"].isnan().all()
     for name in set(SCALARS) - {"ksvd.value_alignment"}:
         torch.testing.assert_close(without[name], whole[name], equal_nan=True)
-    assert of_tokens(replace(heads(), value=torch.full((2, 30, 5), 0.3)))["ksvd.value_alignment"].isnan().all()
-    short = of_tokens(heads(n=3))  # fewer tokens than features
+    assert measure_tokens(replace(heads(), value=torch.full((2, 30, 5), 0.3)))["ksvd.value_alignment"].isnan().all()
+    short = measure_tokens(heads(n=3))  # fewer tokens than features
     assert short["ksvd.cosine_spectrum"].shape == (4, 3)
     assert (short["ksvd.rank90"] <= 3).all()
     for name in ("residual", "objective"):
         assert all((each[f"ksvd.{name}"] < 1e-12).all() for each in (short, whole)), "the certificates are rounding"
     crossed = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), "tokens", part="cross")
-    assert (of_tokens(crossed)["ksvd.residual"] < 1e-12).all()
+    assert (measure_tokens(crossed)["ksvd.residual"] < 1e-12).all()
     assert [info.name for info in TOKENS if info.self_only] == ["ksvd.asymmetry"]
 
 

@@ -5,7 +5,7 @@ import torch
 from heads import close, dense, query_key, random, rotary
 
 from attnlens.analyzers.registry import select_analyzers
-from attnlens.analyzers.spectrum import TOKENS, WEIGHTS, of_tokens, of_weights
+from attnlens.analyzers.spectrum import TOKENS, WEIGHTS, measure_tokens, measure_weights
 from attnlens.maths import linalg
 from attnlens.maths.statistics import gaussian_null
 
@@ -24,16 +24,16 @@ def rank90(sigma):
 
 def test_weights_have_the_spectrum_of_the_formed_matrix():
     heads = query_key(random(6, 30, 5), random(2, 30, 5, seed=1))
-    sigma, readings = torch.linalg.svdvals(dense(heads))[:, :5], of_weights(heads)
+    sigma, readings = torch.linalg.svdvals(dense(heads))[:, :5], measure_weights(heads)
     close(readings["weights.singular_values"], sigma)
     close(readings["weights.stable_rank"], sigma.square().sum(-1) / sigma[:, 0].square())
     close(readings["weights.effective_rank"], effective_rank(sigma))
     close(readings["weights.rank90"], rank90(sigma))
-    slip = of_weights(query_key(heads.query, heads.key, key_of=(0, 1, 0, 1, 0, 1)))["weights.effective_rank"]
+    slip = measure_weights(query_key(heads.query, heads.key, key_of=(0, 1, 0, 1, 0, 1)))["weights.effective_rank"]
     assert not torch.allclose(slip, readings["weights.effective_rank"], rtol=1e-3)
     close(readings["weights.decay"], linalg.decay_rate(sigma))
     query, key = random(2, 30, 6), random(2, 30, 6, seed=1)
-    turned, still = (of_weights(query_key(query, key, rotation=turn)) for turn in (rotary(40, 6), None))
+    turned, still = (measure_weights(query_key(query, key, rotation=turn)) for turn in (rotary(40, 6), None))
     smoother = turned["weights.singular_values"][:, 0] < still["weights.singular_values"][:, 0]
     assert smoother.all(), "a rotation smoothes the spectrum"
 
@@ -43,24 +43,24 @@ def test_random_factors_decay_as_their_null_and_planted_ones_faster():
     heads = query_key(random(8, 40, 16), random(8, 40, 16, seed=1))
     mean, sd = gaussian_null([analyzer], heads, draws=64)["weights.decay"]
     assert mean > 5 * sd > 0, "sorted singular values fall by themselves"
-    assert ((of_weights(heads)["weights.decay"] - mean).abs() < 4 * sd).all()
+    assert ((measure_weights(heads)["weights.decay"] - mean).abs() < 4 * sd).all()
     planted = query_key(heads.query * torch.logspace(0, -1, 16, dtype=torch.float64), heads.key)
-    assert (of_weights(planted)["weights.decay"] > mean + 4 * sd).all()
+    assert (measure_weights(planted)["weights.decay"] > mean + 4 * sd).all()
 
 
 def test_cross_attention_has_every_spectrum_and_logits_that_are_not_bilinear_are_formed():
     query, key = random(3, 20, 4), random(3, 12, 4, seed=1)
     heads = query_key(query, key, part="cross")
-    close(of_weights(heads)["weights.singular_values"], torch.linalg.svdvals(dense(heads))[:, :4])
-    tokens = of_tokens(query_key(query, key, "tokens", part="cross"))
+    close(measure_weights(heads)["weights.singular_values"], torch.linalg.svdvals(dense(heads))[:, :4])
+    tokens = measure_tokens(query_key(query, key, "tokens", part="cross"))
     assert tokens["tokens.singular_values"].shape == (3, 12)
     assert not any(info.self_only for info in (*WEIGHTS, *TOKENS))
     query, key = 2 * random(2, 30, 4), random(2, 30, 4, seed=1)
     for rest in ({"softcap": 0.2}, {"bias": 5 * random(1, 30, 30, seed=2)}):
         heads = query_key(query, key, "tokens", **rest)
         expected = rank90(torch.linalg.svdvals(heads.logits - heads.logits.mean(-1, keepdim=True)))
-        close(of_tokens(heads)["tokens.logit_rank90"], expected)
-        assert (of_tokens(query_key(query, key, "tokens"))["tokens.logit_rank90"] < expected).any()
+        close(measure_tokens(heads)["tokens.logit_rank90"], expected)
+        assert (measure_tokens(query_key(query, key, "tokens"))["tokens.logit_rank90"] < expected).any()
 
 
 @pytest.mark.parametrize("allowed", [None, CAUSAL], ids=["all", "causal"])
@@ -70,7 +70,7 @@ def test_attention_spectra_are_those_of_the_softmax(allowed, sharpness):
     visible = (torch.ones(1, 30, 30) if allowed is None else allowed).double()
     logits = dense(heads)
     attention = torch.softmax(logits.masked_fill(visible == 0, -torch.inf), -1)
-    sigma, readings = torch.linalg.svdvals(attention), of_tokens(heads)
+    sigma, readings = torch.linalg.svdvals(attention), measure_tokens(heads)
     close(readings["tokens.effective_rank"], effective_rank(sigma), 1e-8)
     close(readings["tokens.rank90"], rank90(sigma))
     close(readings["tokens.singular_values"], sigma.cumsum(-1) / sigma.sum(-1, keepdim=True))
@@ -80,7 +80,7 @@ def test_attention_spectra_are_those_of_the_softmax(allowed, sharpness):
     close(readings["tokens.logit_rank90"], rank90(torch.linalg.svdvals(seen)))
     close(readings["tokens.max_weight"], attention.amax(-1).mean(-1))
     if allowed is not None:
-        unmasked = of_tokens(query_key(heads.query, heads.key, "tokens"))
+        unmasked = measure_tokens(query_key(heads.query, heads.key, "tokens"))
         assert (unmasked["tokens.effective_rank"] - readings["tokens.effective_rank"]).abs().max() > 0.1
 
 
@@ -95,11 +95,11 @@ def test_extreme_heads_have_known_values_or_none():
         (1e4 * eye, eye.roll(1, -1), (0, 1, 12, 11, 10)),  # a permutation
         (random(1, 1, 4), random(1, 1, 4, seed=1), (none, 1, 1, none, none)),  # one token
     ):
-        readings = of_tokens(query_key(query, key, "tokens"))
+        readings = measure_tokens(query_key(query, key, "tokens"))
         for name, value in zip(names, values, strict=True):
             number = readings[f"tokens.{name}"].item()
             assert value is ... or (number != number if value is none else number == pytest.approx(value, abs=1e-9))
     assert readings["tokens.singular_values"].tolist() == [[1]]
-    readings = of_weights(query_key(torch.zeros(2, 9, 3), torch.zeros(2, 9, 3)))
+    readings = measure_weights(query_key(torch.zeros(2, 9, 3), torch.zeros(2, 9, 3)))
     assert (readings["weights.singular_values"] == 0).all()
     assert all(readings[info.name].isnan().all() for info in WEIGHTS if not info.curve)

@@ -17,7 +17,7 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN, TIES, parsed
 from attnlens.kernels.attention import attend, weights
-from attnlens.kernels.lowrank import NearestFit, factorise, nearest_positive, nearest_symmetric, own_form
+from attnlens.kernels.lowrank import NearestFit, factorise, nearest_positive, nearest_symmetric, score_form
 from attnlens.models import hooks, texts
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
@@ -89,7 +89,7 @@ def moments(seed):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     queries, keys = (x.mT @ x / 20 for x in (noise(2, 20, 6), 0.3 * noise(2, 20, 6) @ noise(6, 6)))
-    return own_form(torch.zeros(2, 6, dtype=torch.float64)), queries, keys, noise
+    return score_form(torch.zeros(2, 6, dtype=torch.float64)), queries, keys, noise
 
 
 @settings(max_examples=20, deadline=None)

@@ -75,8 +75,8 @@ def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
     biased = {"bias": random(2, 1, T, T, seed=3)}
     options = {"plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": random(2)}, "bias": biased}[rest]
     qk = heads(name, **options)
-    whole = symmetry.of_tokens(qk) | spectrum.of_tokens(qk)
-    ours = long(symmetry.of_tokens, heads(name, **options)) | long(spectrum.of_tokens, heads(name, **options))
+    whole = symmetry.measure_tokens(qk) | spectrum.measure_tokens(qk)
+    ours = long(symmetry.measure_tokens, heads(name, **options)) | long(spectrum.measure_tokens, heads(name, **options))
     assert ours.keys() == whole.keys()
     lost = NOT_LONG | (KERNEL if name == "all" and rest == "softcap" else set())
     assert all(ours[measure].isnan().all() and not whole[measure].isnan().any() for measure in lost)
@@ -137,7 +137,7 @@ def test_verdicts_on_kernels_in_tiles(long, monkeypatch):
 
 def test_ksvd_of_a_long_head_has_what_its_factors_determine(long):
     value = random(2, 1, T, 5, seed=4)
-    whole, ours = ksvd.of_tokens(heads(value=value)), long(ksvd.of_tokens, heads(value=value))
+    whole, ours = ksvd.measure_tokens(heads(value=value)), long(ksvd.measure_tokens, heads(value=value))
     lost = {name for name, reading in ours.items() if reading.isnan().all()}
     curves = {f"ksvd.{centred}attention_{kind}" for centred in ("", "centred_") for kind in ("spectrum", "energy")}
     assert lost == {"ksvd.first_share", *curves}
@@ -211,7 +211,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_tiles_are_of_long_heads_alone_meet_the_whole_and_no_matrix_of_all_pairs_is_formed(long):
-    for function in (symmetry.of_tokens, spectrum.of_tokens, ksvd.of_tokens):
+    for function in (symmetry.measure_tokens, spectrum.measure_tokens, ksvd.measure_tokens):
         largest = Counter()
         for name in ("whole", "tiles"):
             qk = heads("causal", batch=(1,)).select([0])

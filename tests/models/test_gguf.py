@@ -16,7 +16,7 @@ from loaded import loaded as without_file
 import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
-from attnlens.models.loading.gguf import FACTORS, KNOWN, OF_ATTENTION
+from attnlens.models.loading.gguf import ATTENTION_NAMES, FACTORS, KNOWN
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
@@ -213,7 +213,9 @@ def test_the_documented_table_contains_every_field_of_attention_and_rotation():
         value for owner in (keys.Attention, keys.Attention.Indexer, keys.Rope) for value in vars(owner).values()
     ]
     constants += [
-        value for value in vars(keys.LLM).values() if OF_ATTENTION.search(str(value)) or str(value).endswith("_scale")
+        value
+        for value in vars(keys.LLM).values()
+        if ATTENTION_NAMES.search(str(value)) or str(value).endswith("_scale")
     ]
     fields = {value.removeprefix("{arch}.") for value in constants if str(value).startswith("{arch}.")}
     others = {name for name in fields if name.startswith(("expert", "activation"))}  # of experts and MLPs

@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, TextError, UsageError
 from attnlens.models import loading
-from attnlens.models.loading.building import tensors_in
+from attnlens.models.loading.building import list_tensors
 from attnlens.models.loading.gguf import read_header
 from attnlens.models.loading.locate import find
 from attnlens.models.texts import read_each, sample
@@ -232,7 +232,7 @@ def attempt(read):
 
 def read_tensors(folder, *, allow_pickle=False):
     place = find(str(folder), None, offline=True, allow_pickle=allow_pickle)
-    return place, tensors_in(place)
+    return place, list_tensors(place)
 
 
 @FEW

@@ -12,7 +12,7 @@ from heads import dense, random
 from loaded import loaded
 
 import attnlens
-from attnlens.analyzers.symmetry import of_weights
+from attnlens.analyzers.symmetry import measure_weights
 from attnlens.errors import NotBilinearError
 from attnlens.models import hooks, weights
 from attnlens.models.weights import probe as probing
@@ -84,11 +84,11 @@ def test_planted_latent_attention_has_definiteness_one_and_minus_one():
     module.q_a_layernorm.weight.copy_(module.kv_a_layernorm.weight)
     up, keys = module.q_b_proj.weight.view(4, 20, 16), module.kv_b_proj.weight.view(4, 22, 16)
     up[0, :12], up[2, :12] = keys[0, :12], -keys[2, :12]
-    definiteness = of_weights(factors_of(model)[0].query_key)["weights.definiteness"]
+    definiteness = measure_weights(factors_of(model)[0].query_key)["weights.definiteness"]
     assert definiteness[[0, 2]].tolist() == pytest.approx([1, -1], abs=1e-6)
     assert definiteness[[1, 3]].abs().max() < 0.9, "control: random heads"
     module.kv_a_layernorm.weight[:8] *= 3
-    assert of_weights(factors_of(model)[0].query_key)["weights.definiteness"][0] < 0.99, "control: gains count"
+    assert measure_weights(factors_of(model)[0].query_key)["weights.definiteness"][0] < 0.99, "control: gains count"
 
 
 def enlarged(model):

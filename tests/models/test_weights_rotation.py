@@ -13,7 +13,7 @@ from heads import query_key, random, rotary, stacked, turns
 
 import attnlens
 from attnlens.analyzers.registry import select_analyzers
-from attnlens.analyzers.symmetry import of_weights
+from attnlens.analyzers.symmetry import measure_weights
 from attnlens.errors import UnreadableError
 from attnlens.maths import linalg
 from attnlens.models import hooks, weights
@@ -106,7 +106,7 @@ def test_angles_of_places_are_distinguished_from_those_of_distances():
     close(form.definiteness, eigenvalues.sum(-1) / eigenvalues.abs().sum(-1))
     summed = joint.sum(0)
     assert linalg.layer_symmetry(heads) == pytest.approx(float((summed * summed.T).sum() / summed.square().sum()))
-    assert "weights.symmetry_by_distance" not in of_weights(heads)
+    assert "weights.symmetry_by_distance" not in measure_weights(heads)
 
 
 def test_planted_heads_under_places_have_definiteness_one_and_minus_one():
@@ -115,7 +115,7 @@ def test_planted_heads_under_places_have_definiteness_one_and_minus_one():
         query, key = (map_.weight.view(part.num_heads, -1, map_.in_features) for map_ in (part.q_proj, part.k_proj))
         query[0], query[1] = key[0], -key[1]
     for factors in factors_of(model):
-        definiteness = of_weights(factors.query_key)["weights.definiteness"]
+        definiteness = measure_weights(factors.query_key)["weights.definiteness"]
         assert definiteness[:2].tolist() == pytest.approx([1, -1], abs=1e-6)
         assert definiteness[2:].abs().max() < 0.9, "control: random heads"
 

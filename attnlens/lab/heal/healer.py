@@ -19,7 +19,7 @@ from attnlens.choices import HealingStage
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention.sums import regulariser
-from attnlens.kernels.lowrank import copies
+from attnlens.kernels.lowrank import shared_indices
 from attnlens.maths.ksvd import Convention
 from attnlens.maths.statistics import paired_difference
 from attnlens.models import hooks, texts
@@ -170,7 +170,10 @@ class Healer(SwapSetup):
                 problem = "Checkpointing needs blocks that run exactly once per forward pass; this model has none."
                 raise ModelError(problem, "Disable checkpointing.")
         for site, swap in self.swaps.items():
-            shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.ksvd_convention)
+            shared, sizes = (
+                shared_indices(swap.kernel.fitted),
+                partial(_step_sizes, swap.kernel, self.options.ksvd_convention),
+            )
             self.parameters[site] = {
                 name: Trained.of(part.float(), sizes(name), shared.get(name))
                 for name, part in swap.kernel.fitted.items()

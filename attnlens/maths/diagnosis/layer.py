@@ -98,22 +98,22 @@ def residuals(first: Tensor, second: Tensor, name: str) -> Float[Tensor, " heads
     return torch.where(change > 0, change / size, 0.0)
 
 
-def limit_of(name: str, first: Layer, second: Layer) -> float:
+def rounding_limit(name: str, first: Layer, second: Layer) -> float:
     """Return the relative residual up to which rounding explains a difference in this part."""
     spacing = max(side.spacing.get(name, SINGLE) for side in (first, second))
     return EXPLAINED * ROUNDING * spacing
 
 
-NO_TURN = 1e-6  # sines below this are 0
+NO_ANGLE = 1e-6  # smaller sines are set to 0
 
 
-def turn_from(first: Tensor, second: Tensor) -> Float[Tensor, " rows"]:
-    """Compute the sine of the angle between corresponding rows, after flattening all other axes; 1 for zeros."""
+def sines_between(first: Tensor, second: Tensor) -> Float[Tensor, " rows"]:
+    """Compute the sine of the angle between corresponding rows, flattened; 1 if a row is zero."""
     before, after = (part.double().flatten(1) for part in (first, second))
     lengths = before.norm(dim=1) * after.norm(dim=1)
     cosine = torch.where(lengths > 0, (before * after).sum(1) / lengths, 0.0)
     sine = (1 - cosine.square()).clamp(min=0).sqrt()
-    return torch.where(sine < NO_TURN, 0.0, sine)
+    return torch.where(sine < NO_ANGLE, 0.0, sine)
 
 
 def list_names(names: Sequence[str]) -> str:

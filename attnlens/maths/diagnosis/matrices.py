@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import FACTOR, Layer, Parts, has_heads, list_names, name_parts, residuals, turn_from
+from attnlens.maths.diagnosis.layer import (
+    FACTOR,
+    Layer,
+    Parts,
+    has_heads,
+    list_names,
+    name_parts,
+    residuals,
+    sines_between,
+)
 from attnlens.maths.diagnosis.steps import (
     BETTER,
     KINDS,
@@ -177,7 +186,7 @@ def propose_transpose(first: Layer, second: Layer) -> Iterator[Step]:
         if matrix.shape[0] != matrix.shape[1] or torch.equal(part, second.parts[name]):
             continue
         after = second.parts[name].flatten(0, -2)
-        if float(turn_from(matrix.T, after).mean()) < BETTER * float(turn_from(matrix, after).mean()):
+        if float(sines_between(matrix.T, after).mean()) < BETTER * float(sines_between(matrix, after).mean()):
             parts[name] = matrix.T.reshape(part.shape)
     if parts:
         verb = "is" if len(parts) == 1 else "are"

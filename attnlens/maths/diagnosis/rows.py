@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, name_unchanged, residuals, turn_from
+from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, name_unchanged, residuals, sines_between
 from attnlens.maths.diagnosis.steps import (
     KINDS,
     PERMUTED,
@@ -226,7 +226,7 @@ def _match_across_heads(
     chosen = moved[:: -(-len(moved) // SAMPLE)]
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (after[chosen], before[moved])]
     nearest = moved[(units[0] @ units[1].mT).argmax(1)]
-    old, new = (turn_from(before[places], after[chosen]) for places in (chosen, nearest))
+    old, new = (sines_between(before[places], after[chosen]) for places in (chosen, nearest))
     if not bool(are_better(new, old).any()):
         return None
     order[moved.cpu()] = moved.cpu()[_match_rows(before[moved], after[moved])]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis import heads as of_heads
+from attnlens.maths.diagnosis import heads as whole_heads
 from attnlens.maths.diagnosis import matrices, norms, rows, values
 from attnlens.maths.diagnosis.layer import (
     FACTOR,
@@ -19,17 +19,17 @@ from attnlens.maths.diagnosis.layer import (
     Parts,
     count_heads,
     has_heads,
-    limit_of,
     name_parts,
     residuals,
+    rounding_limit,
 )
-from attnlens.maths.diagnosis.steps import Fit, OfTensor, Pair, Step, Structural
+from attnlens.maths.diagnosis.steps import Fit, Pair, Step, Structural, TensorHypothesis
 
 STRUCTURAL: tuple[Structural, ...] = (
     rows.propose_wrong_head_count,
     rows.propose_row_order,
-    of_heads.propose_head_order,
-    of_heads.propose_averaged_keys,
+    whole_heads.propose_head_order,
+    whole_heads.propose_averaged_keys,
     rows.propose_rows_across_heads,
     matrices.propose_exchange,
     matrices.propose_exchanged_gains,
@@ -40,7 +40,7 @@ STRUCTURAL: tuple[Structural, ...] = (
     norms.propose_folded_norm,
 )
 """Hypotheses on several tensors, in the order in which they are preferred."""
-OF_TENSOR: tuple[OfTensor, ...] = (
+ON_TENSORS: tuple[TensorHypothesis, ...] = (
     values.propose_rounding,
     values.propose_lost_values,
     values.propose_offset,
@@ -101,7 +101,7 @@ def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosi
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
     if order:
-        best.adopt(of_heads.follow_order(best.first, best.second, order))
+        best.adopt(whole_heads.follow_order(best.first, best.second, order))
     best.run()
     if best.left and not order:
         for step in matrices.propose_always(best.first, best.second):
@@ -135,7 +135,7 @@ class Search:
     def still_open(self, parts: Parts, name: str) -> Tensor:
         """Return which heads of the second layer's part are not explained by the prediction `parts`."""
         after = self.residual(parts, name)
-        limit = limit_of(name, self.first, self.second)
+        limit = rounding_limit(name, self.first, self.second)
         wrong = (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
         return wrong & ~self.broken[name] if name in self.broken else wrong
 
@@ -283,7 +283,7 @@ class Search:
             inputs_first=name in self.first.inputs_first,
             offset=self.first.offsets.get(name, 0.0),
         )
-        for hypothesis in OF_TENSOR:
+        for hypothesis in ON_TENSORS:
             for fit in hypothesis(pair):
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, turn_from
+from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, sines_between
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -40,7 +40,7 @@ class Fit:
 
 
 Structural = Callable[[Layer, Layer], Iterator[Step]]
-OfTensor = Callable[["Pair"], Iterator[Fit]]
+TensorHypothesis = Callable[["Pair"], Iterator[Fit]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Te
 
 def mean_angles(first: Tensor, second: Tensor) -> Float[Tensor, " heads"]:
     """Compute the mean sine of the angles between the rows of each head."""
-    return turn_from(first.flatten(0, 1), second.flatten(0, 1)).view(first.shape[:2]).mean(1)
+    return sines_between(first.flatten(0, 1), second.flatten(0, 1)).view(first.shape[:2]).mean(1)
 
 
 def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from attnlens.models.trace import Keywords, Refused, call_arguments, remove_hook
 from attnlens.records import Call, Site
 from attnlens.wording import group_pairs
 
-OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
+PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
 """transformers' name of a modality → part of the model that reads it."""
 
 
@@ -38,7 +38,7 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
         if isinstance(inner, PreTrainedModel) and inner is not model:
             declared = inner.input_modalities
             modalities = [declared] if isinstance(declared, str) else declared
-            parts = {OF_MODALITY[modality] for modality in modalities if modality in OF_MODALITY}
+            parts = {PARTS_BY_MODALITY[modality] for modality in modalities if modality in PARTS_BY_MODALITY}
             by_module |= dict.fromkeys(inner.modules(), parts.pop() if len(parts) == 1 else None)
     decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
     if isinstance(decoder, nn.Module):

@@ -28,7 +28,7 @@ from attnlens.models.loading.adapters import Adapted, find_adapter, merge_adapte
 from attnlens.models.loading.building import build_model, check_files, load_config, nonfinite_tensors, open_gguf, quiet
 from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, quantisation
 from attnlens.models.loading.locate import Location, find, first_line, names_in
-from attnlens.models.loading.placement import device_of_inputs, places_of
+from attnlens.models.loading.placement import device_of_inputs, format_devices
 from attnlens.records import File, ModelInfo
 from attnlens.requests import Loading
 
@@ -116,7 +116,7 @@ def load(
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
     placement.check_device_map(options)
-    place_on = placement.device_of(device)
+    place_on = placement.choose_device(device)
     place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     place = replace(place, trusts_code=trust_remote_code)
     if not swapped:

@@ -21,10 +21,10 @@ import numpy
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
 from attnlens.models.loading import configs
-from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, GgufFiles, Settings
+from attnlens.models.loading.gguf import ATTENTION_NAMES, SAY_SAFETENSORS, GgufFiles, Settings
 from attnlens.models.loading.gguf import read_header as read_gguf_header
 from attnlens.models.loading.locate import Location, Storage, check_entries, foreign, names_in, readable
-from attnlens.models.loading.stored import LocalFile, Stored, format_names, numbers_in, read_header, read_pickle
+from attnlens.models.loading.stored import LocalFile, Stored, count_numbers, format_names, read_header, read_pickle
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def check_loaded(
         problem = f"{name}{more} has size {size} in the file, but {expected} according to {source}{because}"
         raise ModelError(f"{where} can't be loaded: {problem}.", remedy)
     if place.gguf:
-        if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
+        if ignored := [name for name in sorted(unused) if ATTENTION_NAMES.search(name)]:
             problem = f"transformers would ignore {format_names(ignored)} in {where}, which would change attention."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where).check_rotation(model)
@@ -154,7 +154,7 @@ def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
 SAY_ONCE = "Save the model again with each tensor stored once."
 
 
-def tensors_in(place: Location) -> dict[str, Stored]:
+def list_tensors(place: Location) -> dict[str, Stored]:
     """Return all tensors of the weight files, keyed by name. Raises ModelError if a file is invalid."""
     readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
         "safetensors": lambda file: read_header(LocalFile(file))[0],
@@ -241,7 +241,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
     from torch import Tensor
     from torch.nn.modules import module
 
-    numbers = TIMES * numbers_in(stored) + SPARE
+    numbers = TIMES * count_numbers(stored) + SPARE
     room = {"numbers": numbers, "buffers": numbers + SPARE_BUFFERS, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
     thread = get_ident()  # torch's hooks are global and also see modules built by other threads
 
@@ -258,7 +258,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
         size, path = max(sizes, default=(0, ""))
         largest = f" (the largest setting is {shorten_text(path)} = {format_value(size)})" if sizes else ""
         problem = f"{place.config_file} describes a far larger model{largest} than the weight files contain"
-        raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", configs.SAY_BELONGS)
+        raise ModelError(f"{problem} ({count_numbers(stored)} numbers).", configs.SAY_BELONGS)
 
     with ExitStack() as stack:
         for kind, register in (
@@ -281,7 +281,7 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
         raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
     if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
-    stored = tensors_in(place)
+    stored = list_tensors(place)
     configs.check_counts(place, len(stored))
     return stored
 

@@ -128,7 +128,7 @@ BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
-OF_ATTENTION = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
+ATTENTION_NAMES = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
 """Pattern in the names of fields and tensors that change attention or its inputs."""
 
 
@@ -183,7 +183,7 @@ class Settings:
                 self._require(name, not value or self.architecture.startswith("qwen35"))
             else:
                 is_known = name in KNOWN and not (name in UNSUPPORTED and value)
-                self._require(name, is_known or not OF_ATTENTION.search(name))
+                self._require(name, is_known or not ATTENTION_NAMES.search(name))
         self._apply_rotation(config)
 
     def _set_attribute(self, config: PreTrainedConfig, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import ModelError, TooLargeError, UsageError
 from attnlens.models.loading.locate import Location
-from attnlens.models.loading.stored import Stored, numbers_in
+from attnlens.models.loading.stored import Stored, count_numbers
 from attnlens.requests import SpreadRequest
 from attnlens.wording import format_count
 
@@ -56,7 +56,7 @@ def _counts(file: Path, name: str) -> list[int]:
 
 def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
     """Raise TooLargeError if the tensors, converted to `dtype`, are larger than the free memory."""
-    needed, free = numbers_in(stored) * dtype.itemsize, free_memory()
+    needed, free = count_numbers(stored) * dtype.itemsize, free_memory()
     if free is not None and needed > free:
         size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
         raise TooLargeError(
@@ -66,7 +66,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         )
 
 
-def device_of(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Return the device called `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if absent."""
     import torch
 
@@ -112,7 +112,7 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
     return {"device_map": "auto", "max_memory": limits}
 
 
-def places_of(model: PreTrainedModel) -> str:
+def format_devices(model: PreTrainedModel) -> str:
     """Return the model's device, or the devices over which it is spread, as text for a report."""
     spread = getattr(model, "hf_device_map", None)
     return str(device_of_inputs(model)) if spread is None else ", ".join(sorted(set(map(str, spread.values()))))

@@ -53,7 +53,7 @@ class Stored(NamedTuple):
         return self.type not in FLOATS.values()
 
 
-def numbers_in(tensors: Mapping[str, Stored]) -> int:
+def count_numbers(tensors: Mapping[str, Stored]) -> int:
     """Return the total number of values in these tensors."""
     return sum(prod(tensor.shape) for tensor in tensors.values())
 

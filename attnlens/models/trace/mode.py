@@ -69,12 +69,12 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
     moved = _centre(scores.to(zero) - zero, visible)
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
-    if not error <= rounding_of(query.dtype):  # `not <=` also refuses NaN
+    if not error <= rounding_limit(query.dtype):  # `not <=` also refuses NaN
         problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate by"
         raise unreadable(f"{problem} {error:.1e} of their size")
 
 
-def rounding_of(dtype: torch.dtype) -> float:
+def rounding_limit(dtype: torch.dtype) -> float:
     """Return the largest relative difference that rounding can explain between two results in this type."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: a few steps in half precision
 
@@ -391,7 +391,7 @@ class _Tracer(TorchFunctionMode):
             outputs = lead.back(attend(call, OWN, "eager")), result
             actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in outputs)
             error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
-            if not error <= rounding_of(result.dtype):  # `not <=` also refuses NaN
+            if not error <= rounding_limit(result.dtype):  # `not <=` also refuses NaN
                 raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
         except UnreadableError as refusal:
             if self.modules is not None:  # without an error, the model would compute a site that was read before

@@ -188,7 +188,7 @@ def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
-    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
+    return not any(_differs_from(part, rotation, query_rounding(probe)) for part in parts)
 
 
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
@@ -212,7 +212,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
         raise unreadable("in cross-attention, queries and keys depend on their positions")
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
         query, key = _sides(probe(*probe.random(rows, seed=5)))
-    rounding = rounding_of(probe)
+    rounding = query_rounding(probe)
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
         raise unreadable(DIRECTION)
@@ -238,7 +238,7 @@ def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
     return _wrap(_fit_frequencies(rotation).angles[1])
 
 
-def rounding_of(probe: Probe) -> float:
+def query_rounding(probe: Probe) -> float:
     """Return the relative rounding error of the type in which the module computes queries."""
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
@@ -424,7 +424,7 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     back to position 0 by `rotation`. If queries and keys come from two sequences, or if cos and sin have half
     precision, it is a sequence of one repeated token.
     """
-    alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
+    alike = probe.target.site.part == "cross" or (rotation is not None and query_rounding(probe) > SINGLE)
     base = probe.random(1, seed=1)
     zero = probe(*(torch.zeros_like(x) for x in base))
     tokens = [x[0, ..., 0].numel() for x in base]
@@ -508,7 +508,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
     inputs = window.random(window.least, seed=3, alike=False)
     call = window(*inputs)
     rebuilt = factors.rebuild(*inputs, (call.query, call.key))
-    border = TOLERANCE if factors.rotation is None else max(ANGLE, 4 * rounding_of(window))
+    border = TOLERANCE if factors.rotation is None else max(ANGLE, 4 * query_rounding(window))
     for name, part, expected in zip(("queries", "keys"), (call.query, call.key), rebuilt, strict=True):
         fine = expected.isfinite().all(-1).all(-1).all(0)
         error = (part[:, fine].double() - expected[:, fine]).norm()

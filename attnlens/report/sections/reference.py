@@ -22,7 +22,7 @@ from attnlens.arguments import format_argument
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
-from attnlens.kernels.spelling import default_of, example, far_kernels
+from attnlens.kernels.spelling import example, far_kernels, format_default
 from attnlens.records.architectures import Architecture
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean, join_items, short, source_of
@@ -137,7 +137,7 @@ def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
 
 def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
     """Return the name, and below it one line per parameter in the syntax that is typed: `:gamma=0.5`."""
-    pairs = zip(parameters, map(default_of, parameters), strict=True)
+    pairs = zip(parameters, map(format_default, parameters), strict=True)
     return _join_lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
