@@ -229,10 +229,10 @@ def measure_tokens(query_key: QueryKey) -> Readings:
     }
     if query_key.site.part == "cross":
         return {name: reading for name, reading in readings.items() if name != "tokens.share_distance"}
-    return _of_all_pairs(query_key) | readings
+    return _measure_all_pairs(query_key) | readings
 
 
-def _of_all_pairs(query_key: QueryKey) -> Readings:
+def _measure_all_pairs(query_key: QueryKey) -> Readings:
     """Return the measures defined only for heads whose mask hides no pair; NaN for other heads."""
     names = ("tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.definite")
     compared = linalg.compares_all(query_key)

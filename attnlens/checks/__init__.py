@@ -36,15 +36,15 @@ def check(
     false-discovery rate `fdr` (default 0.05). Raise UsageError if a rule is invalid or matches nothing, if the report
     is partial (unless `allow_partial` is True), or if the baseline belongs to a different run.
     """
-    from attnlens.checks.judging import verdict
-    from attnlens.checks.rule import Tolerance, rules_of
+    from attnlens.checks.judging import check_report
+    from attnlens.checks.rule import Tolerance, parse_rules
     from attnlens.records import Report, read_baseline
     from attnlens.report.report import read_report
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
-    parsed = [] if rules in ((), None) and baseline is not None else rules_of(rules)
+    parsed = [] if rules in ((), None) and baseline is not None else parse_rules(rules)
     bounds = {"relative": relative, "absolute": absolute, "fdr": fdr}
     tolerance = Tolerance(**{name: number for name, number in bounds.items() if number is not None})
     loaded = None if baseline is None else read_baseline(checked_path("baseline", baseline))
     file = None if baseline is None else str(baseline)
-    return verdict(subject, parsed, loaded, tolerance, file, allow_partial=allow_partial)
+    return check_report(subject, parsed, loaded, tolerance, file, allow_partial=allow_partial)

@@ -20,7 +20,7 @@ EQUAL_SETTINGS = ("windows", "length", "pack", "placement", "seed", "select", "s
 """Settings that a report and its baseline must share."""
 
 
-def baseline_of(report: Report) -> Baseline:
+def build_baseline(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
@@ -60,7 +60,7 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
     yield "measures", missing
 
 
-def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
+def check_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
     """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
 
     The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
@@ -124,7 +124,7 @@ def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[
             spread, change = math.hypot(se, error), abs(now - then)
             if spread > 0 and math.isfinite(change / spread):  # infinite for numbers near the largest float
                 p = float(2 * stdtr(max(1, report.settings.freedom(measure.n or 0)), -change / spread))
-        changes.append(breach(head, now, then, p))
+        changes.append(build_breach(head, now, then, p))
     return changes
 
 
@@ -135,7 +135,7 @@ def largest_rejected(p_values: Sequence[float], rate: float) -> float:
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
 
 
-def verdict(
+def check_report(
     report: Report,
     rules: Sequence[Rule],
     baseline: Baseline | None = None,
@@ -157,7 +157,7 @@ def verdict(
     checks = _check_rules(report, rules)
     if baseline is not None:
         _refuse_other(report, baseline)
-        checks += against(report, baseline, tolerance, file)
+        checks += check_baseline(report, baseline, tolerance, file)
     return report.model_copy(update={"checks": checks})
 
 
@@ -283,7 +283,7 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
                 median=_median(value for _, value in heads) if number is None else None,
                 heads=len(heads) if heads else None,
                 without=len(covered) - len(heads),
-                breaches=[] if passed else [breach(head, value) for head, value in broken],
+                breaches=[] if passed else [build_breach(head, value) for head, value in broken],
                 file=rule.file,
             )
         )
@@ -329,12 +329,14 @@ def _is_decisive(rule: Rule, value: float) -> bool:
     return comparison.operator in ((">", ">=") if lowest else ("<", "<="))
 
 
-def breach(head: HeadId | Breach, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
+def build_breach(
+    head: HeadId | Breach, value: float | None, base: float | None = None, p: float | None = None
+) -> Breach:
     """Build the record of a head or block: its value, its value in the baseline (`base`), and the p of their change."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 
-def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
+def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
     """Return the options `analyzers` and `source` of the baseline or, without a baseline, those that the rules need."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}

@@ -62,8 +62,8 @@ def _report(subject: object, options: dict[str, object], rules: object = None) -
     """Return or read a report, or inspect a model; `rules` determine the analyzers unless `options` contain them."""
     import attnlens
     from attnlens.arguments import names_report
-    from attnlens.checks.judging import options_for
-    from attnlens.checks.rule import rules_of
+    from attnlens.checks.judging import choose_options
+    from attnlens.checks.rule import parse_rules
     from attnlens.records import Report
     from attnlens.report.report import read_report
 
@@ -71,6 +71,6 @@ def _report(subject: object, options: dict[str, object], rules: object = None) -
         return subject
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
-    required = {} if rules is None or "analyzers" in options else options_for(rules_of(rules), None)
+    required = {} if rules is None or "analyzers" in options else choose_options(parse_rules(rules), None)
     inspect: Callable[..., Report] = attnlens.inspect  # untyped, because it checks its arguments
     return inspect(subject, **(required | options))

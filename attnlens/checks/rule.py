@@ -117,7 +117,7 @@ class Rule:
         return all(choices[name] & values for name, values in self.selection.items())
 
 
-def condition(text: object) -> Rule:
+def parse_condition(text: object) -> Rule:
     """Parse a condition (a rule without a subject) from untrusted text. Raise UsageError if it is invalid."""
     if not isinstance(text, str) or len(text) > LONGEST:
         raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
@@ -174,7 +174,7 @@ def _parse_error(text: object, why: str) -> UsageError:
 def _build_rule(subject: str, text: object) -> Rule:
     if not subject.strip("| "):
         raise UsageError(f"The rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}.")
-    return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)))
+    return replace(parse_condition(text), subject=subject.strip(), wanted=clean(str(text)))
 
 
 def parse_rule(text: object) -> Rule:
@@ -220,7 +220,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     return parse_table(table, str(path))
 
 
-def rules_of(source: object) -> list[Rule]:
+def parse_rules(source: object) -> list[Rule]:
     """Parse rules given in Python: a table, the path of a TOML file, or one or more strings."""
     rules: list[Rule] = []
     if isinstance(source, Mapping):

@@ -94,7 +94,7 @@ class Kernel:
         """True if key heads share the fitted parameters, so the kernel cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
-    def of_head(self, index: int) -> Kernel:
+    def select_head(self, index: int) -> Kernel:
         """Return the kernel with the fitted parameters of one head, given its index among the fitted heads."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
         if "members" in fitted:
@@ -130,7 +130,7 @@ class Kernel:
         """Names of the fitted parameters that healing can train."""
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
-    def fitting(self) -> Fit | None:
+    def build_fit(self) -> Fit | None:
         """Build the fit of the kernel's free parameters per head; return None if it has no free parameters."""
         fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         return fit if self.near is None else NearFit(fit)

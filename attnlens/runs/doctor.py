@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.arguments import public
-from attnlens.checks.judging import breach
+from attnlens.checks.judging import build_breach
 from attnlens.errors import FAILURES, ModelError, UnreadableError, UsageError
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
@@ -84,7 +84,7 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
         else:
             deviation = abs(old - new) / max(abs(old), abs(new), SMALLEST)
         if deviation > bound:
-            deviations.append((deviation, breach(head, new, old)))
+            deviations.append((deviation, build_breach(head, new, old)))
     breaches = [each for _, each in sorted(deviations, key=lambda pair: pair[0], reverse=True)]
     check = _recomputed_check(name, "value as in the report", not breaches)
     return check.model_copy(update={"heads": len(pairs), "breaches": breaches})

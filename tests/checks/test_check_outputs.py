@@ -14,7 +14,7 @@ from reports import planted, synthetic_report
 from views import Tags
 
 import attnlens
-from attnlens.checks.judging import baseline_of, verdict
+from attnlens.checks.judging import build_baseline, check_report
 from attnlens.checks.rule import parse_table
 from attnlens.report.render.html import html
 from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
@@ -25,7 +25,7 @@ RULES = {"weights.planted": ["min > 0.15", "median < 0.05", "count == 4"], "mode
 
 
 def report_of(rules=RULES, values=((0.1, 0.2), (0.3, 0.05)), file="attnlens.toml") -> Report:
-    return verdict(planted(np.array(values)), parse_table(rules, file))
+    return check_report(planted(np.array(values)), parse_table(rules, file))
 
 
 def test_junit_has_a_testcase_a_rule_and_is_read_back():
@@ -44,7 +44,7 @@ def test_junit_has_a_testcase_a_rule_and_is_read_back():
 
 def test_annotations_are_the_worst_ten_with_places_from_the_workspace_on(tmp_path, monkeypatch):
     values = np.linspace(0, 1, 40).reshape(4, 10)
-    report = verdict(planted(values), parse_table({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
+    report = check_report(planted(values), parse_table({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
     lines = workflow_commands(report)
     assert len(lines) == 10
     place = "::error file=a%252Cb%253Ac%2525.toml,title=attnlens weights.planted::"
@@ -65,7 +65,7 @@ def hostile() -> Report:
     heads = [head.model_copy(update={"site": f"=cmd|{HOSTILE}"}) for head in report.heads]
     model = report.model.model_copy(update={"id": f"=cmd|' /C calc'!A0{HOSTILE}", "architecture": HOSTILE})
     rules = parse_table({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml")
-    return verdict(report.model_copy(update={"heads": heads, "model": model}), rules)
+    return check_report(report.model_copy(update={"heads": heads, "model": model}), rules)
 
 
 FORMS = {
@@ -122,7 +122,7 @@ def test_the_table_shows_every_rule_the_csv_every_head_and_checks_survive_the_fi
 
 def test_a_baseline_shows_the_value_found_beside_baseline_and_tolerance():
     first, second = (planted(np.array(values)) for values in (((0.1, 0.2), (0.3, 0.4)), ((0.1, 0.2), (0.5, 0.6))))
-    judged = verdict(second, parse_table({"weights.planted": ["value > 0"]}), baseline_of(first))
+    judged = check_report(second, parse_table({"weights.planted": ["value > 0"]}), build_baseline(first))
     value, against = judged.checks
     assert (value.median, value.base) == (0.35, None)
     assert (against.median, against.base) == (0.35, 0.25)

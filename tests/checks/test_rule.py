@@ -18,7 +18,7 @@ from reports import planted, synthetic_report
 
 import attnlens
 from attnlens.checks.judging import largest_rejected
-from attnlens.checks.rule import condition, parse_rule, read_rules
+from attnlens.checks.rule import parse_condition, parse_rule, read_rules
 from attnlens.errors import UsageError
 from attnlens.maths.statistics import false_discovery
 
@@ -137,7 +137,7 @@ NO_RULES = {
     ("table", "call"),
     [
         (UNMATCHED, lambda rule: outcome(rule, synthetic_report(2, 2))),
-        (SENSELESS, condition),
+        (SENSELESS, parse_condition),
         (NO_RULES, lambda rules: attnlens.check(synthetic_report(1, 2), rules)),
     ],
     ids=["unmatched", "senseless", "no rules"],
@@ -177,9 +177,9 @@ def refused(call):
 @example("min > 1\n")
 @example("min > ٣")
 def test_any_text_is_a_condition_or_our_error(text):
-    read = refused(lambda: condition(text))
+    read = refused(lambda: parse_condition(text))
     if read is not None:
-        assert condition(f"{read.measured} {read.comparison}{read.filters}").filters == read.filters
+        assert parse_condition(f"{read.measured} {read.comparison}{read.filters}").filters == read.filters
         assert math.isfinite(read.comparison.low)
 
 

@@ -93,7 +93,7 @@ def test_the_maps_are_the_best_logits_of_their_size_in_their_metric(seed, size, 
 
 def test_query_heads_share_the_latent_of_their_key_head_and_moments_of_two_texts_add_up():
     kernel = fitted("rank:2,group=2", drawn(heads=5))
-    fits, alone = kernel.fitted, kernel.of_head(3).fitted
+    fits, alone = kernel.fitted, kernel.select_head(3).fitted
     assert torch.equal(alone["key_map"], fits["key_map"][3:4])
     assert not alone["members"].any(), "a single head has a single key head"
     groups = [sorted(set(row)) for row in fits["members"].tolist()]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from reports import synthetic_report
 
 from attnlens import records
-from attnlens.checks.judging import baseline_of
+from attnlens.checks.judging import build_baseline
 from attnlens.records import Call, Coverage, Head, HeadChange, Measure, Null, Site, Text
 from attnlens.records.comparison import heads_with_changes
 from attnlens.records.provenance import convert_plan
@@ -48,7 +48,7 @@ def test_heads_of_a_comparison_have_the_values_of_their_partners():
 
 
 def test_columns_of_a_baseline_are_as_long_as_its_heads():
-    baseline = baseline_of(synthetic_report(1, 2))
+    baseline = build_baseline(synthetic_report(1, 2))
     for column in ("values", "errors"):
         document = json.loads(baseline.to_json())
         document["measures"]["tokens.entropy"][column].pop()

@@ -8,7 +8,7 @@ from loaded import BARE, family, sites_of
 
 import attnlens
 from attnlens.arguments import listed_layers
-from attnlens.checks.rule import condition
+from attnlens.checks.rule import parse_condition
 from attnlens.errors import UsageError
 from attnlens.models.hooks.survey import number_within_parts
 from attnlens.records import ModelInfo, Site
@@ -92,9 +92,9 @@ def test_rules_select_layers_within_their_part(whisper):
     assert (covered, each) == (4, 8)  # cross-attention has no symmetry
     failed = attnlens.check(whisper, ["weights.norm: max < 0 @layers decoder.1"])
     assert "layer decoder.1 head" in " ".join(workflow_commands(failed))
-    assert condition("min > 0 @layers decoder.1,0-1").filters == " @layers 0,1,decoder.1"
+    assert parse_condition("min > 0 @layers decoder.1,0-1").filters == " @layers 0,1,decoder.1"
     with pytest.raises(UsageError, match="part"):
-        condition("min > 0 @layers middle.1")
+        parse_condition("min > 0 @layers middle.1")
 
 
 def test_every_rendering_shows_the_names(whisper):

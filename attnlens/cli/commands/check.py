@@ -67,12 +67,14 @@ def check(context: typer.Context) -> None:
     outputs.check(inputs)
     reading = opt.build(requests.InspectRequest, params)
     if not (names_report(subject) or reading.analyzers or request.update_baseline) and reading.source == "both":
-        reading = reading.with_options(**judging.options_for(rules, stored))
+        reading = reading.with_options(**judging.choose_options(rules, stored))
     report = _load_report(subject, reading, outputs)
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
-    judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
+    judged = judging.check_report(
+        report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial
+    )
     if request.update_baseline and request.baseline is not None:  # first, before anything else can fail
-        judging.baseline_of(report).write_json(request.baseline)
+        judging.build_baseline(report).write_json(request.baseline)
         if not outputs.quiet:
             say(f"Wrote {request.baseline}")
     if model is not None and request.recompute is not None:

@@ -235,7 +235,7 @@ class SweptBatch:
         setup, swap = self.setup, self.setup.swaps[site]
         if head is not None:  # select the head's fitted parameters
             index = head if swap.heads is None else swap.heads.index(head)
-            swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
+            swap = hooks.Replacement(swap.kernel.select_head(index), (head,))
         with (
             hooks.replace(setup.loaded.model, setup.sites, {site: swap}, setup.path),
             hooks.replay_outputs(self.blocks, outputs, site),
