@@ -277,7 +277,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for swept heads: those with a brief measure, reduced to it, and others run by default."""
+    """Return the analyzers for sweeps: those with a brief measure, reduced to this measure, and the other defaults."""
     selected = []
     for entry in _plain_analyzers():
         if entry.brief is not None:

@@ -84,7 +84,7 @@ differ (another gauge); rounding: M is equal up to rounding of the weights; chan
 
 
 class MeasureChange(Record):
-    """One measure of one head in both models."""
+    """Change of one measure of one head from the first model to the second."""
 
     layer: Count
     head: Count  # Number of the query head in the first model
@@ -105,7 +105,7 @@ class MeasureChange(Record):
 
 
 class HeadChange(HeadId):
-    """One head in both models."""
+    """A head of the first model, and the head of the second model with which it is compared."""
 
     partner: Count  # Number of the second model's head, at this site, with which this head is compared
     relation: Relation | None = None  # Relation of the forms; None if it can't be computed

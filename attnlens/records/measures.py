@@ -84,7 +84,9 @@ def read_record(
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            problem = f"{path} has schema_version {format_value(first['input'])}; this attnlens reads '1' and '2'."
+            problem = (
+                f"{path} has schema_version {format_value(first['input'])}; this version of attnlens reads '1' and '2'."
+            )
             remedy = "Create the file again with this version of attnlens, or read it with the version that wrote it."
             raise UsageError(problem, remedy) from None
         where = "".join(f"{part}." for part in first["loc"])

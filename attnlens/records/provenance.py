@@ -208,7 +208,7 @@ CHOSEN_BY = "the plan was written by an older attnlens, which measured the rise 
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1; `promised` becomes `estimated` if it was measured on the text used to choose."""
+    """Convert a plan of version 1; a `promised` rise on the text used to choose the ranks becomes `estimated`."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}

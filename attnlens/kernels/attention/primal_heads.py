@@ -143,7 +143,7 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:
-        raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
+        raise UsageError("This model has no primal attention.", "Build a model with attnlens.lab.primal.build.")
     objectives = [layer.objectives(convention)[:, None] for layer in layers]
     total = torch.stack([ksvd.regulariser(objective, convention).mean() for objective in objectives])
     for layer in layers:

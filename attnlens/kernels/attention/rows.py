@@ -252,7 +252,7 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
 
 
 def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
-    """Return the range of keys that queries of the tile can see; all keys if one of these queries sees none."""
+    """Return the range of keys that queries of the tile can see; all keys if one of these queries sees no key."""
     keys = call.key.shape[2]
     start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
     if where is not None and reach is not None:

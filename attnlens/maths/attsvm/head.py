@@ -243,7 +243,7 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by the best margin; their minimum, the efficiency, is ≤ 1, and 1 iff the head is the SVM."""
+        """Margins over the best margin; their minimum, the efficiency, is at most 1, and 1 iff the head is the SVM."""
         return self.margins / self.best
 
 

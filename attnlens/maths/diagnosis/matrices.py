@@ -200,7 +200,7 @@ CLOSE = 1e-3  # largest relative error of A · A⁻¹ from the identity
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q was multiplied by A within heads and W_K by A⁻ᵀ, or W_O and W_V so: the product is the same."""
+    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ within heads, with equal product."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)

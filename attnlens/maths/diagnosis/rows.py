@@ -95,7 +95,7 @@ def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows 
 
 
 def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that the rows of W_K were permuted as for the number of query heads, or W_Q's as for the key heads."""
+    """Propose that the rows of W_K were permuted as if it had as many heads as W_Q, or the reverse."""
     present = present_roles(first, second, roles=PERMUTED)
     counts = {role: first.parts[f"{role}.weight"].shape[0] for role in present}
     for role in present:

@@ -96,7 +96,7 @@ def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of parts, other than gains, that can act between projections: their axes have coordinates."""
+    """Return the names of parts, other than gains, with an axis of coordinates, which can act between projections."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

@@ -162,7 +162,7 @@ def _lanczos(matrix: TiledMatrix, generator: torch.Generator) -> Iterator[Ritz]:
 
 
 def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[Vectors, Float[Tensor, "some some"]]:
-    """Return orthonormal Q orthogonal to the basis, and C with Q C = the vectors minus their part in the basis."""
+    """Return orthonormal Q orthogonal to the basis, and C; Q C is the vectors without their part in the basis."""
     coupling = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
     for _ in range(3):  # a single pass leaves rounding errors, which normalising a small remainder amplifies
         vectors = vectors - basis @ (basis.mT @ vectors)
@@ -203,7 +203,7 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the squares of row-centred scores explained by b, and by c in addition; NaN without convergence.
+        """Return the sums of squares of row-centred scores that b explains, and that c adds; NaN if unconverged.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """

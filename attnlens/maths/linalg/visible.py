@@ -83,10 +83,11 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the equations of c: pairs per distance, normal matrix without these counts, coupling with b, distances.
+    """Return the normal equations of c for the distances that occur.
 
-    Only distances that occur are included; the last result contains their indices. `scaled` is the mask divided by the
-    root of each query's number of keys, which eliminates the row constants.
+    The results are the number of pairs per distance, the normal matrix without the diagonal matrix of these numbers,
+    its coupling with b, and the indices of the distances. `scaled` is the mask divided by the root of each query's
+    number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))

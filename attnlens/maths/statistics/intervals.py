@@ -68,7 +68,7 @@ def gaussian_null(
 
 
 def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
-    """Replace the heads by `count` random heads of unit norm."""
+    """Return a QueryKey like `like` with `count` random heads whose factors have unit norm."""
 
     def draw_factor(shape: torch.Size) -> Tensor:
         factor = torch.from_numpy(generator.standard_normal((count, *shape[-2:])))

@@ -141,7 +141,8 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
         if not min(call.query.shape[2], call.key.shape[2]):
-            raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give another input.")
+            problem = f"{paths[module]} receives no tokens from this input."
+            raise ModelError(problem, "Give an input that has tokens for this module.")
         calls.append((module, call, call_arguments(module, *running[module])))
         return recompute(call)
 

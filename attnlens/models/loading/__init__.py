@@ -123,7 +123,7 @@ def load(
         _refuse_swapped(place)
     if from_files and adapter is not None:
         problem = "An adapter can't be merged into a model whose weights are only read from their files."
-        raise ModelError(problem, "Merge the adapter into the model, save the result, and load that.")
+        raise ModelError(problem, "Merge the adapter into the model, save the merged model, and load it.")
     files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
     stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))
     if from_files:
@@ -167,7 +167,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model spread over all devices, and its shapes. Raises ModelError unless it is plain safetensors."""
+    """Load the model, spread over all devices, and its shapes. Raises ModelError unless it has plain safetensors."""
     if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
         raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")

@@ -296,7 +296,7 @@ def load_config(place: Location) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=place.trusts_code, **place.gguf
         )
-    configs.take_choices(config)
+    configs.clear_choices(config)
     if place.gguf:
         Settings(place.config_file).apply(config)
     return config

@@ -209,7 +209,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return a method in DECODED and its settings, else (None, {}). Raises ModelError for an unsupported variant."""
+    """Return the quantisation method and its settings, or (None, {}). Raises ModelError for an unsupported variant."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))
@@ -272,7 +272,7 @@ def accept_old_names() -> Iterator[None]:
         yield
 
 
-def take_choices(config: object) -> None:
+def clear_choices(config: object) -> None:
     """Set CHOICES to None in a config and nested configs, because they can make transformers run downloaded code."""
     from transformers import PreTrainedConfig
 

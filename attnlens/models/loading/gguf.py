@@ -75,7 +75,7 @@ def read_header(path: Path) -> Header:
         block, block_size = import_module("gguf").GGML_QUANT_SIZES.get(kind, (0, 0))
         if block == 0 or prod(shape) % block:
             problem = f"{path} stores {shorten_text(name)} in an unknown type, or in a size that does not fit its type."
-            raise ModelError(problem, "Convert the model again.")
+            raise ModelError(problem, "Convert the model to GGUF again.")
         size = prod(shape) // block * block_size
         if (last := header.data + offset + size) > len(content):
             problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)}"

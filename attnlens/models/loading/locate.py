@@ -114,7 +114,7 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
 
 
 def check_endpoint() -> None:
-    """Raise ModelError if HF_ENDPOINT is not a valid address: importing huggingface_hub would fail."""
+    """Raise ModelError if HF_ENDPOINT is not a valid address, with which importing huggingface_hub would fail."""
     _address(os.environ.get("HF_ENDPOINT") or "", "HF_ENDPOINT")
 
 
