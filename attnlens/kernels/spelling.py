@@ -246,10 +246,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Return the two parts of a hybrid or filtered kernel: the model's own kernel with the window, and the other alone.
-
-    The second part is the kernel without any filter or hybrid.
-    """
+    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without a window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

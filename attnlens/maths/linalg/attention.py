@@ -44,7 +44,7 @@ def max_weight(query_key: QueryKey) -> PerHead:
 
 
 def first_weight(query_key: QueryKey) -> PerHead:
-    """Return the mean weight of the first visible key, in [0, 1], over queries that see two or more; NaN if none do."""
+    """Return the mean weight of the first visible key, in [0, 1], over queries that see two or more keys; else NaN."""
     return _average_queries(query_key, _first_weights)
 
 
