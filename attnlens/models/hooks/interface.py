@@ -94,7 +94,7 @@ def out_of_reach(
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", remedy)
     if ran is not None and not any(map(is_attention, ran)):
         return ModelError(f"{name} does not run attention on this input.", "Give an input that reaches its attention.")
-    problem = f"The attention code of {name} has no softmax over query–key products that weights the values."
+    problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
     return ModelError(problem, remedy)
 
 
