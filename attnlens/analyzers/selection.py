@@ -180,7 +180,7 @@ class Selector:
     def __init__(self, place: GatheringPlace) -> None:
         self.place = place
         self.stored: list[StoredSequence] = []
-        self.shares: dict[int, dict[int, float]] = defaultdict(dict)  # of decided queries, by head and sequence
+        self.shares: dict[int, dict[int, float]] = defaultdict(dict)  # share of decided queries, by head and sequence
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale, self.biased = 1.0, False

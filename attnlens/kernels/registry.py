@@ -30,7 +30,7 @@ else:
 class KernelParameter:
     """Numeric parameter of a kernel, as in `rbf:gamma=1`."""
 
-    name: str  # as typed
+    name: str  # name in the spelling of the kernel
     meaning: str  # in one line
     kind: type[int] | type[float]  # int for a count, float for a measured quantity
     default: float | None = None  # value if none is typed; None: the parameter is required
@@ -206,7 +206,7 @@ def _by_name(*modifiers: Modifier) -> dict[str, Modifier]:
 
 
 PARTS = "Schoenberg 1938; Wright & Gonzalez 2021"
-TIES = _by_name(  # of queries and keys, for self-attention only
+TIES = _by_name(  # ties of queries and keys, for self-attention only
     Modifier(
         "symmetric",
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
@@ -248,7 +248,7 @@ TIES = _by_name(  # of queries and keys, for self-attention only
 )
 
 WIDTH = KernelParameter("width", "tokens on each side, including the token", int, low=1, high=2**31)
-FILTERS = _by_name(  # they select the keys that a query keeps by position
+FILTERS = _by_name(  # filters, which select by position the keys that a query keeps
     Modifier(
         "window",
         "|i − j| < w",

@@ -28,7 +28,7 @@ class Kernel:
     """A registered kernel with its parameters, tie, filter and fitted parameters."""
 
     info: KernelInfo  # the registered kernel
-    parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
+    parameters: Mapping[str, float] = field(default_factory=dict)  # all parameters, including defaults
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # parameters that a fit chose

@@ -132,7 +132,7 @@ class SiteCheck(Record):
     heads: Count
     route: str  # How the site's weights were read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
-    weights_error: Number | None  # This error if queries and keys are computed from weights and inputs
+    weights_error: Number | None  # Error if queries and keys are computed from weights and inputs
     reason: str | None = None  # Reason why an error is missing
     rounding: Number | None = None
     """Error of the model's own attention weights because the model rounds large scores; None if no error needs this

@@ -117,7 +117,7 @@ class DeferredWeights:
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
         for name in self.files.stored:
             target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:  # as transformers does, keep a name that the model has
+            if target not in state and name in state:  # keep a name that the model has, as transformers does
                 target, pattern = core_model_loading.rename_source_key(name, [], [], prefix, state)
             targets[name] = target, pattern is not None
         return targets
