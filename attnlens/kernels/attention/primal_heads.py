@@ -147,8 +147,6 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     objectives = [layer.objectives(convention)[:, None] for layer in layers]
     total = torch.stack([ksvd.regulariser(objective, convention).mean() for objective in objectives])
     for layer in layers:
-        if (
-            layer.last is not None and layer.last[0].requires_grad
-        ):  # the autograd graph keeps the activations of the whole model
+        if layer.last is not None and layer.last[0].requires_grad:  # the graph keeps the whole model's activations
             layer.last = None
     return total.sum() if convention == "paper" else total.mean()

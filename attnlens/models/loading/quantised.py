@@ -197,9 +197,8 @@ def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; all formats but gptq_v2 store zero − 1."""
     words, zero_words, scale, bits = _matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
-    settings = {
-        name: value for name, value in settings.items() if name not in overridden
-    }  # overridden settings vary by module
+    # overridden settings vary by module
+    settings = {name: value for name, value in settings.items() if name not in overridden}
     declared = settings.get("bits", bits)
     require(declared == bits, f"its codes have {bits} bits, but the setting bits is {format_value(declared)}")
     codes = _unpack_words(words.mT, bits).mT
