@@ -48,6 +48,9 @@ class Layer:
     is_post_norm: bool = False
     """True if attention reads no norm of its layer (BERT): then the output of its norms is also a residual."""
 
+    is_cross: bool = False
+    """True if keys and values read another sequence than the queries (cross-attention)."""
+
     offsets: Mapping[str, float] = field(default_factory=dict)
     """What the norm adds to its stored weight to make a gain, if not 0; such gains are in float64, to be exact."""
 

@@ -46,11 +46,14 @@ OF_TENSOR: tuple[OfTensor, ...] = (
     values.propose_offset,
     values.propose_factor,
     values.propose_grid,
+    values.propose_float8,
     values.propose_changed_rows,
     values.propose_factors,
     values.propose_low_rank,
 )
 """Hypotheses on single tensors, in the order in which they are preferred."""
+WEAKER: tuple[OfTensor, ...] = (values.propose_compensated_grid,)
+"""Hypotheses that leave more open than others, which are tried if no other explains a tensor."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ def _is_broken(part: Tensor) -> bool:
 
 def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
     """Return which heads are only rounded to another type."""
-    exact = [(first.to(kind).double() == second.double()).flatten(1).all(1) for kind in values.TYPES.values()]
-    return torch.stack(exact).any(0)
+    pairs = [*zip(first, second, strict=True)]
+    exact = [any(values.is_rounded(*pair, kind) for kind in values.TYPES.values()) for pair in pairs]
+    return torch.tensor(exact, device=first.device)
 
 
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
@@ -118,6 +122,7 @@ class Search:
     second: Layer
     causes: list[Cause] = field(default_factory=list)
     closest: tuple[str, float] | None = None
+    hypotheses: tuple[OfTensor, ...] = OF_TENSOR  # on single tensors
 
     def __post_init__(self) -> None:
         self.names = [name for name in self.first.parts if name in self.second.parts]
@@ -170,6 +175,9 @@ class Search:
         self._fit_tensors(self.current, ())
         if step is None:
             self._find_pairs()
+            self.hypotheses = WEAKER
+            self._find_pairs()
+            self._fit_tensors(self.current, ())
         self._find_rounding()
         return True
 
@@ -275,7 +283,7 @@ class Search:
             inputs_first=name in self.first.inputs_first,
             offset=self.first.offsets.get(name, 0.0),
         )
-        for hypothesis in OF_TENSOR:
+        for hypothesis in self.hypotheses:
             for fit in hypothesis(pair):
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())
 
@@ -342,7 +350,7 @@ class Search:
             for kind, dtype in values.TYPES.items():
                 coarser = values.is_exact(after, dtype) and not values.is_exact(before, dtype)
                 near = coarser and left <= 2 * ROUNDING * torch.finfo(dtype).eps  # factors are fitted to rounded values
-                if near or torch.equal(part.to(dtype).double(), after.double()):
+                if near or values.is_rounded(part, after, dtype):
                     by_type[kind].append(name)
                     break
         for kind, names in by_type.items():
