@@ -784,7 +784,7 @@ def test_a_grid_whose_errors_are_compensated_is_named(bits):
     coded, left = torch.empty_like(part), part.clone()
     for column in range(128):
         coded[:, column] = low + step * ((left[:, column] - low) / step).round().clamp(0, 2**bits - 1)
-        left[:, column + 1 :] += 0.2 * (left[:, column] - coded[:, column])[:, None]
+        left[:, column + 1 :] += 0.1 * (left[:, column] - coded[:, column])[:, None]
     (cause,) = diagnose(first, first.with_parts({"mlp.weight": coded})).causes
     assert cause.hypothesis == f"quantised to {bits} bits"
     assert cause.text.endswith("row by row, not always to the nearest level (as by GPTQ, or after a small change)")

@@ -167,10 +167,12 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
     doubt = noise[:, 1:] + noise[:, :-1]
     gaps = ordered.diff(dim=-1)
-    # a gap of one level is longer or shorter by the rounding of its ends
-    longest, places = (gaps + doubt).masked_fill(gaps <= 2 * doubt, torch.inf).min(-1, keepdim=True)
+    # a gap of one level is longer or shorter by the rounding of its ends; the least rounded one is the most precise
+    is_gap = gaps > 2 * doubt
+    longest = (gaps + doubt).masked_fill(~is_gap, torch.inf).amin(-1, keepdim=True)
     if not bool(longest.isfinite().any()):
         return None
+    places = doubt.masked_fill(~is_gap | (gaps - doubt > longest), torch.inf).argmin(-1, keepdim=True)
     smallest = torch.where(longest.isfinite(), gaps.gather(1, places), 1.0)
     anchor = ordered.gather(1, ordered.abs().argmin(-1, keepdim=True))
     step, low, levels = (torch.full_like(longest, torch.nan) for _ in range(3))
@@ -188,19 +190,17 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
 def _fit_step(
     offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"], noise: Float[Tensor, "groups size"]
 ) -> Tensor:
-    """Fit the step to the levels' distances from the level next to 0, by least squares weighted by their rounding.
+    """Fit the step to the levels' distances from the level next to 0: the middle of what their rounding leaves open.
 
-    Each level counts once: all its values are rounded alike.
+    A least-squares fit would be biased, because all values of a level are rounded alike.
     """
-    is_first = offsets.diff(dim=-1, prepend=offsets[:, :1] - 1) > 0
-    largest = noise.amax(-1, keepdim=True).clamp(min=TINY)
-    precision = (largest / noise.clamp(min=TINY)).square()
     for radius in RADII:
         places = (offsets / step).round()
-        places = torch.where((places.abs() <= radius) & is_first, places, 0.0)
-        size = (precision * places.square()).sum(-1, keepdim=True)
-        fitted = (precision * places * offsets).sum(-1, keepdim=True) / size.clamp(min=1)
-        step = torch.where(size > 0, fitted, step)
+        used = (places != 0) & (places.abs() <= radius)
+        ratio, doubt = offsets / places, noise / places.abs()
+        low = (ratio - doubt).masked_fill(~used, -torch.inf).amax(-1, keepdim=True)
+        high = (ratio + doubt).masked_fill(~used, torch.inf).amin(-1, keepdim=True)
+        step = torch.where(low.isfinite(), (low + high) / 2, step)
     return step
 
 
