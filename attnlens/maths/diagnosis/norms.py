@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, name_parts, residuals
+from attnlens.maths.diagnosis.layer import SINGLE, Layer, Parts, has_heads, name_parts, residuals
 from attnlens.maths.diagnosis.steps import BETTER, PERMUTED, Step
 
 if TYPE_CHECKING:
@@ -127,8 +127,14 @@ def _fold_bias(
     biases, axes = {name: after}, _list_matrices(first, len(ratio))
     for reader in readers:
         weight, bias = first.parts[reader].double(), reader.removesuffix("weight") + "bias"
-        moved = weight @ shift if axes[reader] == -1 else shift @ weight
-        biases[bias] = first.parts[bias].double() + moved if bias in first.parts else moved
+        inputs_last = axes[reader] == -1
+        moved = weight @ shift if inputs_last else shift @ weight
+        sums = first.parts[bias].double() + moved if bias in first.parts else moved
+        # sums in float32 are rounded by more than their own size, if their terms cancel
+        terms = weight.abs() @ shift.abs() if inputs_last else shift.abs() @ weight.abs()
+        given = second.parts.get(bias, sums)
+        close = (given - sums).abs() <= SINGLE * len(ratio) ** 0.5 * terms
+        biases[bias] = torch.where(close, given.double(), sums)
     return biases
 
 

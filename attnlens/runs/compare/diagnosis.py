@@ -311,7 +311,7 @@ class Walk:
         model = self.sides[0].weights_model.model
         norms = [name for name in left if "Norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__]
         last = [*norms, *(name for name in left if name == _output_name(model))]
-        for group in [last, *([name] for name in left if name not in last)]:
+        for group in [*([name] for name in left if name not in last), last]:
             with ExitStack() as stack:
                 pairs = {
                     name: [
