@@ -86,20 +86,24 @@ def main() -> None:
     names = ["demo"] if options.quick else options.models.split(",")
     wanted = "^rows of q and k|^norm's gain" if options.quick else options.damage
     pairs = 1 if options.quick else options.pairs
-    table = {name: fill_column(name, [each for each in DAMAGES if re.search(wanted, each)], wanted) for name in names}
+    table, rows = dict[str, dict[str, str]](), list[dict[str, Any]]()
+    for name in names:
+        table[name] = fill_column(name, [each for each in DAMAGES if re.search(wanted, each)], wanted)
+        save(options.json, table, rows)
     print_table(table)
-    rows = []
     for number in range(options.first, options.first + pairs):
         rows.append(judge_pair(number, names))
         if rows[-1]["causes"]:
             print("false:", rows[-1], flush=True)
+        save(options.json, {}, rows)
     print_pairs(rows)
-    if options.json:
-        save(Path(options.json), table, rows)
 
 
-def save(path: Path, table: dict[str, dict[str, str]], pairs: Sequence[dict[str, Any]]) -> None:
-    """Add columns, rows and pairs to those in the file."""
+def save(file: str | None, table: dict[str, dict[str, str]], pairs: Sequence[dict[str, Any]]) -> None:
+    """Add columns, rows and pairs to those in the file, if one is named."""
+    if file is None:
+        return
+    path = Path(file)
     content = json.loads(path.read_text()) if path.exists() else {"table": {}, "pairs": []}
     for name, column in table.items():
         content["table"][name] = content["table"].get(name, {}) | column
