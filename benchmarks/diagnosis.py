@@ -247,8 +247,11 @@ def print_table(table: dict[str, dict[str, str]]) -> None:
 
 @functools.cache
 def load_short(name: str, *, rounded: bool) -> tuple[loading.Loaded, Inspection]:
-    """Load a model of two layers (demo: four), and survey it; `rounded`: with weights that fit bfloat16."""
-    own = load(name) if name == "demo" else loaded.cut(load(name), 2) if name in MODELS[:3] else loaded.family(name)
+    """Load a model of two layers (demo and Falcon: four), and survey it; `rounded`: with weights that fit bfloat16."""
+    if name in ("demo", "falcon"):  # the family's Falcon shares one key head, in another layout
+        own = load(name)
+    else:
+        own = loaded.cut(load(name), 2) if name in MODELS[:3] else loaded.family(name)
     own = change_copy(own, round_weights) if rounded else own
     return own, read_side(own)
 

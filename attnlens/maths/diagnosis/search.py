@@ -80,7 +80,8 @@ class Diagnosis:
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
 
-ADDED = frozenset({"bias added", "gain added"})  # not named if other tensors changed without an explanation
+ADDED = frozenset({"bias added", "gain added", *(f"first rounded to {name}" for name in values.TYPES)})
+"""Hypotheses that are not named if other tensors changed without an explanation."""
 NEAR = 0.5  # share of a difference that a hypothesis must leave at most to be named as the closest
 State = dict[str, Tensor]  # True for each head of each part that still differs without an explanation
 
@@ -152,7 +153,7 @@ class Search:
     def result(self) -> Diagnosis:
         """The causes found, and what they leave."""
         open_heads, causes = dict(self.open), self.causes
-        if self.left:  # training starts from biases of 0 and gains of 1 too
+        if self.left:  # training starts from biases of 0, gains of 1 and rounded weights too
             added = [cause for cause in causes if cause.hypothesis in ADDED]
             causes = [cause for cause in causes if cause not in added]
             open_heads |= {name: self.start[name] > 0 for cause in added for name in cause.parts}

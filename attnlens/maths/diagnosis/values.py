@@ -32,7 +32,7 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
         if is_rounded(first, second, kind):
             yield Fit(f"rounded to {name}", f"{{parts}} rounded to {name}", None, pair.second)
             return
-        if torch.equal(second.to(kind).double(), first) and _is_rounding_error(second - first, first, kind):
+        if is_rounded(second, first, kind) and _is_rounding_error(second - first, first, kind):
             text = f"{{parts}} more precise: the first model's numbers are rounded to {name}"
             yield Fit(f"first rounded to {name}", text, None, pair.second, harmless=True)
             return
@@ -49,8 +49,6 @@ def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bo
     Small training steps from weights of this type round to these weights too, but have other sizes.
     """
     used = rounded != 0
-    if not bool(used.any()):
-        return True
     if kind == torch.float16 and is_exact(rounded, torch.bfloat16):
         return False
     shares = (2 * errors[used].abs() / _unit_spacing(rounded[used], kind)).sort().values
@@ -337,14 +335,18 @@ def _like(rows: Tensor, pair: Pair) -> Tensor:
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
-    """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value."""
+    """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value.
+
+    In them, most values changed: single values changed here and there (by pruning) concern few values of a row.
+    """
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
     first, second = (_as_rows(part, pair) for part in (pair.first, pair.second))
     changed = first != second
     for axis, kind in enumerate(("row", "column")):
         count, places = changed.shape[axis], changed.any(1 - axis).nonzero().flatten()
-        if 2 * len(places) > count or changed.shape[1 - axis] < LEAST_VALUES:
+        few = changed.index_select(axis, places).double().mean() <= 0.5
+        if few or 2 * len(places) > count or changed.shape[1 - axis] < LEAST_VALUES:
             continue
         is_inside = kind == ("column" if pair.name == "output.weight" else "row")
         if pair.heads and is_inside:  # numbers in the whole matrix, not among the heads that differ
