@@ -608,6 +608,30 @@ def test_few_values_are_neither_a_grid_nor_changed_rows():
     assert (diagnosis.causes, diagnosis.unexplained) == ([], ["table.weight", "types.weight"])
 
 
+def test_a_few_changed_values_are_neither_changed_rows_nor_an_update_of_low_rank():
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(5))
+    first = draw("whole").with_parts({"table.weight": table})
+    pruned = table.clone()
+    pruned[[2, 5], 1] = 0
+    diagnosis = diagnose(first, first.with_parts({"table.weight": pruned}))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["table.weight"])
+    pruned[:, 1] = 0  # the control
+    assert names(diagnose(first, first.with_parts({"table.weight": pruned}))) == ["columns replaced"]
+
+
+def test_lost_precision_is_named_only_if_nothing_else_changed_without_an_explanation():
+    """Training changes all tensors, few values of which can look like those that rounding lost."""
+    exact = draw("whole")
+    rounded = apply(exact, cast(torch.bfloat16))
+    noise = 0.1 * torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(3))
+    trained = exact.with_parts({"mlp.weight": exact.parts["mlp.weight"] + noise})
+    diagnosis = diagnose(rounded, replace(trained, spacing={}))
+    assert not diagnosis.causes
+    assert {"query.weight", "mlp.weight"} <= {*diagnosis.unexplained}
+    added = rounded.with_parts({"query.bias": torch.zeros(4, SIZE)})
+    assert names(diagnose(added, added.with_parts({"query.bias": torch.full((4, SIZE), 1e-6)}))) == ["bias added"]
+
+
 def test_factors_near_one_are_written_with_enough_digits():
     first = draw("whole")
     (cause,) = diagnose(first, first.with_parts(scale(1.0005, "mlp.weight")(first))).causes

@@ -421,8 +421,8 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
     left, values, right = _leading_directions(change, most + 8)
     rounding = ROUNDING * pair.second_spacing * float(second.norm()) * sum(side**-0.5 for side in change.shape)
     rank = int((values > 2 * rounding).sum())
-    if not 1 <= rank <= most:
-        return
+    if not 1 <= rank <= most or int((change != 0).sum()) <= rank * (sum(change.shape) - rank):
+        return  # a few changed values are always of low rank
     update = left[:, :rank] * values[:rank] @ right[:rank]
     text = f"{{parts}} changed by an update of rank {{number}} {ORIGIN}"
     predicted = (first + update).reshape(pair.second.shape)
