@@ -40,7 +40,7 @@ from attnlens.models import loading
 from attnlens.records import DiagnosedCause
 from attnlens.records.comparison import UNEXPLAINED
 from attnlens.requests import InspectRequest
-from attnlens.runs.compare.diagnosis import describe_models
+from attnlens.runs.compare.diagnosis import describe_models, match_sites
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.inspect.pipeline import prepare, survey
 from attnlens.runs.progress import silent
@@ -152,8 +152,7 @@ def read_first(name: str) -> Inspection:
 def diagnose(first: Inspection, second: loading.Loaded) -> list[DiagnosedCause]:
     """Return the causes that `compare` names."""
     sides = first, read_side(second)
-    sites = {a.site: b.site for a, b in zip(sides[0].reached, sides[1].reached, strict=True)}
-    found: list[DiagnosedCause] = describe_models(sides, sites, {})["diagnosis"]
+    found: list[DiagnosedCause] = describe_models(sides, match_sites(sides), {})["diagnosis"]
     return found
 
 
