@@ -144,7 +144,7 @@ def exchange(*pairs: tuple[Tensor, Tensor]) -> None:
 
 
 def exchange_roles(one: str, other: str) -> Callable[[Parts], None]:
-    return lambda layer: exchange(*zip(layer.both(one), layer.both(other), strict=True))
+    return lambda layer: exchange(*zip(layer.both(one), layer.both(other), strict=False))  # Whisper has no key bias
 
 
 def transpose(role: str) -> Callable[[Parts], None]:
@@ -340,7 +340,7 @@ POSSIBLE: dict[str, Callable[[Any, Parts], bool]] = {
     ),
     "equal": lambda model, layer: not layer.grouped,
     "square": lambda model, layer: len(layer.weights["query"].flatten(0, 1)) == layer.weights["query"].shape[2],
-    "biased": lambda model, layer: bool(layer.biases),
+    "biased": lambda model, layer: "key" in layer.biases,
     "normed": lambda model, layer: bool(layer.gains),
     "gated": lambda model, layer: bool(layer.readers),
     "pre_norm": lambda model, layer: model.config.model_type != "bert",
