@@ -13,6 +13,8 @@ from torch import Tensor
 from attnlens.maths.diagnosis import Diagnosis, Layer, diagnose
 
 Parts = dict[str, Tensor]
+Change = Callable[[Layer], Parts]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZE, WIDTH = 12, 64
 INTERLEAVE = torch.arange(SIZE).view(2, -1).T.flatten()
 ROPE = [(pair, pair + SIZE // 2) for pair in range(SIZE // 2)]
@@ -180,6 +182,25 @@ def cast(kind: torch.dtype) -> Callable[[Layer], Parts]:
     return lambda layer: {name: part.to(kind).float() for name, part in layer.parts.items()}
 
 
+def cast_scaled(kind: torch.dtype, by_row: bool) -> Change:
+    """Divide each matrix or row by a factor, round it to a type, and multiply it by the factor."""
+
+    def change(layer: Layer) -> Parts:
+        parts = {}
+        for name, part in layer.parts.items():
+            if part.dim() > 1 and not name.endswith("bias"):
+                rows = (part.permute(2, 0, 1).flatten(1) if name == "output.weight" else part.flatten(0, -2)).clone()
+                factor = (rows.abs().amax(1, keepdim=True) if by_row else rows.abs().amax()) / torch.finfo(kind).max
+                coded = (rows / factor).to(kind).float() * factor
+                if name == "output.weight":
+                    heads, size, width = part.shape
+                    coded = coded.reshape(width, heads, size).permute(1, 2, 0)
+                parts[name] = coded.reshape(part.shape)
+        return parts
+
+    return change
+
+
 def transpose(layer: Layer) -> Parts:
     matrix = layer.parts["square.weight"]
     return {"square.weight": matrix.T.contiguous()}
@@ -254,7 +275,6 @@ def mix_heads(*roles: str, biases: bool = True) -> Callable[[Layer], Parts]:
     return change
 
 
-Change = Callable[[Layer], Parts]
 SINGLES: dict[str, tuple[Change, str, list[str]]] = {
     "interleaved": (rows, "both", ["interleaved rows"]),
     "interleaved in one head": (lambda layer: rows(layer, heads=[1]), "whole", ["interleaved rows"]),
@@ -283,6 +303,11 @@ SINGLES: dict[str, tuple[Change, str, list[str]]] = {
     "LoRA": (adapt(3), "both", ["rank 3 update"]),
     "bf16": (cast(torch.bfloat16), "both", ["rounded to bfloat16"]),
     "fp16": (cast(torch.float16), "both", ["rounded to float16"]),
+    "float8, 3 bits of mantissa": (cast(E4M3), "both", ["rounded to float8_e4m3fn"]),
+    "float8, 2 bits of mantissa": (cast(E5M2), "both", ["rounded to float8_e5m2"]),
+    "float8 with one factor": (cast_scaled(E4M3, by_row=False), "both", ["quantised to float8_e4m3fn"]),
+    "float8 by row": (cast_scaled(E4M3, by_row=True), "both", ["quantised to float8_e4m3fn"]),
+    "wider float8 by row": (cast_scaled(E5M2, by_row=True), "both", ["quantised to float8_e5m2"]),
     "basis": (change_basis, "both", ["another basis"]),
     "key zeroed": (fill(0, "key.weight"), "both", ["zeros"]),
     "gain zeroed": (fill(0, "query.gain"), "both", ["zeros"]),
@@ -349,6 +374,7 @@ PAIRS = [
     ("scaled", "bias dropped of keys"),
     ("1 + g", "bf16"),
     ("tiled", "3 bits"),
+    ("interleaved", "float8 by row"),
 ]
 
 
@@ -582,6 +608,30 @@ def test_few_values_are_neither_a_grid_nor_changed_rows():
     assert (diagnosis.causes, diagnosis.unexplained) == ([], ["table.weight", "types.weight"])
 
 
+def test_a_few_changed_values_are_neither_changed_rows_nor_an_update_of_low_rank():
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(5))
+    first = draw("whole").with_parts({"table.weight": table})
+    pruned = table.clone()
+    pruned[[2, 5], 1] = 0
+    diagnosis = diagnose(first, first.with_parts({"table.weight": pruned}))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["table.weight"])
+    pruned[:, 1] = 0  # the control
+    assert names(diagnose(first, first.with_parts({"table.weight": pruned}))) == ["columns replaced"]
+
+
+def test_lost_precision_is_named_only_if_nothing_else_changed_without_an_explanation():
+    """Training changes all tensors, few values of which can look like those that rounding lost."""
+    exact = draw("whole")
+    rounded = apply(exact, cast(torch.bfloat16))
+    noise = 0.1 * torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(3))
+    trained = exact.with_parts({"mlp.weight": exact.parts["mlp.weight"] + noise})
+    diagnosis = diagnose(rounded, replace(trained, spacing={}))
+    assert not diagnosis.causes
+    assert {"query.weight", "mlp.weight"} <= {*diagnosis.unexplained}
+    added = rounded.with_parts({"query.bias": torch.zeros(4, SIZE)})
+    assert names(diagnose(added, added.with_parts({"query.bias": torch.full((4, SIZE), 1e-6)}))) == ["bias added"]
+
+
 def test_factors_near_one_are_written_with_enough_digits():
     first = draw("whole")
     (cause,) = diagnose(first, first.with_parts(scale(1.0005, "mlp.weight")(first))).causes
@@ -711,6 +761,71 @@ def test_an_update_before_quantisation_is_named_with_its_rank():
     only = {"mlp.weight": apply(first, retrain, quantise(4)).parts["mlp.weight"]}
     diagnosis = diagnose(first, first.with_parts(only))
     assert (diagnosis.causes, diagnosis.unexplained) == ([], ["mlp.weight"])
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_float8_has_the_factor_of_the_matrix_row_or_group(kind, stored):
+    first = draw("whole").with_parts({"mlp.weight": torch.randn(48, 256, generator=torch.Generator().manual_seed(7))})
+    part, name = first.parts["mlp.weight"], str(kind).removeprefix("torch.")
+    for size, where in ((part.numel(), "with one factor"), (256, "row by row"), (128, "in groups of 128 values")):
+        values = part.reshape(-1, size)
+        factors = values.abs().amax(1, keepdim=True) / torch.finfo(kind).max
+        coded = ((values / factors).to(kind).float() * factors).reshape(part.shape).to(stored).float()
+        spacing = {"mlp.weight": max(torch.finfo(stored).eps, torch.finfo(torch.float32).eps)}
+        (cause,) = diagnose(first, replace(first.with_parts({"mlp.weight": coded}), spacing=spacing)).causes
+        assert cause.text == f"mlp.weight is quantised to {name} {where}"
+    moved = part + 0.1 * torch.randn(part.shape, generator=torch.Generator().manual_seed(8))
+    trained = first.with_parts(
+        {"mlp.weight": moved.to(kind).float()}
+    )  # the control: exact, but not the nearest numbers
+    diagnosis = diagnose(first, trained)
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["mlp.weight"])
+
+
+def test_numbers_that_are_too_small_for_a_type_are_lost():
+    first = draw("whole").with_parts({"query.bias": torch.full((4, SIZE), 1e-5)})
+    for second in (cast(E4M3)(first)["query.bias"], torch.zeros(4, SIZE)):
+        assert names(diagnose(first, first.with_parts({"query.bias": second}))) == ["bias dropped"]
+
+
+def test_training_steps_from_float8_are_not_lost_precision():
+    exact = draw("whole").with_parts({"mlp.weight": 0.02 * torch.randn(96, WIDTH)})  # many numbers are subnormal
+    rounded = exact.with_parts({"mlp.weight": exact.parts["mlp.weight"].to(E4M3).float()})
+    assert names(diagnose(rounded, exact)) == ["first rounded to float8_e4m3fn"]
+    steps = 1e-4 * torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(3))
+    assert not diagnose(rounded, rounded.with_parts({"mlp.weight": rounded.parts["mlp.weight"] + steps})).causes
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_grid_whose_errors_are_compensated_is_named(bits):
+    """As in GPTQ, the error of each column is added to the next ones."""
+    generator = torch.Generator().manual_seed(7)
+    first = draw("whole").with_parts({"mlp.weight": torch.randn(96, 128, generator=generator)})
+    part = first.parts["mlp.weight"]
+    low, high = part.amin(1), part.amax(1)
+    step = (high - low) / (2**bits - 1)
+    coded, left = torch.empty_like(part), part.clone()
+    for column in range(128):
+        coded[:, column] = low + step * ((left[:, column] - low) / step).round().clamp(0, 2**bits - 1)
+        left[:, column + 1 :] += 0.1 * (left[:, column] - coded[:, column])[:, None]
+    (cause,) = diagnose(first, first.with_parts({"mlp.weight": coded})).causes
+    assert cause.hypothesis == f"quantised to {bits} bits"
+    assert cause.text.endswith("row by row, not always to the nearest level (as by GPTQ, or after a small change)")
+    other = first.with_parts({"mlp.weight": part.flip(0)})  # the control: rows of another matrix
+    diagnosis = diagnose(other, first.with_parts({"mlp.weight": coded}))
+    assert (diagnosis.causes, diagnosis.unexplained) == ([], ["mlp.weight"])
+
+
+def test_a_grid_of_many_small_and_few_large_values_is_found_after_rounding():
+    """Most values are on a few levels, and all values of a level are rounded alike."""
+    generator = torch.Generator().manual_seed(7)
+    part = torch.randn(64, 512, generator=generator) ** 3
+    first = draw("whole").with_parts({"mlp.weight": part})
+    step = part.abs().amax(1, keepdim=True) / 127
+    coded = ((part / step).round() * step).bfloat16().float()
+    second = replace(first.with_parts({"mlp.weight": coded}), spacing={"mlp.weight": torch.finfo(torch.bfloat16).eps})
+    assert names(diagnose(first, second)) == ["quantised to 8 bits"]
 
 
 def test_small_training_steps_from_rounded_weights_are_not_lost_precision():
@@ -880,6 +995,25 @@ def test_a_norm_that_all_matrices_read_is_folded_into_all():
     assert cause.harmless
     (cause,) = diagnose(first, apply(first, fold("norm", *ATTENTION))).causes
     assert cause.text.endswith(", but mlp.weight and mlp.up.weight are unchanged")
+
+
+def test_a_folded_norm_that_is_still_applied_is_damage():
+    first = with_norms()
+    folded = apply(first, fold("norm", *ATTENTION))
+    kept = {name: first.parts[name] for name in ("norm.weight", "norm.bias")}
+    (cause,) = diagnose(first, folded.with_parts(kept)).causes
+    assert (cause.hypothesis, cause.harmless) == ("norm folded", False)
+    assert cause.text == "norm.weight is folded into W_Q, W_K and W_V, but not set to 1: the gain counts twice"
+    assert cause.repair == "set norm.weight to 1, or copy W_Q, W_K and W_V from the first model"
+    assert names(diagnose(first, apply(first, scale_columns))) == ["columns scaled"]  # the control: other numbers
+
+
+def test_keys_and_values_of_cross_attention_do_not_read_its_norm():
+    first = replace(with_norms(), is_cross=True)
+    (cause,) = diagnose(first, apply(first, fold("norm", "query"))).causes
+    assert (cause.hypothesis, cause.harmless) == ("norm folded", True)
+    (cause,) = diagnose(replace(first, is_cross=False), apply(first, fold("norm", "query"))).causes
+    assert cause.text.endswith("but W_K and W_V are unchanged")
 
 
 def test_a_lost_gain_is_not_a_folded_norm():

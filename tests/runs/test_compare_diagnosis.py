@@ -12,6 +12,7 @@ from typing import Any
 
 import damage
 import loaded
+import planted_causes
 import pytest
 import torch
 
@@ -285,6 +286,64 @@ def test_a_norm_whose_output_is_a_residual_cannot_be_folded():
     (cause,) = described(own, changed(own, fold_first))["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
     assert "is also a residual" in cause.text
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_the_norm_of_cross_attention_can_be_folded_into_its_queries(name):
+    own = model(name)
+
+    def fold_cross(second: Any, noise: float = 0) -> None:
+        block = second.decoder.block[1].layer[1] if name == "t5" else second.model.decoder.layers[1]
+        norm = block.layer_norm if name == "t5" else block.encoder_attn_layer_norm
+        query = block.EncDecAttention.q if name == "t5" else block.encoder_attn.q_proj
+        fold(norm, query)
+        query.weight += noise * torch.randn(query.weight.shape, generator=torch.Generator().manual_seed(1))
+
+    (cause,) = described(own, changed(own, fold_cross))["diagnosis"]
+    assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [5], True)
+    found = described(own, changed(own, lambda second: fold_cross(second, 0.1)))["diagnosis"]
+    assert not any(cause.harmless for cause in found)
+
+
+def test_a_norm_before_cross_attention_whose_output_is_a_residual_cannot_be_folded():
+    own = model("bart")
+
+    def fold_cross(second: Any) -> None:
+        layer = second.model.decoder.layers[1]
+        fold(layer.self_attn_layer_norm, layer.encoder_attn.q_proj)
+
+    assert not any(cause.harmless for cause in described(own, changed(own, fold_cross))["diagnosis"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_last_norm_can_be_folded_into_the_output_matrix(tied):
+    own = changed(model("llama"), tie_word_embeddings=tied)
+
+    def fold_last(second: Any, noise: float = 0) -> None:
+        output = second.lm_head
+        fold(second.model.norm, output)
+        output.weight += noise * torch.randn(output.weight.shape, generator=torch.Generator().manual_seed(1))
+
+    second = changed(own, fold_last, tie_word_embeddings=False)
+    ids = torch.arange(5, 21)[None]
+    torch.testing.assert_close(own.model(ids).logits, second.model(ids).logits)
+    (cause,) = described(own, second)["diagnosis"]
+    assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [], True)
+    other = changed(own, lambda second: fold_last(second, 0.1), tie_word_embeddings=False)
+    found = {cause.hypothesis for cause in described(own, other)["diagnosis"]}
+    assert found == {"gain dropped", "output matrix not tied" if tied else "not explained"}
+
+
+@pytest.mark.parametrize("damage_name", ["rows of q and k interleaved", "heads of q reordered", "heads of v reordered"])
+def test_attention_that_accepts_one_sequence_only_has_heads(damage_name):
+    """BLOOM's position bias is made for the number of sequences in the batch."""
+    own, planted = model("bloom"), planted_causes.DAMAGES[damage_name]
+    second = changed(own, lambda second: planted.change(planted_causes.find_layers(second)[1]))
+    ((hypothesis, layers, _),) = causes(own, second)
+    assert re.search(planted.expected, hypothesis)
+    assert layers == [1]
+    disturbed = changed(own, disturb("transformer.h.1.self_attention.query_key_value.weight"))
+    assert {hypothesis for hypothesis, *_ in causes(own, disturbed)} == {"not explained"}
 
 
 def test_gains_stored_as_one_plus_g_and_another_scale_and_softcap():

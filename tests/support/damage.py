@@ -1,4 +1,4 @@
-"""Plants damage and harmless changes in models with the layouts of GPT-2, BERT and LLaMA."""
+"""Plants damage and harmless changes in models with the layouts of GPT-2, BERT, LLaMA, T5 and Whisper."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ HEAD = 1
 Linear = tuple[Tensor, Tensor | None]
 """A projection as (out, in) rows and its bias, views of the model's own parameters."""
 PARTS = {
+    "t5": "layer.0.SelfAttention layer.0.layer_norm layer.0.SelfAttention.q layer.0.SelfAttention.k "
+    "layer.0.SelfAttention.v layer.0.SelfAttention.o",
+    "whisper": "self_attn self_attn_layer_norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
     "bert": "attention.self attention.output.LayerNorm "
     "attention.self.query attention.self.key attention.self.value attention.output.dense",
     "llama": "self_attn input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
@@ -27,11 +30,24 @@ def layers(model: Any) -> list[SimpleNamespace]:
     if kind == "gpt2":
         return [_gpt2(block) for block in model.transformer.h]
     made = []
-    for block in model.base_model.encoder.layer if kind == "bert" else model.model.layers:
-        attention, norm, *linear = map(block.get_submodule, PARTS["bert" if kind == "bert" else "llama"].split())
+    for block in _blocks(model):
+        attention, norm, *linear = map(block.get_submodule, PARTS.get(kind, PARTS["llama"]).split())
         projections = [(part.weight.data, None if part.bias is None else part.bias.data) for part in linear]
         made.append(_layer(block, attention, norm, *projections))
     return made
+
+
+def _blocks(model: Any) -> list[Any]:
+    """Return the blocks, the encoder's before the decoder's."""
+    match model.config.model_type:
+        case "bert":
+            return [*model.base_model.encoder.layer]
+        case "t5":
+            return [*model.encoder.block, *model.decoder.block]
+        case "whisper":
+            return [*model.model.encoder.layers, *model.model.decoder.layers]
+        case _:
+            return [*model.model.layers]
 
 
 def _layer(block: Any, attention: Any, norm: Any, *projections: Linear) -> SimpleNamespace:

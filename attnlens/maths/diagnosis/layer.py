@@ -48,6 +48,9 @@ class Layer:
     is_post_norm: bool = False
     """True if attention does not read a norm of the layer (BERT), so that outputs of norms are also residuals."""
 
+    is_cross: bool = False
+    """True if keys and values read another sequence than the queries (cross-attention)."""
+
     offsets: Mapping[str, float] = field(default_factory=dict)
     """Number that a norm adds to its stored weight to make the gain, if not 0; such gains are exact, in float64."""
 

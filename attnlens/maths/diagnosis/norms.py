@@ -8,26 +8,33 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, Parts, has_heads, name_parts, name_unchanged, residuals
+from attnlens.maths.diagnosis.layer import SINGLE, Layer, Parts, has_heads, name_parts, name_unchanged, residuals
 from attnlens.maths.diagnosis.steps import BETTER, PERMUTED, Step
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+FOLDED = "norm folded"
+
+
 def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that a norm's gain g moved into the matrices that read its output, and its bias b into their biases.
 
-    Then W (g n + b) + c = W' (g' n + b') + c', where W' = W diag(g/g') and c' = c + W (b − b' g/g').
+    Then W (g n + b) + c = W' (g' n + b') + c', where W' = W diag(g/g') and c' = c + W (b − b' g/g'). If the norm is
+    unchanged (g' = g) although W' = W diag(g), the gain counts twice.
     """
     norms = [name for name in first.gains if name not in {f"{role}.gain" for role in PERMUTED}]
     for norm in sorted(norms):
         before, after = first.parts[norm].double(), second.parts.get(norm)
-        if before.dim() != 1 or after is None or after.shape != before.shape or torch.equal(before, after.double()):
+        if before.dim() != 1 or after is None or after.shape != before.shape:
             continue
-        ratio = torch.where(before == after, 1.0, before / after.double())
+        twice = torch.equal(before, after.double())
+        ratio = before if twice else torch.where(before == after, 1.0, before / after.double())
         readers = _find_readers(first, second, ratio)
-        if readers:
+        if readers and twice:
+            yield _fold_twice(first, second, norm, readers)
+        elif readers:
             alone = not any(other != norm and first.parts[other].shape == before.shape for other in norms)
             yield _fold(first, second, norm, ratio, readers, alone)
 
@@ -46,10 +53,14 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 
 
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
-    """Return the axis of the inputs of each matrix with inputs of this width, except W_O, which reads the values."""
+    """Return the axis of the inputs of each matrix that can have inputs of this width.
+
+    W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
+    """
     found = {}
+    others = {"output.weight", *(["key.weight", "value.weight"] if layer.is_cross else [])}
     for name, part in layer.parts.items():
-        if part.dim() < 2 or name == "output.weight":
+        if part.dim() < 2 or name in others:
             continue
         stacked = part.dim() > 2 and not has_heads(name)  # experts: one matrix each, in either order of axes
         axes = (-1, -2) if stacked else (-2,) if name in layer.inputs_first else (-1,)
@@ -78,12 +89,23 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
     if not bool((second.parts[norm] == 1).all()):
         text = f"{names} is divided, and the columns of {taken} are multiplied, by the same numbers"
     if not left and not first.is_post_norm:
-        return Step("norm folded", f"{text}: the layer's output is the same", None, parts, harmless=True)
+        return Step(FOLDED, f"{text}: the layer's output is the same", None, parts, harmless=True)
     repair = f"copy {names} and {taken} from the first model"
     if first.is_post_norm:
-        return Step("norm folded", f"{text}, but the norm's output is also a residual", repair, parts)
+        return Step(FOLDED, f"{text}, but the norm's output is also a residual", repair, parts)
     repair += f", or fold the norm into {name_parts(left)} too"
-    return Step("norm folded", text + name_unchanged(left), repair, parts)
+    return Step(FOLDED, text + name_unchanged(left), repair, parts)
+
+
+def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
+    """Return the step of a norm that is folded into `readers`, and still applied."""
+    names, bias = name_parts([norm]), norm.removesuffix("weight") + "bias"
+    unit = {norm: torch.ones_like(first.parts[norm])}
+    unit |= {bias: torch.zeros_like(first.parts[bias])} if bias in second.parts else {}
+    step = _fold(first, second.with_parts(unit), norm, first.parts[norm].double(), readers, alone=False)
+    parts = {name: part for name, part in step.parts.items() if name not in unit}
+    text = f"{names} is folded into {name_parts([*readers])}, but not set to 1: the gain counts twice"
+    return Step(FOLDED, text, f"set {names} to 1, or copy {name_parts([*readers])} from the first model", parts)
 
 
 def _reads(layer: Layer, name: str) -> bool:
@@ -104,8 +126,14 @@ def _fold_bias(
     biases, axes = {name: after}, _list_matrices(first, len(ratio))
     for reader in readers:
         weight, bias = first.parts[reader].double(), reader.removesuffix("weight") + "bias"
-        moved = weight @ shift if axes[reader] == -1 else shift @ weight
-        biases[bias] = first.parts[bias].double() + moved if bias in first.parts else moved
+        inputs_last = axes[reader] == -1
+        moved = weight @ shift if inputs_last else shift @ weight
+        sums = first.parts[bias].double() + moved if bias in first.parts else moved
+        # sums in float32 are rounded by more than their own size, if their terms cancel
+        terms = weight.abs() @ shift.abs() if inputs_last else shift.abs() @ weight.abs()
+        given = second.parts.get(bias, sums)
+        close = (given - sums).abs() <= SINGLE * len(ratio) ** 0.5 * terms
+        biases[bias] = torch.where(close, given.double(), sums)
     return biases
 
 

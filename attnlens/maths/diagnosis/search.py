@@ -46,11 +46,14 @@ ON_TENSORS: tuple[TensorHypothesis, ...] = (
     values.propose_offset,
     values.propose_factor,
     values.propose_grid,
+    values.propose_float8,
     values.propose_changed_rows,
     values.propose_factors,
     values.propose_low_rank,
 )
 """Hypotheses on single tensors, in the order in which they are preferred."""
+WEAKER: tuple[TensorHypothesis, ...] = (values.propose_compensated_grid,)
+"""Hypotheses that leave more open than others, which are tried if no other explains a tensor."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Diagnosis:
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
 
-ADDED = frozenset({"bias added", "gain added"})  # not reported if other tensors changed without an explanation
+ADDED = frozenset({"bias added", "gain added", *(f"first rounded to {name}" for name in values.TYPES)})
+"""Hypotheses that are not reported if other tensors changed without an explanation."""
 NEAR = 0.5  # largest share of a difference that the closest hypothesis can leave
 State = dict[str, Tensor]  # by part: True for each head that is concerned, such as one that is not explained yet
 
@@ -87,9 +91,10 @@ def _is_broken(part: Tensor) -> bool:
 
 
 def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
-    """Return which heads of the second tensor are those of the first, rounded to another type."""
-    exact = [(first.to(kind).double() == second.double()).flatten(1).all(1) for kind in values.TYPES.values()]
-    return torch.stack(exact).any(0)
+    """Return which heads are only rounded to another type."""
+    pairs = [*zip(first, second, strict=True)]
+    exact = [any(values.is_rounded(*pair, kind) for kind in values.TYPES.values()) for pair in pairs]
+    return torch.tensor(exact, device=first.device)
 
 
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
@@ -119,6 +124,7 @@ class Search:
     second: Layer
     causes: list[Cause] = field(default_factory=list)
     closest: tuple[str, float] | None = None
+    hypotheses: tuple[TensorHypothesis, ...] = ON_TENSORS  # on single tensors
 
     def __post_init__(self) -> None:
         self.names = [name for name in self.first.parts if name in self.second.parts]
@@ -148,7 +154,9 @@ class Search:
     def result(self) -> Diagnosis:
         """The causes found, and the parts that they do not explain."""
         open_heads, causes = dict(self.open), self.causes
-        if self.left:  # the layer was probably trained, and training also changes biases of 0 and gains of 1
+        if (
+            self.left
+        ):  # the layer was probably trained; training also starts from biases of 0, gains of 1, rounded weights
             added = [cause for cause in causes if cause.hypothesis in ADDED]
             causes = [cause for cause in causes if cause not in added]
             open_heads |= {name: self.start[name] > 0 for cause in added for name in cause.parts}
@@ -172,6 +180,9 @@ class Search:
         self._fit_tensors(self.current, ())
         if step is None:
             self._find_pairs()
+            self.hypotheses = WEAKER
+            self._find_pairs()
+            self._fit_tensors(self.current, ())
         self._find_rounding()
         return True
 
@@ -283,7 +294,7 @@ class Search:
             inputs_first=name in self.first.inputs_first,
             offset=self.first.offsets.get(name, 0.0),
         )
-        for hypothesis in ON_TENSORS:
+        for hypothesis in self.hypotheses:
             for fit in hypothesis(pair):
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())
 
@@ -350,7 +361,7 @@ class Search:
             for kind, dtype in values.TYPES.items():
                 coarser = values.is_exact(after, dtype) and not values.is_exact(before, dtype)
                 near = coarser and left <= 2 * ROUNDING * torch.finfo(dtype).eps  # factors are fitted to rounded values
-                if near or torch.equal(part.to(dtype).double(), after.double()):
+                if near or values.is_rounded(part, after, dtype):
                     by_type[kind].append(name)
                     break
         for kind, names in by_type.items():

@@ -17,7 +17,8 @@ from attnlens.wording import format_spans
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FLOAT8 = {"float8_e5m2": torch.float8_e5m2, "float8_e4m3fn": torch.float8_e4m3fn}
+TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FLOAT8}
 PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("", "first ") for kind in TYPES)})
 """Names of the hypotheses under which only the number type of tensors changed."""
 
@@ -28,10 +29,10 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
     if torch.equal(first, second):
         return
     for name, kind in TYPES.items():
-        if torch.equal(first.to(kind).double(), second):
+        if is_rounded(first, second, kind):
             yield Fit(f"rounded to {name}", f"{{parts}} rounded to {name}", None, pair.second)
             return
-        if torch.equal(second.to(kind).double(), first) and _is_rounding_error(second - first, first, kind):
+        if is_rounded(second, first, kind) and _is_rounding_error(second - first, first, kind):
             text = f"{{parts}} more precise: the first model's numbers are rounded to {name}"
             yield Fit(f"first rounded to {name}", text, None, pair.second, harmless=True)
             return
@@ -49,15 +50,24 @@ def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bo
     uniform.
     """
     used = rounded != 0
-    if not bool(used.any()):
-        return True
     if kind == torch.float16 and is_exact(rounded, torch.bfloat16):
         return False
-    half_units = torch.ldexp(torch.full_like(rounded[used], torch.finfo(kind).eps / 4), torch.frexp(rounded[used])[1])
-    shares = (errors[used].abs() / half_units).sort().values
+    shares = (2 * errors[used].abs() / _unit_spacing(rounded[used], kind)).sort().values
     expected = torch.linspace(0, 1, len(shares), dtype=shares.dtype, device=shares.device)
     largest, level = UNIFORM
     return float((shares - expected).abs().max()) <= max(largest, level / math.sqrt(len(shares)))
+
+
+def _unit_spacing(numbers: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the spacing of a type at these numbers of it; those near 0 (subnormal) are equally spaced."""
+    info = torch.finfo(kind)
+    spacing = torch.ldexp(torch.full_like(numbers, info.eps / 2), torch.frexp(numbers)[1])
+    return spacing.clamp(min=info.smallest_normal * info.eps)
+
+
+def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
+    """Return True if B is A rounded to a type; numbers that are all 0 in B are lost, not rounded."""
+    return bool((second != 0).any()) and torch.equal(first.to(kind).double(), second.double())
 
 
 def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
@@ -156,10 +166,12 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
     doubt = noise[:, 1:] + noise[:, :-1]
     gaps = ordered.diff(dim=-1)
-    # rounding of its ends makes a gap of one step longer or shorter
-    longest, places = (gaps + doubt).masked_fill(gaps <= 2 * doubt, torch.inf).min(-1, keepdim=True)
+    # a gap of one level is longer or shorter by the rounding of its ends; the least rounded one is the most precise
+    is_gap = gaps > 2 * doubt
+    longest = (gaps + doubt).masked_fill(~is_gap, torch.inf).amin(-1, keepdim=True)
     if not bool(longest.isfinite().any()):
         return None
+    places = doubt.masked_fill(~is_gap | (gaps - doubt > longest), torch.inf).argmin(-1, keepdim=True)
     smallest = torch.where(longest.isfinite(), gaps.gather(1, places), 1.0)
     anchor = ordered.gather(1, ordered.abs().argmin(-1, keepdim=True))
     step, low, levels = (torch.full_like(longest, torch.nan) for _ in range(3))
@@ -177,32 +189,26 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
 def _fit_step(
     offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"], noise: Float[Tensor, "groups size"]
 ) -> Tensor:
-    """Fit the step to the values' offsets from the level next to 0, by least squares weighted by their precision."""
-    largest = noise.amax(-1, keepdim=True).clamp(min=TINY)
-    precision = (largest / noise.clamp(min=TINY)).square()
+    """Fit the step to the values' offsets from the level next to 0: the middle of what their rounding leaves open.
+
+    A least-squares fit would be biased, because all values of a level are rounded alike.
+    """
     for radius in RADII:
         places = (offsets / step).round()
-        places = torch.where(places.abs() <= radius, places, 0.0)
-        size = (precision * places.square()).sum(-1, keepdim=True)
-        fitted = (precision * places * offsets).sum(-1, keepdim=True) / size.clamp(min=1)
-        step = torch.where(size > 0, fitted, step)
+        used = (places != 0) & (places.abs() <= radius)
+        ratio, doubt = offsets / places, noise / places.abs()
+        low = (ratio - doubt).masked_fill(~used, -torch.inf).amax(-1, keepdim=True)
+        high = (ratio + doubt).masked_fill(~used, torch.inf).amin(-1, keepdim=True)
+        step = torch.where(low.isfinite(), (low + high) / 2, step)
     return step
 
 
 def propose_grid(pair: Pair) -> Iterator[Fit]:
-    """Propose a grid: each row, group of values or column of B has at most 2^b levels, and B is the level nearest to A.
+    """Propose a grid: B is the nearest of at most 2^b levels of each row, group of values or column.
 
     A can have been changed by an update of low rank before.
     """
-    if pair.first.dim() < 2:
-        return
-    rows = [_as_rows(part, pair).double() for part in (pair.first, pair.second)]
-    for where, first, second in _list_groups(*rows):
-        if find_grid(second[:SAMPLE], pair.second_spacing) is None:
-            continue
-        grid = find_grid(second, pair.second_spacing)
-        if grid is None:
-            continue
+    for where, first, second, grid in _find_grids(pair):
         nearest, step, top = grid.nearest(first), grid.step, grid.low + grid.step * (grid.levels - 1)
         # B agrees if it is a nearest level, up to ties and rounding of the levels, or the level at the grid's end
         is_end = (first < grid.low) | (first > top)
@@ -212,8 +218,83 @@ def propose_grid(pair: Pair) -> Iterator[Fit]:
         predicted = _ungroup(torch.where(near, second, nearest), where, pair)
         yield Fit("quantised to {number} bit{s}", text, None, predicted, number=grid.bits)
         if not bool(near.all()):
+            rows = [_as_rows(part, pair).double() for part in (pair.first, pair.second)]
             yield from _adapted_grid(rows, second, grid, where, pair)
+
+
+MOST_MOVED = 1.0, 0.75
+"""Largest root-mean-square distance of a row of B from A: in steps, and relative to that of unrelated rows."""
+
+
+def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
+    """Propose a grid whose errors are compensated: B is near A, but not always at the nearest level.
+
+    In methods such as GPTQ, the later values of a row compensate the errors of the earlier ones.
+    """
+    for where, first, second, grid in _find_grids(pair):
+        moved, unrelated = ((first - second).square(), first.square() + second.square())
+        by_row = [
+            (part.T if where == COLUMNS else part.reshape(_as_rows(pair.second, pair).shape)).mean(1)
+            for part in (moved / grid.step.square(), moved, unrelated)
+        ]
+        steps, share = by_row[0].sqrt(), (by_row[1] / by_row[2].clamp(min=TINY)).sqrt()
+        if bool(((steps <= MOST_MOVED[0]) & (share <= MOST_MOVED[1])).all()):
+            text = f"{{parts}} quantised to {{number}} bit{{s}} {where}, not always to the nearest level"
+            text += " (as by GPTQ, or after a small change)"
+            yield Fit("quantised to {number} bit{s}", text, None, pair.second, number=grid.bits)
+
+
+def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
+    """Yield the first way to group the values of B in which each group has a grid, both sides' groups, and the grid."""
+    if pair.first.dim() < 2:
         return
+    for where, first, second in _list_groups(*(_as_rows(part, pair).double() for part in (pair.first, pair.second))):
+        if find_grid(second[:SAMPLE], pair.second_spacing) is None:
+            continue
+        grid = find_grid(second, pair.second_spacing)
+        if grid is not None:
+            yield where, first, second, grid
+            return
+
+
+LARGEST = 32  # numbers of a float8 type that the largest value of a group is tried as
+
+
+def propose_float8(pair: Pair) -> Iterator[Fit]:
+    """Propose that B is A divided by a factor, rounded to float8, and multiplied by the factor.
+
+    The matrix has one factor, or each row, group of values or column. B is then the nearest number to A.
+    """
+    if pair.first.dim() < 2:
+        return
+    rows = [_as_rows(part, pair).double() for part in (pair.first, pair.second)]
+    whole = "with one factor", rows[0].reshape(1, -1), rows[1].reshape(1, -1)
+    for where, first, second in (whole, *_list_groups(*rows)):
+        for name, kind in FLOAT8.items():
+            if _fit_factors(second[:SAMPLE, : SAMPLE**2], kind, pair.second_spacing) is None:
+                continue
+            factors = _fit_factors(second, kind, pair.second_spacing)
+            if factors is None:
+                continue
+            half_units = _unit_spacing((second / factors).to(kind).double(), kind) * factors / 2
+            near = (first - second).abs() <= (1 + OFF) * half_units + pair.spacing * second.abs() / 2
+            text = f"{{parts}} quantised to {name} {where}"
+            yield Fit(f"quantised to {name}", text, None, _ungroup(torch.where(near, second, first), where, pair))
+            return
+
+
+def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
+    """Return each group's factor by which all its values are numbers of a float8 type; None if a group has none."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(kind).double()
+    numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
+    most = values.abs().amax(1, keepdim=True).clamp(min=TINY)
+    factors = torch.full_like(most, torch.nan)
+    for number in numbers.tolist():
+        codes = (values * (number / most)).to(kind).double()
+        fitted = (codes * values).sum(1, keepdim=True) / codes.square().sum(1, keepdim=True).clamp(min=TINY)
+        exact = ((values - codes * fitted).abs() <= spacing * values.abs()).all(1, keepdim=True)
+        factors = torch.where(factors.isnan() & exact, fitted, factors)
+    return None if bool(factors.isnan().any()) else factors
 
 
 COLUMNS = "column by column"
@@ -255,14 +336,18 @@ def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
-    """Propose that only some rows, or only some columns, of a matrix changed, at most half of them."""
+    """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value.
+
+    Most values of these rows changed. Pruning, by contrast, changes few values of each row.
+    """
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
     first, second = (_as_rows(part, pair) for part in (pair.first, pair.second))
     changed = first != second
     for axis, kind in enumerate(("row", "column")):
         count, places = changed.shape[axis], changed.any(1 - axis).nonzero().flatten()
-        if 2 * len(places) > count or changed.shape[1 - axis] < LEAST_VALUES:
+        few = changed.index_select(axis, places).double().mean() <= 0.5
+        if few or 2 * len(places) > count or changed.shape[1 - axis] < LEAST_VALUES:
             continue
         is_inside = kind == ("column" if pair.name == "output.weight" else "row")
         if pair.heads and is_inside:  # number rows in the whole matrix, not among the heads that differ
@@ -336,8 +421,8 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
     left, values, right = _leading_directions(change, most + 8)
     rounding = ROUNDING * pair.second_spacing * float(second.norm()) * sum(side**-0.5 for side in change.shape)
     rank = int((values > 2 * rounding).sum())
-    if not 1 <= rank <= most:
-        return
+    if not 1 <= rank <= most or int((change != 0).sum()) <= rank * (sum(change.shape) - rank):
+        return  # a few changed values are always of low rank
     update = left[:, :rank] * values[:rank] @ right[:rank]
     text = f"{{parts}} changed by an update of rank {{number}} {ORIGIN}"
     predicted = (first + update).reshape(pair.second.shape)

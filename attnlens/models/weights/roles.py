@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -69,25 +70,27 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
             weights[name] = draw if parameter.dim() > 1 else torch.zeros_like(draw)
     try:
         probe = smallest(Probe(model, single, weights, single.layout))
-        if probe.whole or probe.batch is not None:
+        if probe.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in probe.shapes):
             return None
         norms = norms_inside(single.module)
         units = {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
-        inputs = probe.random(DRAWS, seed=8)
+        # the module may accept only as many sequences as in the captured call (BLOOM)
+        draws = [probe.random(DRAWS, seed=8 + number) for number in range(1 if probe.batch is None else DRAWS)]
         with linear(units):
-            call = probe(*inputs)
+            calls = [probe(*inputs) for inputs in draws]
         candidates = {
             name: part
             for name, part in weights.items()
             if name in dict(single.module.named_parameters()) and part.dim() == 2
         }
         rows = {}
-        for role, x in (("query", inputs[0]), ("key", inputs[1]), ("value", inputs[1])):
-            found = _find_rows(getattr(call, role), x, candidates)
+        for role, side in (("query", 0), ("key", 1), ("value", 1)):
+            x = torch.cat([inputs[side] for inputs in draws])
+            found = _find_rows(torch.cat([getattr(call, role) for call in calls]), x, candidates)
             if found is None:
                 return None
             rows[role] = found
-        return Roles(rows, dict(_find_gains(probe, inputs, units, call)))
+        return Roles(rows, dict(_find_gains(probe, draws[0], units, calls[0])))
     except UnreadableError:
         return None
 
@@ -140,20 +143,22 @@ def read_layer(
     *,
     others: Collection[str] = (),
     rest: bool = True,
+    norm: str | None = None,
 ) -> Layer:
     """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
 
     `factors` is the site's Factors, which contain its rotation, or any other object if they could not be read. `others`
-    contains the module paths of the block's other attention sites, whose tensors are left out. If `rest` is False, only
-    the tensors of the site's own module are returned.
+    contains the module paths of the block's other attention sites and of their norms, whose tensors are left out. If
+    `rest` is False, only the tensors of the site's own module, and those of its `norm`, are returned.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(norm_offsets(block))
     inside, *outside = (_prefix_in_block(path) for path in (site.site.path, *others))
+    own = (inside,) if norm is None else (inside, _prefix_in_block(norm))
     parameters = {
         name: part.detach()
         for name, part in block.named_parameters()
-        if not any(name.startswith(prefix) for prefix in outside) and (rest or name.startswith(inside))
+        if not name.startswith(tuple(outside)) and (rest or name.startswith(own))
     }
     rows_by_role, norms = ({}, {}) if roles is None else (roles.rows, roles.gains)
     used: dict[str, set[int]] = {}  # rows by name of the tensors that have a role; empty if all are used

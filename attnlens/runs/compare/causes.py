@@ -138,7 +138,8 @@ def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) 
         replace(
             layer.with_parts(parts),
             shift_invariant=each.call.softcap is None and each.call.sinks is None,
-            is_post_norm=not _reads_norm(layer, each),
+            is_post_norm=not _is_announced(each) and find_norm(layer, each) is None,
+            is_cross=each.other is not None,
         )
         for layer, parts, each in zip(layers, by_head, reached, strict=True)
     )
@@ -148,11 +149,17 @@ def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) 
 UNIT, CENTRE = 0.1, 1e-3  # largest difference of a normalised token's root-mean-square from 1, and its mean from 0
 
 
-def _reads_norm(layer: Layer, reached: SiteCall) -> bool:
-    """Return True if the input of attention is the output of one of the layer's norms, or if it is unknown."""
-    hidden = reached.sequences(reached.arguments[reached.input_name])
-    if hidden.is_meta or is_announced(hidden):
-        return True
+def _is_announced(reached: SiteCall) -> bool:
+    """Return True if the input of attention is unknown, because the weights are in files."""
+    hidden = reached.arguments[reached.input_name]
+    return hidden.is_meta or is_announced(hidden)
+
+
+def find_norm(layer: Layer, reached: SiteCall) -> str | None:
+    """Return the name of the layer's gain whose norm has the input of attention as its output; None if none has."""
+    if _is_announced(reached):
+        return None
+    hidden, errors = reached.sequences(reached.arguments[reached.input_name]), dict[str, float]()
     for name in layer.gains:
         gain, bias = layer.parts[name].double(), layer.parts.get(name.removesuffix("weight") + "bias")
         if gain.shape != hidden.shape[-1:]:
@@ -160,9 +167,10 @@ def _reads_norm(layer: Layer, reached: SiteCall) -> bool:
         used = gain != 0
         unit = ((hidden.double() - (0 if bias is None else bias)) / gain)[..., used]
         is_centred = bias is None or bool((unit.mean(-1).abs() <= CENTRE).all()) or not bool(used.all())
-        if is_centred and bool(((unit.square().mean(-1).sqrt() - 1).abs() <= UNIT).all()):
-            return True
-    return False
+        if is_centred:
+            errors[name] = float((unit.square().mean(-1).sqrt() - 1).abs().max())
+    nearest = min(errors, key=lambda name: errors[name], default=None)
+    return nearest if nearest is not None and errors[nearest] <= UNIT else None
 
 
 ALIKE = 0.05  # largest relative difference of the biases of one head, whose table can be rounded

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from attnlens import records
 from attnlens.maths.diagnosis import Cause, Layer
 from attnlens.maths.diagnosis.layer import name_parts, residuals
+from attnlens.maths.diagnosis.norms import FOLDED
 from attnlens.maths.diagnosis.search import ADDED
 from attnlens.maths.diagnosis.values import LOW_RANK, ORIGIN, PRECISION, TYPES
 from attnlens.models import weights
@@ -30,6 +31,7 @@ from attnlens.runs.compare.causes import (
     compare_rotations,
     describe_unexplained,
     diagnose_layers,
+    find_norm,
     have_same_heads,
     with_calls,
     with_spacing,
@@ -205,7 +207,8 @@ class Walk:
         """Yield the causes of one layer's difference, with the error of each head if its weights are quantised.
 
         `blocks`: the tensors of both blocks. `in_block`: the attention modules of the first model's block. Each tensor
-        is diagnosed once: those of an attention module at its own site, all others at the first.
+        is diagnosed once: those of an attention module and of the norm that it reads at its own site, all others at the
+        first.
         """
         sites = reached[0].site, reached[1].site
         path = weights.block_path(sites[0].path)
@@ -241,12 +244,32 @@ class Walk:
         other_roles = roles if _alike(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
         if not have_same_heads(calls[0], calls[1]):
             roles = other_roles = None  # then tensors are compared by name: no head has a counterpart
-        rest = in_block[0] == sites[0].path
+        rest, norms = in_block[0] == sites[0].path, self._find_norms(in_block)
         others = [path for path in in_block if path != sites[0].path]
+        others += [norm for path, norm in norms.items() if path in others]
+        norm = norms.get(sites[0].path)
         others_second = [f"{paths[1]}{path.removeprefix(paths[0])}" for path in others]
-        first = weights.read_layer(models[0], calls[0], roles, factors[0], others=others, rest=rest)
-        second = weights.read_layer(models[1], calls[1], other_roles, factors[1], others=others_second, rest=rest)
+        norm_second = None if norm is None else f"{paths[1]}{norm.removeprefix(paths[0])}"
+        first = weights.read_layer(models[0], calls[0], roles, factors[0], others=others, rest=rest, norm=norm)
+        second = weights.read_layer(
+            models[1], calls[1], other_roles, factors[1], others=others_second, rest=rest, norm=norm_second
+        )
         return first, second
+
+    def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
+        """Return the norms that the further attention modules of a block read, by module path.
+
+        If the first one reads no norm, the norms' outputs are residuals, too (BART).
+        """
+        reached = {each.site.path: each for each in self.sides[0].reached}
+        if len(in_block) == 1 or in_block[0] not in reached:
+            return {}
+        whole = weights.read_layer(self.sides[0].weights_model.model, reached[in_block[0]], None)
+        names = {path: find_norm(whole, reached[path]) for path in in_block if path in reached}
+        if names.pop(in_block[0]) is None:
+            return {}
+        block = weights.block_path(in_block[0])
+        return {path: f"{block}.{name.removesuffix('.weight')}" for path, name in names.items() if name is not None}
 
     def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
         """Explain the tensors left that are those of another layer of the first model, and what changed in them."""
@@ -280,32 +303,45 @@ class Walk:
         self.found += [Found(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers, one at a time: embeddings, the last norm, the output matrix."""
+        """Diagnose the tensors outside of layers: the output matrix with the norms, all others one at a time."""
         names, others = self._stored_names()
-        for name in names:
-            if name not in others or any(f"{name}.".startswith(f"{block}.") for block in blocks):
-                continue
-            sources = names[name], others[name]
+        left = [
+            name for name in names if name in others and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+        ]
+        model = self.sides[0].weights_model.model
+        norms = [name for name in left if "Norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__]
+        last = [*norms, *(name for name in left if name == _output_name(model))]
+        for group in [*([name] for name in left if name not in last), last]:
             with ExitStack() as stack:
-                layers = [
-                    _read_tensor(side, name, source, stack) for side, source in zip(self.sides, sources, strict=True)
-                ]
-                first, second = (layer.parts[name] for layer in layers)
-                if are_equal(first, second):
-                    continue
-                self.differ.append(name)
-                if not (first.is_floating_point() and second.is_floating_point()):
-                    continue
-                if sources[0] != sources[1]:
-                    self.found.append(Found(None, _compare_tied(name, sources, first, second)))
-                    continue
-                for cause, errors in diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1])):
-                    self.found.append(Found(None, cause, errors, whole=cause.hypothesis in PRECISION))
+                pairs = {
+                    name: [
+                        _read_tensor(side, name, source, stack)
+                        for side, source in zip(self.sides, (names[name], others[name]), strict=True)
+                    ]
+                    for name in group
+                }
+                self._diagnose_group(pairs, {name: (names[name], others[name]) for name in group})
         outside = [entry for entry in self.found if entry.layer is None]
         if any(isinstance(entry.cause, Unexplained) for entry in outside):
             for entry in [each for each in outside if each.cause.hypothesis in ADDED]:
                 self.found.remove(entry)
                 self.found.append(replace(entry, cause=build_unexplained(entry.cause.parts, 1.0)))
+
+    def _diagnose_group(self, pairs: dict[str, list[Layer]], sources: Mapping[str, tuple[str, str]]) -> None:
+        """Diagnose tensors outside of layers, with the names under which both models store them."""
+        differ = [name for name, sides in pairs.items() if not are_equal(*(side.parts[name] for side in sides))]
+        self.differ += differ
+        pairs = {
+            name: sides for name, sides in pairs.items() if all(side.parts[name].is_floating_point() for side in sides)
+        }
+        tied = [name for name in pairs if name in differ and sources[name][0] != sources[name][1]]
+        causes = [*_diagnose_together(pairs)] if {*differ} & pairs.keys() else []
+        if tied and not any(cause.hypothesis == FOLDED for cause, _ in causes):
+            causes = [*_diagnose_together({name: sides for name, sides in pairs.items() if name not in tied})]
+            for name in tied:
+                first, second = (side.parts[name] for side in pairs[name])
+                self.found.append(Found(None, _compare_tied(name, sources[name], first, second)))
+        self.found += [Found(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
@@ -321,13 +357,32 @@ class Walk:
         return first, second
 
 
+def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[Cause, list[float]]]:
+    """Yield the causes of the differences of tensors, which each are a pair of layers."""
+    if not pairs:
+        return
+    sides = []
+    for each in zip(*pairs.values(), strict=True):
+        parts = {name: part for layer in each for name, part in layer.parts.items()}
+        gains = frozenset(name for layer in each for name in layer.gains)
+        offsets = {name: offset for layer in each for name, offset in layer.offsets.items()}
+        sides.append(with_spacing(Layer(parts, gains, offsets=offsets)))
+    yield from diagnose_layers(sides[0], sides[1])
+
+
+def _output_name(model: PreTrainedModel) -> str:
+    """Return the name of the output matrix; an empty name if there is none."""
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    path = next((path for path, module in model.named_modules() if module is output and output is not None), "")
+    return f"{path}.weight" if path else ""
+
+
 def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
     """Return the name of the output matrix, and of the embedding that it is; empty names if it is not tied."""
-    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    matrix = getattr(output, "weight", None)
-    path = next((path for path, module in model.named_modules() if module is output), "")
+    matrix = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[no-untyped-call]
+    name = _output_name(model)
     source = next((name for name, part in model.named_parameters() if part is matrix), "")
-    return ("", "") if not source or source == f"{path}.weight" else (f"{path}.weight", source)
+    return ("", "") if source in ("", name) else (name, source)
 
 
 def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
