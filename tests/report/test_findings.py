@@ -263,8 +263,12 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     beyond = plan.measured.model_copy(update={"share": 2 * plan.budget})
     assert answers(planned(measured=beyond))["Within budget?"].answer.startswith("No: ")
     unsure = plan.measured.model_copy(update={"ci95": (0.0, 2 * plan.budget)})
-    verdict = answers(planned(promised=unsure))["Within budget?"]
-    assert (verdict.answer.partition(":")[0], verdict.severity) == ("Here, but not guaranteed", "problem")
+    for changes in ({"promised": unsure}, {"promised": None, "estimated": None, "measured": unsure}):
+        verdict = answers(planned(**changes))["Within budget?"]
+        assert (verdict.answer.partition(":")[0], verdict.severity) == ("Here, but not guaranteed", "problem")
+    sure = unsure.model_copy(update={"ci95": (0.0, plan.budget)})
+    verdict = answers(planned(promised=None, estimated=None, measured=sure))["Within budget?"]
+    assert (verdict.answer.partition(":")[0], verdict.severity) == ("Yes", "none"), "the control"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
     if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
         answer = f"The form M changed in none of {heads}"
+        if all(row.measure != FORMS for row in comparison.rows):
+            answer = f"The form M of {heads} is not compared, because reports do not contain the weights"
     more = " more" if count else ""
     if changes.inherited:
         verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")

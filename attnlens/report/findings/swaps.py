@@ -240,13 +240,16 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
         yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
     if (measured := plan.measured) is not None:
-        verdict = "Yes" if plan.within_budget else "No" if measured.share > plan.budget else "Here, but not guaranteed"
+        # without a promise, only the measured interval can guarantee the budget
+        is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
+        holds = plan.within_budget and is_sure
+        verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
         answer = f"{verdict}: {share(measured.share)} on {clean(plan.text)}."
         yield Finding(
             question="Within budget?",
             answer=answer,
             evidence="" if measured.ci95 is None else f"{_format_interval(measured)}.",
-            severity="none" if plan.within_budget else "problem",
+            severity="none" if holds else "problem",
             measures=["swap.plan"],
         )
 
