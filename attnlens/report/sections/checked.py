@@ -204,7 +204,7 @@ def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: N
             errors.append(format_mask_error(found[mask]) if mask in found else NO_VALUE)
         title = each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})"
         columns += [Column(title, verdicts, words=True), Column("error", errors)]
-    meaning = "; same token: positions whose most likely token is the same" if predicting else ""
+    meaning = "; same token: equal top-1" if predicting else ""
     notes = [f"Errors relative to float64 (masks: up to 16 tokens){meaning}."]
     if any(not is_close(each) and mask.verdict == "agrees" for each in ran for mask in each.masks):
         notes.append(
