@@ -103,6 +103,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def unarranged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests whose subject is not where a picture's parts lie: arranging them takes most of the time."""
+    monkeypatch.setattr("attnlens.report.pictures.charts.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
+
+
+@pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
     """A copy of `original` that a test may spoil."""
     return Path(shutil.copytree(original, tmp_path / "gpt2"))
