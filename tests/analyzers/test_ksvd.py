@@ -172,7 +172,7 @@ def test_values_are_passed_without_copying_and_selected_with_their_heads():
 
 
 def test_inspect_measures_a_model_with_errors_over_its_sequences_and_the_overview_is_figure_1(tmp_path):
-    report = attnlens.inspect("demo", analyzers="ksvd", windows=3)
+    report = attnlens.inspect("demo", analyzers="ksvd", windows=3, layers=[0, 1])
     assert report.coverage.without == {}
     assert report.settings.analyzers == ["ksvd"]
     for head in report.heads:

@@ -171,7 +171,7 @@ def refused(call):
     return None
 
 
-@settings(max_examples=150 * FUZZ, deadline=None)
+@settings(max_examples=80 * FUZZ, deadline=None)
 @given(st.one_of(st.text(), st.lists(WORDS).map("".join), st.lists(WORDS).map(" ".join)))
 @example("share(" * 50)
 @example("min > 1\n")

@@ -39,7 +39,7 @@ REPORT = synthetic_report(1, 1)
 
 def test_inspect_alone_reads_the_demo_and_writes_every_output(tmp_path):
     """A real process, whose pipes get no colours."""
-    result = attnlens("inspect", *FILES, *SMALL, cwd=tmp_path)
+    result = attnlens("inspect", "--analyzer", "symmetry", *FILES, *SMALL, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr
     assert "COMPLETE: 32 of 32 heads" in result.stdout
@@ -53,8 +53,9 @@ def test_inspect_alone_reads_the_demo_and_writes_every_output(tmp_path):
     assert "COMPLETE" in marked
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_the_program_swaps_the_demo_and_writes_every_output(tmp_path):
-    result = invoke("swap-kernel", "--kernel", "rbf", *SMALL, *FILES, "-v", cwd=tmp_path)
+    result = invoke("swap-kernel", "--kernel", "rbf", "--generate", "0", *SMALL, *FILES, "-v", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr
     assert not absent(result.stdout, "32 of 32 heads", "nats per token", "Sites")
@@ -89,7 +90,7 @@ def test_quiet_shows_nothing_the_table_every_head_and_one_analyzer_its_measures(
 def test_text_from_a_file_and_from_stdin_is_the_same(tmp_path):
     text = (DEMO / "text.txt").read_text()[:4000]
     (tmp_path / "text.txt").write_text(text)
-    words = ("inspect", "demo", "--json", "-", *SMALL)
+    words = ("inspect", "demo", "--layers", "0", "--json", "-", *SMALL)
     results = [invoke(*words, "--text", tmp_path / "text.txt"), attnlens(*words, "--text", "-", stdin=text)]
     file, stdin = (json.loads(result.stdout) for result in results)
     assert stdin["settings"]["text"]["name"] == "stdin"
@@ -161,16 +162,17 @@ def test_a_damaged_model_is_refused_and_nothing_is_written(model, tmp_path):
 
 def test_nan_in_some_heads_is_partial(model, tmp_path):
     poison(model, [2, 5], layers=[3])
-    result = invoke("inspect", model, "--json", tmp_path / "r.json", *SMALL)
+    words = ("inspect", model, "--layers", "3", *SMALL)
+    result = invoke(*words, "--json", tmp_path / "r.json")
     assert result.returncode == 0, result.stderr
-    assert "PARTIAL: 30 of 32 heads" in result.stdout
+    assert "PARTIAL: 6 of 8 heads" in result.stdout
     report = read_report(tmp_path / "r.json")
     (skip,) = [skip for skip in report.coverage.skipped if skip.heads]
     assert (skip.site, skip.heads) == ("transformer.h.3.attn", [2, 5])
     assert "c_attn.weight" in skip.reason
     broken = next(head for head in report.heads if (head.layer, head.head) == (3, 2))
     assert all("c_attn.weight" in measure.reason for measure in broken.measures.values())
-    assert invoke("inspect", model, "--strict", "-q", *SMALL).returncode == 3
+    assert invoke(*words, "--strict", "-q").returncode == 3
 
 
 def test_without_a_tokenizer_only_the_weights_are_read(model, tmp_path):
@@ -295,7 +297,7 @@ def test_an_interruption_ends_with_130_from_the_first_line_on(wait):
     assert b"Traceback" not in stderr or wait == 0
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.5, pytest.param(2.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("wait", [0.0, *(pytest.param(wait, marks=pytest.mark.full) for wait in (0.5, 2.0))])
 def test_an_interruption_leaves_nothing_half_written(tmp_path, wait):
     text = tmp_path / "long.txt"
     text.write_text((DEMO / "text.txt").read_text() * 50)

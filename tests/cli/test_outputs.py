@@ -36,6 +36,9 @@ EMPTY = synthetic_report(2, 2, source="weights").model_copy(update={"heads": []}
 FEW = synthetic_report(2, 2, source="weights", curves=False, measures=("weights.symmetry", "weights.definiteness"))
 
 
+without_layout = pytest.mark.usefixtures("without_layout")
+
+
 def names(folder):
     return {path.name for path in folder.iterdir()}
 
@@ -53,6 +56,7 @@ def test_links_devices_and_modes_stay_as_they_are(tmp_path):
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
 
 
+@without_layout
 def test_pictures_are_counted(tmp_path, capsys):
     folder, page = tmp_path / "all", tmp_path / "one.html"
     deliver(Outputs(figure=str(folder), html=str(page), quiet=False), swap_report())
@@ -63,6 +67,7 @@ def test_pictures_are_counted(tmp_path, capsys):
     assert f"Wrote {tmp_path}/one.png, {tmp_path}/one.png.txt\n" in capsys.readouterr().err
 
 
+@without_layout
 @pytest.mark.parametrize(("option", "target"), [("figure", "pictures.svg"), ("html", "pictures")])
 def test_a_picture_that_fails_or_is_interrupted_costs_itself_alone(tmp_path, monkeypatch, capsys, option, target):
     files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / target)}
@@ -86,6 +91,7 @@ def test_a_picture_that_fails_or_is_interrupted_costs_itself_alone(tmp_path, mon
     assert "a.md" in shown.err
 
 
+@without_layout
 def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
     honest = pictures.panel_figure
 
@@ -126,6 +132,7 @@ def test_bare_needs_a_picture(tmp_path):
     Outputs(bare=True, figure=str(tmp_path / "heads.png")).check({})
 
 
+@without_layout
 def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
     def fail(path, _content):
         raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")
@@ -199,11 +206,11 @@ def test_matplotlib_says_nothing_of_its_cache(tmp_path):
 
 
 def on_a_terminal(*words, **environment):
-    """What the program writes to a terminal on stderr."""
+    """What a Python process writes to a terminal on stderr."""
     ours, theirs = pty.openpty()
     env = environment_with(**{"TERM": "xterm"} | environment)
     streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": theirs}
-    with subprocess.Popen([str(forkserver.commands() / "attnlens"), *words], env=env, **streams) as process:
+    with subprocess.Popen([str(forkserver.commands() / "python"), *words], env=env, **streams) as process:
         os.close(theirs)
         written = b""
         try:
@@ -216,12 +223,21 @@ def on_a_terminal(*words, **environment):
     return written.decode()
 
 
+BAR = """
+from attnlens.cli import show
+with show.progress(shown=True) as tell:
+    for done in range(4):
+        tell("weights", done, 3)
+"""
+
+
 def test_a_terminal_is_animated_unless_that_is_switched_off():
     words = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--layers", "0")
-    assert "\x1b[?25l" in on_a_terminal(*words), "the control: without any of them, the bar moves and hides the cursor"
+    for command in (("-m", "attnlens", *words), ("-c", BAR)):
+        assert "\x1b[?25l" in on_a_terminal(*command), "the control: the bar moves and hides the cursor"
     for variable in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
-        assert "\x1b" not in on_a_terminal(*words, **variable), variable
-    assert "\x1b" not in attnlens(*words, FORCE_COLOR="1").stderr, "nor is a pipe"
+        assert "\x1b" not in on_a_terminal("-c", BAR, **variable), variable
+    assert "\x1b" not in python("-c", BAR, FORCE_COLOR="1").stderr, "nor is a pipe"
 
 
 def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
@@ -266,22 +282,30 @@ def test_a_store_that_cannot_be_written_is_refused_in_two_lines(tmp_path):
         assert not list(tmp_path.rglob("*.json"))
 
 
-FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
+FILES = ("--csv", "r.csv", "--markdown", "r.md", "--json", "again.json")
 
 
-@pytest.mark.parametrize("report", [synthetic_report(2, 2, measures=MIXED), swap_report()], ids=["inspect", "swap"])
-def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report):
+@pytest.mark.parametrize(
+    ("report", "drawn"),
+    [(synthetic_report(2, 2, measures=MIXED), ("--html", "r.html")), (swap_report(), ("--figure", "r.png"))],
+    ids=["inspect", "swap"],
+)
+def test_a_saved_report_is_written_as_its_run_writes_it(tmp_path, report, drawn):
     report.write_json(tmp_path / "r.json")
-    result = without_torch("report", "r.json", *FILES, cwd=tmp_path)
+    result = without_torch("report", "r.json", *FILES, *drawn, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "r.json").read_bytes()
     again = read_report(tmp_path / "r.json")
-    for kind, write in (("html", views.page), ("csv", views.csv), ("md", views.markdown)):
+    for kind, write in (("csv", views.csv), ("md", views.markdown)):
         assert (tmp_path / f"r.{kind}").read_text() == write(again), kind
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    if "--html" in drawn:
+        assert (tmp_path / "r.html").read_text() == views.page(again)
+    else:
+        assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert report.model.title in result.stdout
 
 
+@without_layout
 def test_saved_reports_are_shown_drawn_into_a_folder_and_written_as_a_page(tmp_path):
     FEW.write_json(tmp_path / "r.json")
     result = invoke("report", "r.json", "--table", "--figure", "all", cwd=tmp_path)

@@ -13,30 +13,29 @@ ONE = ("inspect", "demo", "--source", "tokens", "--analyzer", "spectrum", "--win
 
 
 def test_options_come_from_the_environment_and_from_a_file(tmp_path):
-    cases = [  # attnlens.toml, environment, command line, setting, value
-        ('layers = "2"\nlength = 16', {}, (), "layers", [2]),
-        ('layers = "2"\nlength = 16', {}, (), "length", 16),
-        ('layers = "2"\nlength = 16', {"ATTNLENS_LAYERS": "1"}, (), "layers", [1]),
-        ('layers = "2"\nlength = 16', {"ATTNLENS_LAYERS": "1"}, ("--layers", "0"), "layers", [0]),
-        ("", {}, (), "pack", True),
-        ("", {"ATTNLENS_PACK": "0"}, (), "pack", False),
-        ("", {"ATTNLENS_PACK": "0"}, ("--pack",), "pack", True),
-        ("no-pack = true", {}, (), "pack", False),
-        ("pack = false", {}, (), "pack", False),
-        ("pack = false", {"ATTNLENS_PACK": "yes"}, (), "pack", True),
-        ('analyzer = "entropy"', {}, (), "analyzers", ["spectrum"]),
-        ("", {"ATTNLENS_TEXT": "a b.txt"}, (), "text", "a b.txt"),
-        ("", {"ATTNLENS_TEXT": "a b.txt:c.txt"}, (), "text", "a b.txt + c.txt"),
+    cases = [  # attnlens.toml, environment, command line, settings
+        ('layers = "2"\nno-pack = true', {}, (), {"layers": [2], "length": 16, "pack": False}),
+        ('layers = "2"\npack = false', {"ATTNLENS_LAYERS": "1"}, (), {"layers": [1], "pack": False}),
+        (
+            'layers = "2"\npack = false',
+            {"ATTNLENS_LAYERS": "1", "ATTNLENS_PACK": "yes"},
+            ("--layers", "0"),
+            {"layers": [0], "pack": True},
+        ),
+        ('analyzer = "entropy"', {"ATTNLENS_PACK": "0"}, (), {"pack": False, "analyzers": ["spectrum"]}),
+        ("", {"ATTNLENS_PACK": "0", "ATTNLENS_TEXT": "a b.txt"}, ("--pack",), {"pack": True, "text": "a b.txt"}),
+        ("", {"ATTNLENS_TEXT": "a b.txt:c.txt"}, (), {"pack": True, "text": "a b.txt + c.txt"}),
     ]
     for name, animal in (("a b.txt", "cat"), ("c.txt", "dog")):
         (tmp_path / name).write_text(f"The {animal} sat on the mat and looked. " * 40)
-    for defaults, environment, words, name, value in cases:
-        (tmp_path / "attnlens.toml").write_text(defaults)
-        small = () if "length" in defaults else ("--length", "16", *(() if "layers" in defaults else ("--layers", "0")))
+    for defaults, environment, words, expected in cases:
+        (tmp_path / "attnlens.toml").write_text(f"{defaults}\nlength = 16")
+        small = () if "layers" in defaults else ("--layers", "0")
         result = invoke(*ONE, *small, *words, cwd=tmp_path, **environment)
         assert result.returncode == 0, result.stderr
-        setting = json.loads(result.stdout)["settings"][name]
-        assert (setting["name"] if name == "text" else setting) == value, (defaults, environment, words)
+        settings = json.loads(result.stdout)["settings"]
+        settings["text"] = settings["text"]["name"]
+        assert {name: settings[name] for name in expected} == expected, (defaults, environment, words)
     (tmp_path / "attnlens.toml").write_text('analyzer = "spectrum"\n')
     weights = invoke("inspect", "demo", "--source", "weights", "--json", "-", "-q", cwd=tmp_path)
     assert json.loads(weights.stdout)["settings"]["analyzers"] == ["spectrum"], "a list of one, without brackets"

@@ -64,18 +64,8 @@ def test_windows_are_described_and_written_one_by_one(pieces, tmp_path):
 
 
 def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces, tmp_path):
-    words = (
-        "--table",
-        "--windows",
-        "8",
-        "--length",
-        "32",
-        "--json",
-        "r.json",
-        "--windows-csv",
-        "w.csv",
-        "--no-progress",
-    )
+    words = ("--table", "--layers", "0", "--generate", "0", "--windows", "8", "--length", "32", "--no-progress")
+    words += ("--json", "r.json", "--windows-csv", "w.csv")
     assert "Text by text" in flowing("swap-kernel", "demo", *words, paths=pieces[:2], cwd=tmp_path)
     swap = json.loads((tmp_path / "r.json").read_text())["swap"]
     rows = list(csv.DictReader((tmp_path / "w.csv").open()))
@@ -111,18 +101,20 @@ def test_captions_follow_short_and_skipped_texts_and_the_placement(pieces, tmp_p
     assert absent(shown, source, f"{scope} King James passages", wrong) == [wrong]
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path):
     folder, text = tmp_path / "model", tmp_path / "foreign.txt"
     tiny.gpt2(vocab_size=300).save_pretrained(folder)
     tiny.tokenizer("bert").save_pretrained(folder)
     text.write_text("ж ш щ " * 200)
-    words = ("inspect", folder, "--source", "tokens", "--length", "16", "--text", text, "--no-progress")
-    stopped = invoke(*words, "--analyzer", "spectrum")
+    words = ("inspect", folder, "--source", "tokens", "--windows", "4", "--length", "16", "--text", text)
+    words += ("--analyzer", "spectrum", "--no-progress")
+    stopped = invoke(*words)
     assert (stopped.returncode, stopped.stdout) == (2, "")
     unknown = "88% of the tokens of foreign.txt are unknown to the tokenizer"
     assert not absent(stopped.stderr, unknown, "--allow-foreign-text")
     files = ("--json", "r.json", "--html", "r.html", "--markdown", "r.md")
-    shown = flowing(*words, "--analyzer", "spectrum", "--allow-foreign-text", *files, cwd=tmp_path)
+    shown = flowing(*words, "--allow-foreign-text", *files, cwd=tmp_path)
     for written in (shown, *((tmp_path / name).read_text() for name in files[1::2])):
         assert "88% of the tokens of foreign" in " ".join(written.split())
 
@@ -130,14 +122,15 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path):
 def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_named(pieces, tmp_path):
     foreign = tmp_path / "foreign.txt"
     foreign.write_text("".join(chr(0x4E00 + 7919 * number % 2000) for number in range(900)))
-    swap = ("swap-kernel", "demo", "--layers", "0", "--length", "32", "--no-progress")
+    swap = ("swap-kernel", "demo", "--layers", "0", "--generate", "0", "--length", "32", "--no-progress")
     for words in (("inspect", "demo", *FEW), swap):
         shown = flowing(*words, "--windows", "8", paths=[foreign, pieces[0]])
         loss, guess = "The model's loss on foreign.txt is", "worse than random guessing (ln 1024 = 6.93)"
         assert absent(shown, loss, guess, "loss on piece-0.txt") == ["loss on piece-0.txt"], "the control"
 
 
-def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path):
+def test_one_head_is_shown_word_by_word_with_plain_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", {"rotations": 2})
     words = ("inspect", "demo", "--head", "3.7", "--show", "selection", "--json", "r.json", *SMALL)
     result = invoke(*words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

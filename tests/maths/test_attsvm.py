@@ -209,9 +209,10 @@ def test_nuclear_norm_is_that_of_a_general_solver(case):
     assert (answer.least is None) == bool(problem.equal.all()) == (case == "equalities")
 
 
-def test_nuclear_norm_of_margins_of_both_signs_and_equalities_is_that_of_a_general_solver():
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.full)])
+def test_nuclear_norm_of_margins_of_both_signs_and_equalities_is_that_of_a_general_solver(seeds):
     """Often no multiple of W is feasible: a solver that only scales W leaves 10 of these 20 problems `inaccurate`."""
-    for seed in range(20):
+    for seed in seeds:
         generator, problem = torch.Generator().manual_seed(seed), drawn(seed, n=4, length=5, d=5)
         margins = torch.randn(len(problem.margins), generator=generator).double()
         problem = replace(problem, margins=margins, equal=torch.rand(len(margins), generator=generator) < 0.2)
@@ -233,9 +234,10 @@ def test_a_working_set_finds_what_all_constraints_together_give(sizes, monkeypat
     assert max(steps) < len(problem.margins)
 
 
-def test_separability_is_that_of_a_linear_program():
+@pytest.mark.parametrize("problems", [28, pytest.param(70, marks=pytest.mark.full)])
+def test_separability_is_that_of_a_linear_program(problems):
     counts = {True: 0, False: 0}
-    for seed in range(70):
+    for seed in range(problems):
         generator = np.random.default_rng(seed)
         problem = drawn(seed, *(int(generator.integers(low, high)) for low, high in ((1, 9), (2, 9), (1, 7))))
         answer = separable(problem)
@@ -249,7 +251,7 @@ def test_separability_is_that_of_a_linear_program():
             assert float(answer.multipliers.sum()) == pytest.approx(1.0)
             assert float(problem.form(answer.multipliers).norm()) <= 1e-9
             assert answer.distance <= 1e-9
-    assert min(counts.values()) >= 15
+    assert min(counts.values()) >= problems // 5
 
 
 def test_separability_with_equalities_is_that_of_a_linear_program():

@@ -33,9 +33,10 @@ PLAIN, ROOT = ALPHA / RANK, ALPHA / math.sqrt(RANK)
 KINDS = {
     "LoRA": ("llama", {}, PLAIN),
     "rsLoRA": ("gpt2", {"use_rslora": True}, ROOT),
-    "DoRA": ("gpt2", {"use_dora": True}, PLAIN),
-    "rsDoRA": ("llama", {"use_dora": True, "use_rslora": True}, ROOT),
+    "DoRA": ("llama", {"use_dora": True}, PLAIN),
+    "rsDoRA": ("gpt2", {"use_dora": True, "use_rslora": True}, ROOT),
 }
+PARTS = ("rsLoRA", "DoRA")  # of rsDoRA
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,9 @@ def values(report, name, part="value"):
     return torch.tensor([getattr(head.measures[name], part) for head in report.heads], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full) if kind in PARTS else kind for kind in KINDS]
+)
 def test_an_adapter_is_merged_as_by_hand(kind, bases, tmp_path):
     family, settings, scale = KINDS[kind]
     base, paths = bases / family, [Q0, K0, Q1] if family == "llama" else [C0]

@@ -28,10 +28,10 @@ def saved(folder, name):
     return folder
 
 
-OTHERS = "llama", "t5", "bert", "gpt2", "gemma3", "whisper", "clip"
+OTHERS = "gpt_oss", "t5", "bert", "gpt2", "gemma3", "whisper", "clip"
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_attention_is_that_of_the_loaded_model_and_weights_are_those_of_the_files(name, tmp_path, monkeypatch):
     place, start_scores, calls, starts = saved(tmp_path, name), mode.start_scores, [], []
     record = lambda one, *rest, **more: starts[-1].append(one.lead) or start_scores(one, *rest, **more)  # noqa: E731

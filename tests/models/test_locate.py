@@ -307,7 +307,7 @@ def test_which_of_two_copies_of_the_weights_was_read_is_noted(folder, tmp_path):
         assert load(folder, from_files=way).notes == (f"{note}{index}.",)
     assert load(folder / "model.safetensors").notes == ()
     assert load(tmp_path / "shards").notes == ()
-    shown = invoke("inspect", folder, "--source", "weights", "--layers", "0")
+    shown = invoke("inspect", folder, "--source", "weights", "--layers", "0", "--analyzer", "symmetry")
     assert f"were not read: {index}." in " ".join(shown.stdout.split())
     compared = attnlens.compare(folder, tmp_path / "shards", source="weights", analyzers=["symmetry"])
     assert f"{note}{index}." in compared.comparison.notes

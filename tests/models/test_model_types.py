@@ -23,18 +23,18 @@ from attnlens.records.architectures import architectures
 
 TABLE = {row.model_type: row for row in architectures()[1]}
 READ = listed(
-    "beit canine deepseek_v32 deformable_detr fuyu gemma4 gpt_oss granitemoehybrid hunyuan_v1_dense lfm2 longt5 "
-    "minicpm3 minimax_m3_vl modernbert nanochat squeezebert xlnet zaya"
+    "beit canine deepseek_v32 fuyu gemma4 gpt_oss granitemoehybrid hunyuan_v1_dense lfm2 longt5 minicpm3 modernbert "
+    "nanochat squeezebert xlnet zaya"
 )
 SWEEP = listed(
     "afmoe audio-spectrogram-transformer aya_vision bamba bigbird_pegasus blip bloom codegen cohere2 conditional_detr "
-    "ctrl deberta-v2 deepseek_v2 deepseek_v3 deepseek_v4 detr dinov3_vit eomt_dinov3 esm exaone4 falcon gemma3n_text "
-    "glm4v got_ocr2 gpt_neo gptj granite granite_speech granitemoe hiera internvl jamba jetmoe kimi_k25 layoutlmv3 "
-    "levit lilt llama4 llama4_text llava longcat_flash lw_detr_vit m2m_100 mlcd_vision_model moonshine mpnet mpt "
-    "muse_glimmer_text nemotron neomme nllb-moe olmo2 parakeet_encoder pegasus_x persimmon phi3 pixtral pop2piano "
-    "qwen2_audio qwen2_vl qwen3_5 qwen3_next qwen3_vl rf_detr_dinov2 sam siglip siglip2_vision_model "
-    "siglip_vision_model smollm3 speech_to_text splinter stablelm starcoder2 swinv2 table-transformer vit_mae "
-    "vitpose_backbone voxtral wav2vec2 wav2vec2-bert whisper xglm youtu"
+    "ctrl deberta-v2 deepseek_v2 deepseek_v3 deepseek_v4 deformable_detr detr dinov3_vit eomt_dinov3 esm exaone4 "
+    "falcon gemma3n_text glm4v got_ocr2 gpt_neo gptj granite granite_speech granitemoe hiera internvl jamba jetmoe "
+    "kimi_k25 layoutlmv3 levit lilt llama4 llama4_text llava longcat_flash lw_detr_vit m2m_100 minimax_m3_vl "
+    "mlcd_vision_model moonshine mpnet mpt muse_glimmer_text nemotron neomme nllb-moe olmo2 parakeet_encoder "
+    "pegasus_x persimmon phi3 pixtral pop2piano qwen2_audio qwen2_vl qwen3_5 qwen3_next qwen3_vl rf_detr_dinov2 sam "
+    "siglip siglip2_vision_model siglip_vision_model smollm3 speech_to_text splinter stablelm starcoder2 swinv2 "
+    "table-transformer vit_mae vitpose_backbone voxtral wav2vec2 wav2vec2-bert whisper xglm youtu"
 )
 FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model")
 """Types with modules that call torch's fused attention, whose softmax nobody sees."""

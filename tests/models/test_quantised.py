@@ -14,7 +14,7 @@ import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
 
-inspect = partial(attnlens.inspect, source="weights", analyzers=["symmetry", "spectrum"])
+inspect = partial(attnlens.inspect, source="weights", analyzers=["symmetry"])
 from_files = partial(inspect, from_files=True)
 SITE = "model.layers.0.self_attn"
 Q, WIDE = f"{SITE}.q_proj", 192
@@ -40,24 +40,19 @@ CASES = [pytest.param(method, marks=pytest.mark.full) if method in LIKE_OTHERS e
 
 @pytest.mark.parametrize("method", CASES)
 def test_codes_are_read_as_their_decoded_twin_and_no_other_codes_are_read(method, tmp_path):
-    codes, twin = tmp_path / "codes", tmp_path / "twin"
-    plain = quantised(codes, method)
-    loaded, deferred, tensors = check_parameters(codes, plain), loading.load(codes, from_files=True), weights(codes)
+    codes = tmp_path / "codes"
+    loaded, tensors = check_parameters(codes, quantised(codes, method)), weights(codes)
     assert loaded.info.quantised == METHODS[method][1]["quant_method"]
-    saved(twin)
-    stored(twin, plain)
-    report, read = inspect(loaded), inspect(deferred)
-    check_alike(report, inspect(twin), 1e-4, 1e-5)
-    check_alike(read, report, 1e-6, 1e-9)
-    of_site = {name: part.nbytes for name, part in tensors.items() if SITE in name}
-    wanted = sum(size for name, size in of_site.items() if "v_proj" not in name and "o_proj" not in name)
-    assert deferred.deferred.bytes_read == pytest.approx(wanted, rel=0.05)
-    assert wanted < 0.7 * sum(of_site.values()), "a control: the site has more"
     unread = {name: part for name, part in tensors.items() if name.startswith("model.layers.0.mlp")}
     described = "_shape", "_packed", "state", "nf4"
     spoilt = {name: torch.full_like(part, 3) for name, part in unread.items() if not name.endswith(described)}
     stored(codes, tensors | spoilt)
-    check_alike(from_files(codes), read, 1e-9, 0)
+    deferred = loading.load(codes, from_files=True)
+    check_alike(inspect(deferred), inspect(loaded), 1e-6, 1e-9)
+    of_site = {name: part.nbytes for name, part in tensors.items() if SITE in name}
+    wanted = sum(size for name, size in of_site.items() if "v_proj" not in name and "o_proj" not in name)
+    assert deferred.deferred.bytes_read == pytest.approx(wanted, rel=0.05)
+    assert wanted < 0.7 * sum(of_site.values()), "a control: the site has more"
     edited(codes / "config.json", quantization_config=None)
     refused(ModelError, partial(loading.load, codes), "codes", "does not describe them", "unquantised")
 
@@ -151,8 +146,7 @@ def test_codes_that_can_not_be_decoded_are_refused_and_scales_of_activations_are
     model = tmp_path / "model"
     model.mkdir()
     each_refused(ModelError, model, FAULTS, loading.load, read_site)
-    for number, word in ((0, Q), (6, Q), (12, "zeros")):
-        refused(ModelError, partial(from_files, tmp_path / f"fault{number}" / "model"), word)
+    refused(ModelError, partial(from_files, tmp_path / "fault0" / "model"), Q)
     stored(model, saved(model) | {f"{Q}.weight_scale": torch.tensor(2.0)})
     refused(ModelError, partial(loading.load, model), f"{Q}.weight_scale")
     changed("fp8 per tensor", input_scale=torch.tensor(2.0))(model)

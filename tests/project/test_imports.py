@@ -8,6 +8,8 @@ import tomllib
 from itertools import chain
 from pathlib import Path
 
+from program import environment_with
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "attnlens"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -20,21 +22,33 @@ KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""
 
 
-def test_commands_answer_without_loading_a_heavy_library():
-    """A fresh interpreter imports what they import, then the maths, then the analyses, preloaded for workers."""
+AFRESH = """
+import sys
+import attnlens
+def loaded():
+    return {{"torch", "transformers", "matplotlib", "matplotlib.pyplot"}} & {{*sys.modules}}
+print(*(one.__name__ for one in (attnlens.kernel, attnlens.analyzer, attnlens.MeasureInfo, attnlens.KernelParameter)))
+import {light}
+assert not loaded()
+print(attnlens.maths.ksvd.dual.__name__, attnlens.lab.primal.build.__name__)
+assert loaded() == {{"torch"}}
+import attnlens.report.pictures
+assert loaded() == {{"torch", "matplotlib"}}
+sys.modules["transformers"] = None
+import attnlens.cli.analyses
+"""
+
+
+def test_names_are_lazy_and_commands_answer_without_loading_a_heavy_library():
+    """A new interpreter imports what plug-ins and commands need, the maths, the pictures, and then the analyses."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
     names = [name.removesuffix(".__init__") for name in names]
     light = [name for name in names if any(f"{name}.".startswith(f"attnlens.{each}.") for each in LIGHT)]
     assert len(light) > 40
-    show = "print(*({'torch', 'transformers', 'matplotlib'} & {*sys.modules}))"
-    steps = [
-        f"import {modules}; {show}" for modules in (", ".join(light), "attnlens.maths.linalg", "attnlens.cli.analyses")
-    ]
-    program = [sys.executable, "-c", "\n".join(["import sys", *steps])]
-    run = subprocess.run(program, capture_output=True, text=True, check=True)
-    commands, maths, analyses = (set(line.split()) for line in run.stdout.split("\n")[:-1])
-    assert (commands, maths) == (set(), {"torch"})
-    assert analyses >= {"torch", "transformers"}
+    program = [sys.executable, "-c", AFRESH.format(light=", ".join(light))]
+    run = subprocess.run(program, env=environment_with(), capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["kernel", "analyzer", "MeasureInfo", "KernelParameter", "dual", "build"], run.stderr
+    assert run.stderr.splitlines()[-1].startswith("ModuleNotFoundError: import of transformers"), "analyses preload it"
 
 
 def kinds_asked(source: str) -> set[str]:

@@ -26,6 +26,7 @@ def strings(value):
         yield from strings(part)
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_strings_from_strangers_are_text_without_control_characters():
     page = views.page(hostile())
     assert not STEERING.search(page)
@@ -47,6 +48,7 @@ def test_strings_from_strangers_are_text_without_control_characters():
     assert json.loads(text)["model"]["id"] == HOSTILE, "the control: nothing is lost"
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_the_page_shows_every_number_with_its_error_null_and_reason():
     report = synthetic_report(3, 4)
     page = views.page(report)

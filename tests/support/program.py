@@ -1,6 +1,7 @@
 """Runs the finished program, and checks how it refuses."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -11,9 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 import forkserver
+import typer.main
 
 DEMO = Path(__file__).parents[2] / "attnlens" / "models" / "demo"
 SMALL = ("--windows", "4", "--length", "32", "--no-progress")
+built_once = functools.cache(typer.main.get_command)
+"""Typer's commands, which are the same for all command lines."""
 
 
 def environment_with(**changed):
@@ -36,6 +40,7 @@ def invoke(*words, cwd=None, stdin="", **environment):
     with (
         mock.patch.dict(os.environ, environment_with(**environment), clear=True),
         mock.patch.object(sys, "stdin", text),
+        mock.patch.object(typer.main, "get_command", built_once),
         warnings.catch_warnings(),
         contextlib.chdir(cwd or "."),
         contextlib.redirect_stdout(out),

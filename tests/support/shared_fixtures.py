@@ -97,6 +97,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the arrangement of a picture's parts, which takes most of the time, where the test is not about it."""
+    monkeypatch.setattr("attnlens.report.pictures.charts.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
+
+
+@pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
     """A copy of `original` that a test may spoil."""
     return Path(shutil.copytree(original, tmp_path / "gpt2"))
