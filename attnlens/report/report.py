@@ -24,8 +24,8 @@ class Report(records.Report):
     def save(self, path: str | Path, *, bare: bool = False) -> None:
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
-        A picture named after a measure (`weights.symmetry.pdf`) shows that measure, any other picture the overview; the
-        caption is written to a second file (`weights.symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
+        A picture named after a measure (`symmetry.pdf`) shows that measure, any other picture the overview; the
+        caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
         Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
         """
         from attnlens.report import export
