@@ -57,6 +57,18 @@ class Report(records.Report):
         with house_style(bare=bare):
             return overview(self).draw(bare=bare)
 
+    def __str__(self) -> str:
+        """Return the screen that a command prints: the findings, a map of the heads, and commands to run next."""
+        import io
+
+        from attnlens.report.export import summary
+        from attnlens.report.render import terminal
+
+        page = terminal.console()
+        page.file = io.StringIO()
+        page.print(terminal.document(summary(self)))
+        return page.file.getvalue().rstrip("\n")
+
     def _repr_html_(self) -> str:
         """Return the findings and the overview as HTML for notebooks."""
         from attnlens.report.export import build_card
