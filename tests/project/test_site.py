@@ -61,7 +61,7 @@ def test_each_measure_kernel_command_and_public_name_has_its_page(reference):
     for name, command in PAGES.find_commands().items():
         words = {word for option in command.params if option.param_type_name == "option" for word in option.opts}
         assert not absent(reference[f"commands/{name}.md"], *(f"`{word}`" for word in words)), name
-    assert "attnlens explain MEASURE" in reference["commands/explain.md"]
+    assert "attnlens explain NAME" in reference["commands/explain.md"]
     assert "[tokens.share_key](tokens.share_key.md)" in reference["measures/tokens.share_skew.md"]
     for name, text in reference.items():
         for target in re.findall(r"\]\(([^)]+\.md)\)", text) if name.startswith("measures/") else ():
