@@ -179,6 +179,6 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
 
 
 def _cumulative_curves(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
-    """Compute the two cumulative curves of a matrix."""
+    """Compute the two cumulative curves of a matrix, of its singular `values` and of their squares."""
     powers = {"spectrum": values, "energy": values.square()}
     return {f"ksvd.{matrix}_{name}": linalg.cumulative(part) for name, part in powers.items()}

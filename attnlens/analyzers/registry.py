@@ -34,7 +34,8 @@ NULLS = {  # meaning of a null's value, by kind of null
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
 NULL_DRAWS = {"factors": 64, "rotations": 8}
-"""Number of random heads of each kind of null. Of 64 draws, the mean is known to 1/8 of its sd, and the sd to 9 %."""
+"""Number of random heads for each kind of null. With 64 draws, the standard error is 1/8 sd for the null's mean and 9 %
+for its sd."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class MeasureInfo:
     missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN
     grows_with_factors: bool = False  #: True if proportional to ‖Q‖‖K‖; the null is then rescaled to the head's norms
     has_null: bool = True  #: True if independent Gaussian factors are its null (weights.* scalars only)
-    null: Literal["factors", "rotations"] = "factors"  #: Draws of its null: independent factors, or M randomly rotated
+    null: Literal["factors", "rotations"] = "factors"  #: Random heads of its null: independent factors, or M rotated
     steps: str = "index"  #: Unit of a curve's steps, as on the axis of its plot: index, distance in tokens
     headline: bool = False  #: True if the measure comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
@@ -62,11 +63,11 @@ class MeasureInfo:
     wholes: tuple[str, ...] = ()  #: Totals that the measure is a part of; parts of one source sum to 1 in every head
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
     ends: Literal["", "largest", "both"] = ""  #: Ends of the range that are listed among the most extreme heads
-    beside: str = ""  #: Measure with the value under uniform attention, if needed for interpretation
-    matrix: str = ""  #: Matrix of the measure, if measures of the same name use other matrices: `M`
+    beside: str = ""  #: Name of the measure that gives the value under uniform attention, if readers need it
+    matrix: str = ""  #: Matrix that the measure describes (`M`), if other measures of this name describe other matrices
     series: int = 0  #: Rank from 1 among the measures shown for a series of checkpoints; 0: listed last
-    space: str = ""  #: Space of the question, if posed in several spaces, which tables and plots separate
-    use: str = ""  #: Advice on using the result, in a sentence or two
+    space: str = ""  #: Space in which the problem is posed, if there are several; tables and plots separate them
+    use: str = ""  #: Advice on using the result, in one or two sentences
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
     """Quantity that the measure scales with (`head_dim`); models that differ in it can't be compared. The window's
@@ -131,7 +132,7 @@ NAMED = distance(  # pages and rules use it alongside the changes
 
 @dataclass(frozen=True)
 class Named:
-    """Fields common to all analyzers."""
+    """Base class with the fields that all analyzers share."""
 
     name: str  # name on the command line
     source: Source  # source that it reads: weights or tokens
@@ -147,7 +148,7 @@ class Analyzer(Named):
 
     function: Callable[[QueryKey], Readings]  # function that computes the measures
     needs_base: bool = False  # True if it compares with the site without its adapter; runs for models with an adapter
-    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # a measure and its function, for swept heads
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the only measure computed in a sweep, and how
 
     def read(self, query_key: QueryKey) -> Readings:
         """Compute the measures. Raise UsageError unless they are a dict of declared measures in the expected shapes."""
@@ -176,8 +177,8 @@ class GatheringPlace:
 
     site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
-    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
-    bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
+    """M on (x, 1), where x are the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
+    are not bilinear in the inputs (RoPE, QK-norm, cross-attention), the reason as a string; no inputs are then passed."""
     seed: int = 0  # random seed
     top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: the largest only
     shown: bool = False  # True if the posed problem is shown as well as measured
@@ -190,7 +191,7 @@ class Answer:
     measures: dict[str, Measure]  # measures by qualified name, each with its value or its own reason for lacking one
     windows: dict[str, dict[int, float]] = field(default_factory=dict)  # values per sequence, for means over sequences
     curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only those with a value
-    shown: Selection | None = None  # posed problem if it is shown; without the tokens' texts at this point
+    shown: Selection | None = None  # posed problem if it is shown; the tokens' texts are added later
 
 
 @runtime_checkable
@@ -217,7 +218,7 @@ class Gathering(Named):
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
-"""Registered analyzers by name and source. Python imports the package, which registers the built-in ones, first."""
+"""Registered analyzers by name and source. Built-in analyzers come first, because importing the package adds them."""
 
 
 def analyzer(
@@ -257,7 +258,7 @@ def analyzer(
 gathering = partial(analyzer, kind=Gathering)
 """Register, like `analyzer`, a function GatheringPlace → Gatherer that answers a question over several sequences.
 
-`needs_inputs=True`: the gatherer needs the modules' inputs.
+Pass `needs_inputs=True` if the gatherer needs the modules' inputs.
 """
 
 
@@ -304,12 +305,12 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def measure_sources() -> dict[str, Source]:
-    """Return the source of every measure and curve, which the name may not show (`ksvd.rank90` is read from tokens)."""
+    """Return the source of every measure and curve by name; `ksvd.rank90`, for example, is computed from tokens."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the info of a measure, curve, distance or change; the texts are empty if the name is unknown."""
+    """Return the MeasureInfo of a measure, curve, distance or change; meaning and formula are empty if unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

@@ -33,7 +33,7 @@ WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces i
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
-SPACES: tuple[Space, ...] = tuple(WORDS)  # on the inputs with the head's M, or on k and q with s·I: not comparable
+SPACES: tuple[Space, ...] = tuple(WORDS)  # the inputs with the head's M, or k and q with s·I; values are incomparable
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
 selection_share = partial(selection_measure, low=0, high=1)
@@ -48,7 +48,7 @@ DECIDED = selection_share(
     series=1,
     use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
 )
-POSED = (  # measures of what was posed, which is chosen once for all spaces
+POSED = (  # measures of the posed queries, which are chosen once for all spaces
     posed_measure(
         "selection.queries",
         "number of posed queries: the most decided ones of all sequences",
@@ -151,7 +151,7 @@ class Solved:
     picks: list[records.Pick] = field(default_factory=list)  # posed queries and their selections, if they are shown
 
 
-SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by space
+SolvedBySpace = dict[Space, Solved]  # results of one head's problems, or of one draw of its null, by space
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Count the decided queries of one sequence, and store the sequence if there is room."""
+        """Compute the share of decided queries of one sequence, and store the sequence if there is room."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
@@ -238,18 +238,18 @@ class Selector:
             query_of = key_of = [0] * count
         pair_of = [(key_of[index], index % len(masks)) for index in range(count)]  # one mask for all, or one per head
         pairs = sorted(set(pair_of))
-        copies = tuple(self._copies(key[at], masks[mask], number) for number, (at, mask) in enumerate(pairs))
+        copies = tuple(self._count_copies(key[at], masks[mask], number) for number, (at, mask) in enumerate(pairs))
         places = [(at, pair[0], pairs.index(pair)) for at, pair in zip(query_of, pair_of, strict=True)]
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
-    def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; share the previous sequence's matrix if it is equal, as it mostly is."""
+    def _count_copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
+        """Count the copies of each token; reuse the previous sequence's matrix number `at` if both are equal."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
 
-    def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
-        """Return the sequences and the head's form in one of its spaces; the scores are the same in all spaces."""
+    def _get_problem(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
+        """Return the sequences and the head's form in one space; the scores are equal in all spaces."""
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
             return scenes, _scaled_identity(self.stored[0].key.shape[-1], self.scale)
@@ -261,10 +261,13 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield space, selections and solution. A head selects once for all spaces; its null selects in each space."""
+        """Yield space, selections and solution; `draw` is the number of a draw of the null, None for the head itself.
+
+        A head selects once for all spaces; a draw of its null selects in each space.
+        """
         chosen = None
         for space in self.spaces:
-            scenes, form = self._posed_in(space, head)
+            scenes, form = self._get_problem(space, head)
             if draw is not None:
                 # one seed per head, draw and space, so that no result depends on the order of calls
                 parts = (self.place.seed, self.place.site.layer, head, draw, space)
@@ -275,7 +278,7 @@ class Selector:
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve one head's problems in all spaces, or the problems of one draw of its null."""
+        """Solve the problems in all spaces of a task: a head, and the number of a draw of its null or None."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
@@ -341,7 +344,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; its null is the mean and sd of the draws with a value, if there are at least two."""
+    """Build a measure's record; the null is the mean and sd of the draws with a value, if there are at least two."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
@@ -355,7 +358,7 @@ def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _scaled_identity(size: int, scale: float) -> FactoredForm:
-    """Return the form s·I between keys and queries."""
+    """Return the form s·I, where s is `scale` and I has `size` rows."""
     unit = torch.eye(size, dtype=torch.float64)
     return head_svm.FactoredForm(unit, scale * unit)
 

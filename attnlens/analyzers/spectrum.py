@@ -159,8 +159,8 @@ def of_weights(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """How spread out is a head's attention, and what is its rank?
 
-    P contains the attention weights p_ij of a window, one row per query; padding is left out. The
-    window's length bounds every rank, so compare ranks only at the same length.
+    P contains the attention weights p_ij of a window, one row per query; padding is left out. The window's length
+    bounds every rank, so compare ranks only at equal lengths.
     """
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)

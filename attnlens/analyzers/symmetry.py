@@ -215,9 +215,10 @@ def of_weights(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?
 
-    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so
-    all measures use L without its row means. If all pairs are seen, this is LJ with J = I − 11ᵀ/n, and L = S + A with S
-    symmetric and A skew. If a mask hides pairs, least-squares fits use the visible ones; R are their squared residuals.
+    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so all
+    measures use L without its row means. If all pairs are seen, L without row means is LJ with J = I − 11ᵀ/n, and L =
+    S + A with S symmetric and A skew. If a mask hides pairs, least-squares fits use the visible pairs; R are the fits'
+    squared residuals.
     """
     shares = linalg.visible_shares(query_key.content)
     readings = {
@@ -233,7 +234,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 
 def _of_all_pairs(query_key: QueryKey) -> Readings:
-    """Return the measures defined only for heads whose mask hides no pair; NaN for other heads."""
+    """Compute the measures that are defined only for heads whose mask hides no pair; NaN for other heads."""
     names = ("tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.definite")
     compared = linalg.compares_all(query_key)
     nothing = query_key.query.new_full(compared.shape, float("nan")).double()

@@ -27,7 +27,7 @@ def check(
     fdr: float | None = None,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with `checks`: the outcome for every rule, and for every measure of the baseline.
+    """Check a report against rules and a baseline, and return the report with the outcomes in `checks`.
 
     `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path of a TOML file with a table [check], or strings such
     as "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` set the tolerance for changes from the baseline.
@@ -35,12 +35,12 @@ def check(
     or if the baseline belongs to a different run.
     """
     from attnlens.checks.judging import verdict
-    from attnlens.checks.rule import Tolerance, rules_of
+    from attnlens.checks.rule import Tolerance, collect_rules
     from attnlens.records import Report, read_baseline
     from attnlens.report.report import read_report
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
-    parsed = [] if rules in ((), None) and baseline is not None else rules_of(rules)
+    parsed = [] if rules in ((), None) and baseline is not None else collect_rules(rules)
     bounds = {"relative": relative, "absolute": absolute, "fdr": fdr}
     tolerance = Tolerance(**{name: number for name, number in bounds.items() if number is not None})
     loaded = None if baseline is None else read_baseline(checked_path("baseline", baseline))

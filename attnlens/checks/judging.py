@@ -19,7 +19,7 @@ from attnlens.wording import clean, join_items
 SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")  # settings that must agree
 
 
-def baseline_of(report: Report) -> Baseline:
+def build_baseline(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
@@ -33,8 +33,8 @@ def baseline_of(report: Report) -> Baseline:
     return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
 
 
-def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError with the first property that differs, unless report and baseline share heads and text."""
+def _refuse_mismatch(report: Report, baseline: Baseline) -> None:
+    """Raise UsageError if report and baseline differ in model, heads or text; name the first difference."""
     known = set(report.measure_names())
     missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
     for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
@@ -49,7 +49,7 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
 
 
 def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the properties that a report and its baseline must share; names and paths of inputs may differ."""
+    """Yield the name and value of each property that a report must share with its baseline."""
     yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
         yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
@@ -59,8 +59,10 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
     yield "measures", missing
 
 
-def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
+def compare_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
+    """Build one check per measure; a head fails if its value appears, vanishes, or changes more than allowed.
+
+    A change fails if it exceeds the tolerance and is significant or lacks a p-value.
 
     The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
     freedom of one run, with Benjamini–Hochberg over all heads and measures. The two runs are treated as independent,
@@ -151,8 +153,8 @@ def verdict(
         raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial=True).")
     checks = _check_rules(report, rules)
     if baseline is not None:
-        _refuse_other(report, baseline)
-        checks += against(report, baseline, tolerance, file)
+        _refuse_mismatch(report, baseline)
+        checks += compare_baseline(report, baseline, tolerance, file)
     return report.model_copy(update={"checks": checks})
 
 
@@ -301,7 +303,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 def _breaking_heads(
     heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
 ) -> list[tuple[Head | Breach, float]]:
-    """Return the heads that break the rule, worst first; [] if no single head can make the rule's aggregate fail."""
+    """Return the heads that break the rule, worst first; [] if no single head makes the rule's aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -312,7 +314,7 @@ def _breaking_heads(
 
 
 def _is_decisive(rule: Rule, value: float) -> bool:
-    """Return True if a head with this value alone makes the aggregate fail; `max > 0.5` fails only if all heads do."""
+    """Return True if one head with this value suffices to break the rule; `max > 0.5` breaks only if all heads do."""
     comparison, lowest = rule.comparison, rule.aggregate == "min"
     if rule.aggregate not in ("min", "max"):
         return rule.aggregate == "value"

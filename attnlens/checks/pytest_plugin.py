@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
-    """Return a function that inspects a path (cached) or a model in memory, with options of `inspect`."""
-    known: dict[str, Report] = {}
+    """Return a function that reports on a model, given options of `inspect`; models given by path are cached."""
+    cached: dict[str, Report] = {}
 
-    def report_of(subject: object, **options: object) -> Report:
+    def get_report(subject: object, **options: object) -> Report:
         if not isinstance(subject, str | PathLike):
-            return _report(subject, options)
+            return _get_report(subject, options)
         name = repr((fspath(subject), sorted(options.items())))
-        if name not in known:
-            known[name] = _report(subject, options)
-        return known[name]
+        if name not in cached:
+            cached[name] = _get_report(subject, options)
+        return cached[name]
 
-    return report_of
+    return get_report
 
 
 def assert_attention(
@@ -44,7 +44,7 @@ def assert_attention(
     import attnlens
     from attnlens.report.sections.checked import describe_check
 
-    report = _report(model_or_report, options, rules if baseline is None else None)
+    report = _get_report(model_or_report, options, rules if baseline is None else None)
     judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
     failed = [describe_check(check, judged.model.layer_name) for check in judged.checks if not check.passed]
     if failed:
@@ -57,12 +57,12 @@ def _assertion_fixture() -> Callable[..., None]:
     return assert_attention
 
 
-def _report(subject: object, options: dict[str, object], rules: object = None) -> Report:
-    """Return `subject` if it is a report; read it if it is a path; else inspect the model as the rules need."""
+def _get_report(subject: object, options: dict[str, object], rules: object = None) -> Report:
+    """Return `subject` if it is a report; read a report's path; inspect a model with the analyzers the rules need."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import options_for
-    from attnlens.checks.rule import rules_of
+    from attnlens.checks.rule import collect_rules
     from attnlens.records import Report
     from attnlens.report.report import read_report
 
@@ -70,6 +70,6 @@ def _report(subject: object, options: dict[str, object], rules: object = None) -
         return subject
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
-    required = {} if rules is None or "analyzers" in options else options_for(rules_of(rules), None)
+    required = {} if rules is None or "analyzers" in options else options_for(collect_rules(rules), None)
     inspect: Callable[..., Report] = attnlens.inspect  # checks its arguments itself
     return inspect(subject, **(required | options))

@@ -58,7 +58,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition on one subject: the heads that it covers, an aggregate of their values, and a bound for it."""
+    """One condition on one subject: the heads covered, an aggregate of their values, and a bound for the aggregate."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound
@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def spelling(self) -> str:
-        """The rule on one line."""
+        """Subject and condition on one line."""
         return f"{self.named}: {self.wanted}"
 
     @property
@@ -129,7 +129,7 @@ def condition(text: object) -> Rule:
     if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "share, and no other aggregate, takes a comparison in brackets: share(> 0.9) < 0.1.")
+        raise _parse_error(text, "only share takes, and needs, a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _parse_comparison(text, inner)
     return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
@@ -141,7 +141,7 @@ def _parse_comparison(text: str, words: str) -> Criterion:
         raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
     ends = [float(number) for number in match.groups()[1:] if number is not None]
     if not all(map(math.isfinite, ends)):
-        raise _parse_error(text, "it contains a number that is not finite.")
+        raise _parse_error(text, "a number is not finite.")
     if ends[-1] < ends[0]:
         raise _parse_error(text, "the range is reversed: its start exceeds its end.")
     return Criterion(match[1] or "in", ends[0], ends[-1])
@@ -152,7 +152,7 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
     for word in words:
         name, _, what = word.strip().partition(" ")
         if name in filters:
-            raise _parse_error(text, f"it contains @{name} twice.")
+            raise _parse_error(text, f"@{name} occurs twice.")
         if name in ("layers", "heads"):
             parse = listed_layers if name == "layers" else listed_numbers
             try:
@@ -187,7 +187,10 @@ def parse_rule(text: object) -> Rule:
 
 
 def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
-    """Parse a table of conditions by subject; keys of nested tables are joined by dots to the subject."""
+    """Parse a table of conditions by subject; the keys of nested tables, joined by dots, form the subject.
+
+    Raise UsageError if a condition is invalid; the error names `file`.
+    """
     try:
         return [replace(rule, file=file) for rule in _parse_entries(table)]
     except UsageError as error:
@@ -217,8 +220,11 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     return parse_table(table, str(path))
 
 
-def rules_of(source: object) -> list[Rule]:
-    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings."""
+def collect_rules(source: object) -> list[Rule]:
+    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings.
+
+    Raise UsageError if a rule is invalid or if there are no rules.
+    """
     rules: list[Rule] = []
     if isinstance(source, Mapping):
         rules = parse_table(source)
@@ -238,7 +244,7 @@ class Tolerance:
     """Tolerance for changes: a head fails if its change exceeds both bounds and is unlikely to be due to chance."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
-    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one
+    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` times its range, if finite
     fdr: float = FDR  # expected share of false alarms among the heads that fail by their p-value
 
     def __str__(self) -> str:

@@ -17,7 +17,8 @@ from attnlens.kernels.registry import FILTERS, HYBRIDS, KERNELS, TIES, Modifier,
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed
 
-for _module in sorted(iter_modules(__path__), key=lambda module: module.name != "products"):  # first in lists
+# `products` first, so that lists of kernels start with its kernels
+for _module in sorted(iter_modules(__path__), key=lambda module: module.name != "products"):
     if not _module.ispkg:
         import_module(f"{__name__}.{_module.name}")
 

@@ -47,7 +47,7 @@ class Turn:
 
 
 def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """Return positions of queries and keys; raise UsageError for cross-attention or if the model gives no positions."""
+    """Return the positions of queries and keys; raise UsageError for cross-attention or if they are unknown."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
@@ -63,8 +63,8 @@ class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
     C_q = Σ_i u_i q_i q_iᵀ of each key head, where u_i is the sum of q_i's weights. C_k = Σ_ij w_ij (k_j − k̄_i)(k_j −
-    k̄_i)ᵀ of a latent's stacked keys, summed over its query heads, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. Before the
-    rotation, k̄ is the same for all queries: softmax ignores a common part only of rotated keys.
+    k̄_i)ᵀ of a latent's stacked keys, summed over its query heads, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. For keys before
+    the rotation, one k̄ is used for all queries, because softmax ignores a common part only if keys are rotated.
     """
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among the swapped key heads
@@ -107,7 +107,7 @@ class Grams:
         return [second, (stack * by_key).sum((0, 1)), by_key.sum()]
 
     def add(self, sums: Sequence[Tensor], factor: float = 1.0) -> None:
-        """Add other moments, multiplied by `factor`."""
+        """Add the moments `sums`, multiplied by `factor`."""
         before: Sequence[Tensor | float] = self.sums or [0.0] * len(sums)
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
@@ -137,7 +137,10 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return, per shared parameter, an index for each query head, equal if heads share it; empty if no head does."""
+    """Return, for each parameter that heads share, an index per query head: heads with equal indices share a copy.
+
+    The result is empty if no head shares a parameter.
+    """
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -182,10 +185,10 @@ class Latents:
         if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((key_head,)) for key_head in self.key_of]
             return {"query_map": query_map[order], "key_map": key_map[order]}
-        heads = [self._of_key_head(key_head, query_map, key_map) for key_head in self.key_of]
+        heads = [self._get_parameters(key_head, query_map, key_map) for key_head in self.key_of]
         return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
-    def _of_key_head(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
+    def _get_parameters(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
         """Return the parameters of `share_keys` for a query head that reads this key head."""
         size, most = self.head_dim, max(map(len, self.groups))
         number, group = next((at, group) for at, group in enumerate(self.groups) if key_head in group)
@@ -273,7 +276,7 @@ class MapsFit:
         return both
 
     def latents(self) -> Latents:
-        """Return the directions; under the output metric, the weights by attention and by output count half each."""
+        """Compute the directions; under the output metric, weights by attention and by output count equally."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
@@ -284,7 +287,7 @@ class MapsFit:
 
 
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
-    """Return the factors of ⟨qA, kB⟩; raise UsageError if several key heads share a latent."""
+    """Return qA, kB and the scale; raise UsageError if several key heads share a latent."""
     if "members" in more:
         problem = "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head."
         raise UsageError(problem, TOGETHER)
@@ -303,11 +306,10 @@ def share_keys(
     partner: Int[Tensor, "heads head_dim"] | None = None,
     **_parameters: object,
 ) -> Call | None:
-    """Return a call whose exponential kernel is that of the latents: ⟨q A, z⟩, or ⟨q, k̂⟩ for k̂ = R(j)(z Aᵀ + offset).
+    """Return a call with scores ⟨q A, z⟩ of the latents z or, with `frequency`, ⟨q, k̂⟩, k̂ = R(j)(z Aᵀ + offset).
 
-    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no latent is
-    shared, and the result is None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt
-    and rotated.
+    z = Σ_m k_m B_m over the latent's `members`: key heads, each identified by a query head that reads it. If `members`
+    is None, no latent is shared, and the result is None. `key_map` is B, (heads, members, head_dim, size).
     """
     if members is None:
         return None
@@ -453,7 +455,7 @@ class NearestFit:
 
     def update(self, call: Call) -> None:
         """Add the pairs of a batch. Raises UsageError if the logits are not bilinear in the tokens' (query, key)."""
-        _refuse(call)
+        _refuse_unsupported(call)
         u, weight = torch.cat((call.query.double(), call.paired_key.double()), -1), own_attention(call)
         rows = weight.sum(-1, keepdim=True)
         choosing = (rows > 0).to(u)
@@ -483,8 +485,8 @@ class NearestFit:
         return {"centre": centre, "factor": factor, "signs": signs, "gate": (start.mT @ centre[..., None])[..., 0]}
 
 
-def _refuse(call: Call) -> None:
-    """Raise UsageError if queries and keys belong to different tokens, or if query-only terms of logits matter."""
+def _refuse_unsupported(call: Call) -> None:
+    """Raise UsageError if queries and keys belong to different tokens, or if query-only terms of the logits matter."""
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
@@ -495,13 +497,14 @@ def _refuse(call: Call) -> None:
 def nearest_call(
     call: Call, *, part: int, how: int, centre: Part = None, factor: Part = None, signs: Part = None, gate: Part = None
 ) -> Call:
-    """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
+    """Return a call with scores s(x_iᵀ diag(signs) x_j + g_i + g_j), where x = Fᵀ(u−ū) and g = ⟨gate, u−ū⟩.
 
-    Under no-skew, g_i, which softmax ignores, is omitted; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
+    For the part no-skew, g_i, which softmax ignores, is omitted; for no-key, the scores are s⟨q_i−q̄, k_j⟩. Raises
+    UsageError if the kernel is not fitted, or if the call does not support it.
     """
     if centre is None:
         raise UsageError("The kernel `nearest` must be fitted before use.", "Fit it to calibration text first.")
-    _refuse(call)
+    _refuse_unsupported(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
         return replace(call, query=(query - centre[:, None, : query.shape[-1]].to(query)).to(call.query))
@@ -517,7 +520,7 @@ def nearest_call(
 
 
 def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Return the oracle's queries and keys unchanged; raise UsageError for the fitted form, which mixes the two."""
+    """Return the oracle's queries and keys unchanged; raise UsageError for the fitted form, which combines them."""
     if how == ORACLE:
         return query, key, scale
     raise UsageError("nearest needs the query and key of both tokens: a query and a key alone have no score.", TOGETHER)

@@ -52,7 +52,7 @@ class Moments:
         return self.gram[..., -1, -1]
 
     def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
-        """Return the moments of the scores [e; r; 1] = mapsᵀz."""
+        """Return the moments of the scores [e; r; 1] = mapsᵀz instead of z."""
         return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
 
 
@@ -80,7 +80,7 @@ class PrimalFit:
         self.observe(*features(call, self.samples), output)
 
     def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
-        """Add a batch's features and head outputs at the tokens that `real` marks (None: all)."""
+        """Add the features and head outputs of a batch, only for the tokens that `real` marks (None: all)."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
         if real is not None:

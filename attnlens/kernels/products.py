@@ -83,7 +83,7 @@ def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
 
 
 def _odd_sign(value: Score) -> Score:
-    """Return the sign, which is +1 at 0, so that a row of zeros gives uniform attention."""
+    """Return the sign, with +1 at 0, so that a row of zeros gives uniform attention."""
     return 1.0 - 2.0 * (value < 0).to(value)
 
 
@@ -197,7 +197,7 @@ def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
-    """Return the factors of 2γs⟨[q, 1], [k, ⟨b, k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²."""
+    """Return [q, 1], [k, ⟨b, k⟩ − ½‖k‖²] and 2γs, whose product is log k + γs‖q + b‖²."""
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:

@@ -25,7 +25,7 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with all that is needed to compute it."""
+    """A registered kernel with its parameters, tie, filter and fitted values."""
 
     info: KernelInfo  # the registered kernel
     parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def tied_by(self) -> str:
-        """Name that the user typed for the tie, or for the oracle's analysis (`nearest:positive,oracle`)."""
+        """Name by which users know the tie, or the oracle that implies a tie (`nearest:positive,oracle`)."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -81,7 +81,7 @@ class Kernel:
 
     @property
     def fit_reads(self) -> bool:
-        """True if the fit reads text; False if it reads only shapes."""
+        """True if the fit depends on the text; False if it depends only on shapes."""
         return self.info.fit_reads or self.near is not None
 
     @property
@@ -90,7 +90,7 @@ class Kernel:
         return None if self.tie is None else TIES[self.tie].part
 
     @property
-    def joins(self) -> bool:
+    def shares_latents(self) -> bool:
         """True if key heads share the fitted parameters, so the kernel cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
@@ -122,7 +122,7 @@ class Kernel:
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the parameters that a fit chooses, without the indices of key heads and the model's rotation."""
+        """Names of the parameters that a fit has chosen, without indices of key heads and the model's rotation."""
         return sorted(name for name in self.fitted if name not in ("members", "key_head", "frequency", "partner"))
 
     @property
@@ -130,7 +130,7 @@ class Kernel:
         """Names of the fitted parameters that healing can train."""
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
-    def fitting(self) -> Fit | None:
+    def build_fit(self) -> Fit | None:
         """Build the fit of the kernel's free parameters per head; return None if there are none."""
         fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         return fit if self.near is None else NearFit(fit)
@@ -149,7 +149,7 @@ class Kernel:
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms, for a key head per query head.
+        """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms; one key head per query head.
 
         Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result is at least
         float32, unless it is the score itself. A tie of whole sequences omits query-only terms; a hybrid gives the
@@ -227,18 +227,18 @@ def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
 
 
 def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Convert to float32 at least: half precision has too few digits for the logarithm of a kernel."""
+    """Convert half precision, which has too few digits for the logarithm of a kernel, to float32."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Compute log|x| in float32 at least; |x| is raised to the smallest normal number: a row of zeros stays uniform."""
+    """Compute log max(|x|, smallest normal number) in float32 or better, so that a row of zeros attends uniformly."""
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
 
 def smallest_kernel(of: dtype) -> float:
-    """Return the number added to ⟨φ(q), φ(k)⟩ so that queries without features attend uniformly (float32: 1e-31)."""
+    """Return the number added to ⟨φ(q), φ(k)⟩ so that queries with zero features attend uniformly (float32: 1e-31)."""
     # Sums as small as the smallest normal number over eps keep all digits, and 1/k has a gradient.
     return torch.finfo(of).tiny / torch.finfo(of).eps
 

@@ -47,13 +47,13 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     if odd and not allow_signed:
         problem = f"With an odd {odd[0]}, {base.info.name} can be negative, so attention rows are not probabilities."
         raise UsageError(problem, f"Choose an even {odd[0]}, or pass allow_signed=True in Python.")
-    for problem, remedy in _conflicts(words, kernel, ties):
+    for problem, remedy in _find_conflicts(words, kernel, ties):
         raise UsageError(f"{words!r}: {problem}.", remedy)
     return kernel
 
 
 def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
-    """Parse `gamma=1,…`, or values without names, and add defaults."""
+    """Parse `gamma=1,…`, or values without names, and add defaults; raise UsageError for invalid parameters."""
     values: dict[str, float] = {}
     remedy, known = _suggest_spelling(name, parameters), {p.name: p for p in parameters}
     for index, word in enumerate(filter(None, words.split(","))):
@@ -113,7 +113,7 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
     return f"Write {name}:{shown}; `attnlens list kernels` explains the parameters."
 
 
-def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield problem and remedy for parts of the kernel that cannot be combined."""
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
@@ -183,10 +183,11 @@ class HeadShape:
 
 
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
-    """Return how many numbers a head stores after reading `tokens` tokens; None if it stores all keys and values.
+    """Return how many numbers a head stores after reading `shape.tokens` tokens; None if it stores all keys and values.
 
-    A filter stores the keys and values that one query sees; running sums over m features store m·(value_dim + 1); keys
-    of r numbers store tokens·(r + value_dim). A hybrid stores sums, and the keys and values of its window.
+    With a filter, a head stores the keys and values that one query sees; with running sums over m features, m·(value_dim
+    + 1) numbers; with keys of r numbers, tokens·(r + value_dim); with a hybrid, running sums, and the keys and values of
+    the window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -214,7 +215,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return how many numbers a key (or its part of a latent) takes, averaged over heads; None for whole keys."""
+    """Return how many numbers are stored for a key (or its share of a latent), mean over heads; None for whole keys."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
@@ -228,8 +229,8 @@ def cached_numbers(kernel: Kernel) -> float | None:
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    They are the first 4 tokens (at most half of the keys) and the nearest; if `state` is None, the first 4 and the 64
-    nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, which can leave room for one first token less.
+    The keys are the first 4 tokens (at most half of the keys) and the nearest ones; if `state` is None, the first 4 and
+    the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, which can leave room for one first token less.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:
@@ -243,7 +244,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without a window."""
+    """Split a hybrid or filtered kernel in two: the model's own kernel in the window, and the kernel without a window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

@@ -22,8 +22,8 @@ class Breach(Record):
     layer: Count
     head: Count | None  # None for a block
     part: Part
-    value: Number | None  # current value; None if missing
-    base: Number | None = None  # value of the baseline or of a second computation; None if missing
+    value: Number | None  # Current value; None if missing
+    base: Number | None = None  # Value of the baseline or of a second computation; None if missing
     p: Number | None = None  # Two-sided p of the difference between value and base; None without standard errors
 
 
@@ -37,7 +37,7 @@ class Check(Record):
     passed: bool
     value: Number | None = None  # Value compared; None if heads are compared individually
     median: Number | None = None  # Median over heads that are compared individually
-    base: Number | None = None  # The same median in the baseline
+    base: Number | None = None  # Median of the baseline's values; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
     breaches: list[Breach] = []  # Heads that violate the rule, worst first; empty if it passed or aggregates heads
@@ -62,7 +62,7 @@ class Baseline(Record):
     measures: dict[str, BaselineMeasure]  # Every scalar by qualified name
 
     @model_validator(mode="after")
-    def _as_long_as_heads(self) -> Baseline:
+    def _check_lengths(self) -> Baseline:
         for name, column in self.measures.items():
             if not len(column.values) == len(column.errors) == len(self.heads):
                 raise ValueError(f"{name} must have one entry per head")
@@ -70,7 +70,7 @@ class Baseline(Record):
 
 
 def read_baseline(path: str | Path) -> Baseline:
-    """Read a baseline. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
+    """Read a baseline from a JSON file. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
     remedy = "Create a baseline with: attnlens check REPORT --baseline FILE --update-baseline"
     return read_record(Baseline, path, "not a baseline", remedy, convert_baseline)
 
@@ -88,7 +88,7 @@ class MeasureChange(Record):
 
     layer: Count
     head: Count  # The query head's number in the first model
-    measure: str  # Qualified name; `compare.…` are distances between the two heads, 0 if these are equal
+    measure: str  # Qualified name; a measure `compare.…` is a distance between the two heads, 0 if they are equal
     before: Number | None = None
     after: Number | None = None
     delta: Number | None = None  # after − before, or the distance
@@ -107,7 +107,7 @@ class MeasureChange(Record):
 class HeadChange(HeadId):
     """One head in both models."""
 
-    partner: Count  # Number of the head of the second model that this head is compared with, at the same site
+    partner: Count  # Number of the second model's head with which this head is compared, at the same site
     relation: Relation | None = None  # Relation of the forms; None if it can't be computed
     reason: str | None = None
 
@@ -143,7 +143,7 @@ class Shift(Record):
 
 
 class ConfigChange(Record):
-    """A field of the models' configurations that affects attention and differs."""
+    """A configuration field that affects attention and differs between the models."""
 
     field: str  # `rope_parameters.rope_theta`
     first: str | None  # JSON of the value; None if the field is missing
@@ -151,16 +151,16 @@ class ConfigChange(Record):
 
 
 class TensorChanges(Record):
-    """How the tensors of both models correspond."""
+    """Comparison of the tensors of both models by name."""
 
-    total: Count  # Tensors that both models have
-    differ: list[str] = []
+    total: Count  # Number of tensors that both models have
+    differ: list[str] = []  # Tensors that both models have, with different values
     missing: list[str] = []  # Tensors of the first model that the second lacks
     extra: list[str] = []  # Tensors of the second model that the first lacks
     types: tuple[str, str] | None = None  # Coarsest number types that fit the weights, or quantisations, if they differ
 
 
-UNEXPLAINED = "not explained"  # Hypothesis of differences that no hypothesis explains
+UNEXPLAINED = "not explained"  # Value of `hypothesis` for differences that no hypothesis explains
 
 
 class DiagnosedCause(Record):
@@ -171,9 +171,9 @@ class DiagnosedCause(Record):
     heads: list[Count] = []  # Query heads concerned; empty for all
     residual: Number  # Largest ‖B − T(A)‖/‖B‖ of a tensor that the hypothesis T explains (or that remains)
     repair: str | None = None
-    text: str  # What the second model's tensors are
+    text: str  # Description of the second model's tensors
     tensors: list[str] = []  # Tensors explained, by role (`query.weight`) or by name within the layer
-    harmless: bool = False  # True if attention is the same
+    harmless: bool = False  # True if the difference does not change attention
     head_errors: list[Number] = []  # Relative error of each head's W_Q and W_K (the larger) if they are quantised
 
 
@@ -182,7 +182,7 @@ class Comparison(Record):
 
     base: ModelInfo
     paired: bool  # True if changes are paired by window; otherwise, errors assume two independent samples
-    fdr: Number
+    fdr: Number  # Requested false-discovery rate, from 0 to 1
     tests: Count = 0  # Number of rows with a p
     named: Count = 0  # Number of rows whose change is named
     heads: list[HeadChange] = []
@@ -192,7 +192,7 @@ class Comparison(Record):
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each
     config: list[ConfigChange] = []  # Fields that affect attention and differ
-    tensors: TensorChanges | None = None  # None if a side is a report
+    tensors: TensorChanges | None = None  # None if a report is compared instead of a model
     diagnosis: list[DiagnosedCause] = []  # Causes of the differences, by layers
 
 
@@ -204,8 +204,8 @@ def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[He
         reason = None if row.delta is not None else row.reason or "neither model has a value"
         changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
     named = Counter((row.layer, row.head) for row in comparison.rows if row.named)
-    for place, measures in changes.items():
-        measures[f"{DISTANCE}named"] = Measure(value=named[place])
+    for layer_and_head, measures in changes.items():
+        measures[f"{DISTANCE}named"] = Measure(value=named[layer_and_head])
     by_head = {(head.layer, head.head): head for head in heads}
     return [
         Head(

@@ -23,13 +23,13 @@ Number = Annotated[float, PlainSerializer(lambda number: float(f"{number:.9g}"),
 """Real number, written with nine significant digits."""
 
 
-def _countable(number: int) -> int:
+def _check_count(number: int) -> int:
     if number > 2**63 - 1:
         raise ValueError("counts must be below 2^63")
     return number
 
 
-Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_check_count)]
 Interval = tuple[Number, Number]  # Lower and upper end of a 95 % interval
 Reasons = dict[str, str]  # Reason for each null or empty field of the record, by field name
 
@@ -63,11 +63,15 @@ Read = TypeVar("Read", bound=Record)
 def read_record(
     kind: type[Read],
     path: str | Path,
-    otherwise: str,
+    mismatch: str,
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
-    """Read a record from an untrusted JSON file; `convert` upgrades version 1. Raise UsageError if it can't be read."""
+    """Read a record of type `kind` from an untrusted JSON file; `convert` upgrades the fields of version 1.
+
+    Raise UsageError with `remedy` if the file can't be read or is invalid; `mismatch` says what an invalid file is not
+    (`not a plan`).
+    """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
         try:
@@ -80,12 +84,14 @@ def read_record(
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            problem = f"{path} has schema_version {format_value(first['input'])}; this attnlens reads '1' and '2'."
-            remedy = "Create the file again with this attnlens, or read it with the attnlens that wrote it."
+            problem = (
+                f"{path} has schema_version {format_value(first['input'])}; this version of attnlens reads '1' and '2'."
+            )
+            remedy = "Create the file again with this version, or read it with the version that wrote it."
             raise UsageError(problem, remedy) from None
         where = "".join(f"{part}." for part in first["loc"])
         reason = f"{where[:-1]}: {first['msg']}" if where else first["msg"]
-        raise UsageError(f"{path} is {otherwise}: {reason}.", remedy) from None
+        raise UsageError(f"{path} is {mismatch}: {reason}.", remedy) from None
 
 
 class Null(Record):
@@ -101,16 +107,16 @@ class Measure(Record):
     """One measure of one head: a value with its standard error or null, or the reason why the value is missing."""
 
     value: Number | None  # The mean over sequences (tokens.*) or the number itself (weights.*)
-    label: str | None = None  # Name of a category, if the value is a category's number
+    label: str | None = None  # Name of the category if `value` is the number of a category
     se: Number | None = None  # Standard error of the mean over sequences (over texts if there are at least five)
-    se_reason: str | None = None
+    se_reason: str | None = None  # Reason why the value lacks a standard error
     n: Count | None = None  # Number of sequences (tokens.*), matrices (weights.*) or queries (selection.*)
     null: Null | None = None
-    base: Number | None = None  # Value without the adapter (weights.* of a model with one)
-    reason: str | None = None
+    base: Number | None = None  # Value without the adapter (weights.* of a model with an adapter)
+    reason: str | None = None  # Reason why the value is missing
 
     @model_validator(mode="after")
-    def _value_or_reason(self) -> Measure:
+    def _check_value_or_reason(self) -> Measure:
         if (self.value is None) == (self.reason is None):
             raise ValueError("a measure must have either a value or a reason for its absence")
         return self
@@ -173,13 +179,13 @@ class Skipped(Record):
 
 
 class Coverage(Record):
-    """Coverage of the analysis."""
+    """Numbers of requested and analysed heads, and the parts that were skipped."""
 
-    sites: Count
-    heads: Count
+    sites: Count  # Number of requested sites
+    heads: Count  # Number of requested heads
     analysed: Count  # Number of heads with at least one value
-    model_sites: Count | None = None  # Numbers of sites and heads of the whole model, requested or not; None if unknown
-    model_heads: Count | None = None
+    model_sites: Count | None = None  # Number of sites of the whole model, requested or not; None if unknown
+    model_heads: Count | None = None  # Number of heads of the whole model, requested or not; None if unknown
     without: dict[str, Count] = {}  # Number of analysed heads without a value from a requested source, by source
     skipped: list[Skipped] = []
 
@@ -194,14 +200,14 @@ class Coverage(Record):
         count = f"{self.analysed} of {self.heads} heads"
         if self.complete:
             return f"COMPLETE: {count}"
-        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # gaps of heads come first
+        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # missing sources come first
         reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
         others = f" (and {format_count(len(reasons) - 1, 'more reason')})" if len(reasons) > 1 else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
 
     @property
     def _lacking(self) -> str:
-        """Sources that the analysed heads lack, as text; if they lack none, the first omitted site."""
+        """Text that lists the sources that analysed heads lack or, if they lack none, the first skipped site."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -220,14 +226,14 @@ class Pick(Record):
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query, divided by the best possible, 1/‖W_mm‖; ≥ 1 if the head is the SVM
+    margin: Number  # Smallest margin of the query, divided by the best possible, 1/‖W_mm‖; ≥ 1 if the head's form is the SVM's
 
 
 class Sentence(Record):
     """Tokens of a sequence, to which picks or attention rows refer."""
 
-    sequence: Count
-    keys: list[str]
+    sequence: Count  # Index of the sequence among the inputs, from 0
+    keys: list[str]  # Tokens of the keys
     queries: list[str] | None = None  # Tokens of the queries, if they are another sequence (cross-attention)
 
 
@@ -237,7 +243,7 @@ class Selection(HeadId):
     space: Space
     picks: list[Pick]
     best: Number  # 1/‖W_mm‖_F, the largest minimum margin of any form of unit norm
-    null_margins: list[list[Number]] = []  # Margins of each null head relative to its best, ascending
+    null_margins: list[list[Number]] = []  # Margins of each random rotation of the head over its best one, ascending
     sentences: list[Sentence] = []
 
 
@@ -252,7 +258,7 @@ class AttentionRows(HeadId):
     sentence: Sentence | None = None  # The tokens; None if the model reads no text, or if rows are not tokens
 
     @model_validator(mode="after")
-    def _of_one_size(self) -> AttentionRows:
+    def _check_sizes(self) -> AttentionRows:
         if not len(self.keys) == len(self.weights) == len(self.rest):
             raise ValueError("keys, weights and rest have different numbers of queries")
         if any(len(places) != len(row) for places, row in zip(self.keys, self.weights, strict=True)):

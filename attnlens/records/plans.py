@@ -49,7 +49,7 @@ class Rise(Record):
     sequences: Count
     by_text: dict[str, Number] = {}  # Relative rise on each text, by name, if the sequences come from several texts
     ci95_by_text: dict[str, Interval] = {}
-    further: Number | None = None  # One-sided 95 % prediction bound for one more such text; None for a single text
+    further: Number | None = None  # One-sided 95 % prediction bound on the rise on a further text; None for one text
 
     @property
     def high(self) -> float:
@@ -57,7 +57,7 @@ class Rise(Record):
         return self.ci95[1] if self.ci95 else self.share
 
     def bound(self, margin: float) -> float:
-        """Return the larger of the greatest rise on a text and `share` + `margin` · the interval's upper half-width.
+        """Return `share` + `margin` · (`high` − `share`), or the largest rise on a single text if that is larger.
 
         If a new text is exchangeable with n unseen texts, its rise exceeds the maximum of their rises with probability
         1/(n + 1). The mean over many texts does not bound the rise on a new text.
@@ -66,7 +66,7 @@ class Rise(Record):
 
 
 class FormTried(Record):
-    """Form of latents, and its effect on the loss if each latent has half of its full rank."""
+    """A form of latents, and the rise in the loss that it causes if each latent has half of its full rank."""
 
     form: str  # Form as typed after `rank:`: `group=all,rotation=before,metric=attention`
     rise: Rise | None  # Rise on the calibration text used to choose; None if the model diverged
@@ -76,7 +76,7 @@ class PlanStep(Record):
     """One of the nested plans that were measured during the search."""
 
     mean_rank: Number  # Mean over query heads
-    predicted: Number  # Sum of the latents' sensitivities, as a share of the loss, or of perplexity
+    predicted: Number  # Predicted rise: sum of the latents' sensitivities, as a share of the loss or of perplexity
     rise: Rise  # Estimate on the calibration text used to choose among the steps
 
 
@@ -94,27 +94,30 @@ class Plan(Record):
     forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
     held_out: bool = False  # True if estimate and promise are measured on text to which the maps were not fitted
     ranks: list[KeyRank] = Field(min_length=1)
-    mean_rank: Number  # numbers kept for each key head, mean over query heads
-    head_dim: Number  # numbers for each key head before, mean over query heads
+    mean_rank: Number  # Numbers kept for each key head, mean over query heads
+    head_dim: Number  # Numbers for each key head in the original model, mean over query heads
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
-    measured: Rise | None  # Rise on the evaluation text; None if the model diverged there, or not yet
-    healed: Rise | None = None
+    measured: Rise | None  # Rise on the evaluation text; None if the model diverged there or was not yet evaluated
+    healed: Rise | None = (
+        None  # Rise on the evaluation text after healing; None if the model diverged or was not healed
+    )
     fitted_on: list[Text] = []
     chosen_on: list[Text] = []
     promised_on: list[Text] = []
     """Calibration texts used for directions and sensitivities, for `estimated` and `steps`, and for `promised`."""
-    steps: list[PlanStep]
+    steps: list[PlanStep]  # Nested plans measured during the search, from large to small ranks
     parameters: Pair  # Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys
     flops_per_token: Pair  # Operations for queries, keys and scores of these heads, mean over a sequence
     cache_bytes_per_token: Pair  # Size of the keys and values of a token in the cache at these sites
-    model_cache_bytes_per_token: Pair = Pair(before=None, after=None)  # The same of the whole model
+    model_cache_bytes_per_token: Pair = Pair(before=None, after=None)  # Size for the whole model
     rebuilding_flops: Number | None = None
     """Operations that rebuild the keys of one cached token from latents of unrotated keys. They are needed for every
     key that a new token sees, unless the keys are cached too."""
     keys_to_gain: Number | None = None
-    """Number of keys that a query must see before operations are saved, because the maps cost some. None without a
-    reason: saved from the first key on. None with a reason: never, only up to some number of keys, or unknown."""
+    """Number of keys that a query must see before operations are saved, because the maps themselves cost operations.
+    None without a reason: operations are saved from the first key on. None with a reason: operations are never saved, or
+    only up to some number of keys, or the number is unknown."""
     reasons: Reasons = {}
 
     @model_validator(mode="before")
@@ -125,9 +128,9 @@ class Plan(Record):
         return convert_plan(fields) if old else fields
 
     @model_validator(mode="after")
-    def _check_unique(self) -> Plan:
-        named = [(key.site, key.kv_head) for key in self.ranks]
-        if len(set(named)) < len(named):
+    def _check_ranks(self) -> Plan:
+        key_heads = [(key.site, key.kv_head) for key in self.ranks]
+        if len(set(key_heads)) < len(key_heads):
             raise ValueError("a key head has two ranks")
         layers = self.settings.layers
         chosen = [layers is None or self.model.layer_choices(key.layer, key.part) & set(layers) for key in self.ranks]
@@ -158,7 +161,7 @@ class Plan(Record):
 
     @property
     def within_budget(self) -> bool:
-        """True if the measured rise is within the budget and so is the promised rise's upper bound, if known."""
+        """True if the measured rise and, if known, the upper bound of the promised rise are within the budget."""
         if self.measured is None or self.measured.share > self.budget:
             return False
         if self.promised is not None:

@@ -40,7 +40,7 @@ class Conventions(Record):
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
     """How positions enter the scores: through the inputs (if at all), a rotation, or an added bias; `unknown` if the
     weights of a site can't be read."""
-    qk_norm: bool  # True if queries and keys are normalised per token; weights.* leave out the token's factor
+    qk_norm: bool  # True if queries and keys are normalised per token; weights.* omit this normalisation
     bias: Literal["excluded", "none"]  # `excluded` if biases exist: weights.* omit them, tokens.* include them
     scale: Literal["included"] = "included"  # weights.* include the scale as the model applies it
     notes: list[str] = []  # Facts that a reader of the numbers must know, one sentence each
@@ -77,7 +77,7 @@ class ModelInfo(Record):
     """Names of all layers, such as `decoder.2`, in models with several parts; empty for models with a single part."""
 
     def layer_name(self, layer: int) -> str:
-        """Return the name of a layer for readers: its number, in models with several parts after its part's name."""
+        """Return the name of a layer for readers: `2`, or `decoder.2` in models with several parts."""
         return self.layer_names[layer] if layer < len(self.layer_names) else str(layer)
 
     def layer_number(self, layer: int) -> str:
@@ -113,8 +113,8 @@ class Text(Record):
 
 
 FEWEST_DRAWS = 8
-"""Smallest number of draws (windows of each text, or texts) for a bootstrap. For fewer, Student's t describes the tails
-better: a sample that draws one of two windows twice has almost no error."""
+"""Smallest number of draws (windows of each text, or texts) for a bootstrap. With fewer draws, Student's t describes the
+tails better: a bootstrap sample that contains one of two windows twice has almost no error."""
 
 
 class Settings(Record):
@@ -136,14 +136,14 @@ class Settings(Record):
     windows: Count | None = None  # Number of windows, lines, images or sounds read; None if none were
     length: Count | None = None  # Tokens per window, per image, or at most per line (`pack` false)
     pack: bool | None = None  # True if text was cut into windows, False if read by line; None without a text
-    layers: list[Count | str] | None = None
-    heads: list[Count] | None = None  # Requested layers (`2` or `decoder.2`) and heads; None means all
+    layers: list[Count | str] | None = None  # Requested layers, `2` or `decoder.2`; None means all
+    heads: list[Count] | None = None  # Requested heads; None means all
     select: str | None = None  # Selected tokens, `argmax` or `top-p:0.9`; None if selection was not analysed
     options: dict[str, bool | int | float | str] = {}  # Other options that were set, except files, outputs and work
     notes: list[str] = []  # Notes on the input that a reader must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of a standard error over `count` sequences, or over the texts."""
+        """Return the degrees of freedom of a standard error over `count` sequences or, if sampled, over the texts."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property
@@ -158,7 +158,7 @@ class Settings(Record):
         return "bootstrap" if draws >= FEWEST_DRAWS else f"Student's t, {format_count(total, unit)}"
 
     @property
-    def fed(self) -> str:
+    def input_summary(self) -> str:
         """Description of the input: number and length of the sequences, and the texts that they come from."""
         count = self.windows or 0
         if self.text is None:
@@ -204,11 +204,13 @@ def convert_baseline(baseline: Fields) -> Fields:
     return {**convert_settings_in(baseline), "schema_version": "2"}
 
 
-CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on the text used to choose the ranks"
+CHOSEN_BY = (
+    "an older version of attnlens wrote this plan; its estimate was measured on the text used to choose the ranks"
+)
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1; `promised` becomes `estimated` if it was measured on the text used to choose."""
+    """Convert a plan of version 1; its promised rise becomes `estimated` if measured on the text used to choose."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}
@@ -220,7 +222,7 @@ def convert_plan(plan: object) -> object:
 
 
 def convert_settings_in(record: Fields) -> dict[str, object]:
-    """Rename a record's settings from version 1 to version 2."""
+    """Return a copy of a record of version 1 in which the settings have their names of version 2."""
     settings = record.get("settings")
     if not isinstance(settings, Mapping):
         return {**record}

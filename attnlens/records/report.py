@@ -80,7 +80,7 @@ class Environment(Record):
 
 
 class Extreme(Record):
-    """A head with one of the highest or lowest values of a measure among the model's heads; this is not a test."""
+    """A head with one of the highest or lowest values of a measure among the model's heads (no significance test)."""
 
     layer: Count
     head: Count
@@ -113,10 +113,12 @@ class Summary(Record):
     median_nulls: dict[str, Null] = {}  # Median expected by chance for the same number of heads
     layers: list[dict[str, Number]] = []
     layer_errors: list[dict[str, Number]] = []
-    layer_nulls: list[dict[str, Null]] = []  # Medians, errors and nulls over each layer's heads, as in `layer_numbers`
+    layer_nulls: list[
+        dict[str, Null]
+    ] = []  # Medians, errors and nulls over each layer's heads, one per entry of `layer_numbers`
     layer_numbers: list[Count] = []
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
-    """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
+    """Symmetry of each layer's summed heads (Saponati et al. 2025); `weights.layer_symmetry` in the JSON."""
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads at the ends of the measures, the furthest from the median first
@@ -131,9 +133,9 @@ class SiteCheck(Record):
     site: str
     part: Part
     heads: Count
-    route: str  # How its weights were read
+    route: str  # Method by which its attention was read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
-    weights_error: Number | None  # The same error, with queries and keys computed from weights and inputs
+    weights_error: Number | None  # The same error, but of queries and keys computed from weights and inputs
     reason: str | None = None
     rounding: Number | None = None
     """Error of the model's own attention weights because it rounds large scores; None if no error needs this
@@ -165,9 +167,9 @@ class MaskCheck(Record):
     error: Number | None = None
     """Relative error of the outputs against a float64 pass over each sequence alone, without padding or cache."""
     error_judged: bool = True  # False if other positions of the tokens change the outputs, too
-    faults: list[Sight] = []  # The largest at each site, in the order of the layers
+    faults: list[Sight] = []  # Largest fault at each site, in the order of the layers
     count: Count = 0  # Number of pairs of output and token that are wrong
-    reason: str | None = None  # Why it was not checked
+    reason: str | None = None  # Reason why the mask was not checked
 
 
 class SiteError(Record):
@@ -190,7 +192,7 @@ class BackendCheck(Record):
     greedy_agreement: Number | None = None  # Share of positions with the same most likely token
     sites: list[SiteError] = []
     masks: list[MaskCheck] = []
-    reason: str | None = None  # Why it was not run, or what explains its error
+    reason: str | None = None  # Reason why the backend was not run, or explanation of its error
 
 
 class InspectionBody(Record):
@@ -229,7 +231,7 @@ class Report(Record):
     coverage: Coverage
     heads: list[Head] = []
     summary: Summary = Summary()
-    findings: list[Finding] = []  # Answers to the questions that the report is read for
+    findings: list[Finding] = []  # Answers to the main questions about the results
     checks: list[Check] = []
     inspection: InspectionBody = InspectionBody()
     swap: SwapBody | None = None

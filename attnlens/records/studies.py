@@ -16,12 +16,12 @@ WIDEST = 1 / 3  # Largest tolerance, as a share of the reference value, with whi
 
 
 class Curve(Record):
-    """A quantity against steps: the median over trials or heads, and its quartiles."""
+    """Values of a quantity at several steps: the median over trials or heads, with quartiles."""
 
     steps: list[Number]  # Iteration, training step, dimension or factor of each value
     median: list[Number | None]
-    low: list[Number | None] | None = None
-    high: list[Number | None] | None = None
+    low: list[Number | None] | None = None  # Lower quartiles; None if there is a single trial or head
+    high: list[Number | None] | None = None  # Upper quartiles; None if there is a single trial or head
     quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
     bounded: bool = False  # True for quantities of at most 1, such as shares, which are drawn on a linear axis
     picture: str | None = None
@@ -29,11 +29,11 @@ class Curve(Record):
     the other curves, or separate axes if the quantity is unknown."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
-    null_of: str | None = None  # Name of the curve that this is the null of: `median` is its mean, `low`, `high` ± 1 sd
+    null_of: str | None = None  # Curve for which this curve is the null: mean (`median`) ± 1 sd (`low`, `high`)
 
 
 class Trajectory(Record):
-    """One head's measure against the steps of its experiment."""
+    """Values of one head's measure at the steps of an experiment."""
 
     layer: Count
     head: Count
@@ -55,8 +55,8 @@ class Experiment(Record):
     reasons: Reasons = {}  # Reasons for the figures that are None
     published: dict[str, Number] | None = None  # Reference values of the same figures, whose origin is in `origins`
     origins: dict[str, Origin] = {}  # Origin of the reference values that the paper does not state
-    source: str | None = None
-    tolerance: dict[str, Number] | None = None
+    source: str | None = None  # Publication that contains the reference values
+    tolerance: dict[str, Number] | None = None  # Largest accepted distance of each figure from its reference value
     bounds: dict[str, Bound] = {}  # Figures with a lower or upper bound; the others must be within tolerance
     passed: bool | None = None  # True if all tested figures agree with their reference; None if none was tested
     axis: str = "iteration"  # Unit of the steps of its curves
@@ -142,19 +142,19 @@ class StudyCell(Record):
     mean: Number | None  # Mean score over runs (perplexity: exp of the mean loss); None if a run did not converge
     se: Number | None  # Standard error of the mean over seeds; for perplexity, perplexity times that of the loss
     runs: list[StudyRun]
-    parameters: Count  # number of parameters of the model
-    kernel_parameters: Count  # number of parameters of its projections of queries, keys and positions
-    tokens: Count
+    parameters: Count  # Number of parameters of the model
+    kernel_parameters: Count  # Number of parameters of its projections of queries, keys and positions
+    tokens: Count  # Number of training tokens of a run
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, of the first seed's run, by measure
     features: str = ""  # Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown
-    published: Number | None = None
-    published_diverged: bool = False
+    published: Number | None = None  # The paper's value; None if the paper has none
+    published_diverged: bool = False  # True if the paper reports that training did not converge
 
     @property
-    def tested_look(self) -> int:
-        """Index of the first run's evaluation with the least validation loss, whose weights were tested."""
+    def tested_evaluation(self) -> int:
+        """Index of the least validation loss in the first run's `losses`; the weights of that step were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 
@@ -170,12 +170,14 @@ class StudyPair(Record):
 
     task: str
     measure: str  # Compared measure: loss, BLEU or accuracy on the test set
-    first: str  # name of the first row
-    second: str  # name of the second row
-    difference: Number
+    first: str  # Name of the first cell
+    second: str  # Name of the second cell
+    difference: Number  # Mean of the first cell − mean of the second
     p: Number | None  # Two-sided p of no difference; None if runs have no spread
     p_holm: Number | None  # p corrected for all pairs of the table (Holm)
-    agrees: bool | None = None  # True if the paper ranks the cells alike; None if its numbers are missing or equal
+    agrees: bool | None = (
+        None  # True if the paper ranks the cells in the same order; None if its numbers are missing or equal
+    )
 
 
 class StudyOrdering(Record):
@@ -184,8 +186,8 @@ class StudyOrdering(Record):
     task: str
     measure: str
     tau: Number  # Kendall's τ_a of our means and the published numbers, better first in both
-    low: Number
-    high: Number  # 95 % bounds of τ, which assume that all undecided pairs contradict (low) or confirm (high) the paper
+    low: Number  # Lower 95 % bound of τ: all undecided pairs contradict the paper
+    high: Number  # Upper 95 % bound of τ: all undecided pairs confirm the paper
     agree: Count
     disagree: Count
     undecided: Count

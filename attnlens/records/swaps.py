@@ -21,7 +21,7 @@ class Predictor(Record):
     layers_ci95: Interval | None = None
     sequences_ci95: Interval | None = None
     """Bootstrap of heads (those of a shared module together), of whole layers, and of windows (or texts)."""
-    p_value: Number | None = None  # Two-sided, by permutations of heads, of this measure alone
+    p_value: Number | None = None  # Two-sided p by permutations of heads, for this measure alone
     p_corrected: Number | None = None  # p_value corrected for all measures compared (maxT, Westfall & Young 1993)
     holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
     values: list[Number | None] = []  # The measure of each head, in the order of the sweep
@@ -115,8 +115,8 @@ class PredictionChange(Record):
 
     tokens: Count  # Number of predictions compared
     mean: Number  # KL(original ‖ changed) in nats per prediction
-    mean_se: Number | None
-    largest: Number
+    mean_se: Number | None  # Standard error of `mean`
+    largest: Number  # Largest KL of a prediction, in nats; the quantiles have the same unit
     q999: Number  # 99.9 % quantile of the KL over predictions
     q99: Number
     q95: Number
@@ -130,7 +130,7 @@ class PredictionChange(Record):
 class Outcome(Record):
     """Differences in predictions and hidden states between a changed model and the original."""
 
-    loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
+    loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or the model diverged
     loss_by_text: list[TextChange] = []
     loss_by_position: list[PositionChange] = []  # Loss by position in the sequence; causal models only
     beyond_window: BeyondWindow | None = None  # Loss on tokens that depend on a context beyond a window; if causal
@@ -180,19 +180,21 @@ class HealingRate(Record):
     """One learning rate that the range test tried."""
 
     rate: Number
-    validation: Number | None  # Held-out Σ ‖new − own‖²/‖own‖² over sites (transfer), or distance; None: diverged
+    validation: (
+        Number | None
+    )  # Held-out distance: Σ ‖new − original‖²/‖original‖² over sites (transfer), or as in HealingStep; None: diverged
 
 
 class HealingTraining(Record):
     """One training stage of `heal`."""
 
-    stage: HealingStage  # transfer: outputs of each site; whole: predictions of the models, or the text
+    stage: HealingStage  # transfer: trained on each site's output; whole: on the original's predictions, or on text
     steps: int
     tokens: int  # Tokens trained on, without the range test, which takes up to eight steps at each rate
     seconds: Number  # Duration of the steps, without range test and checks
     tokens_per_second: Number | None = None
     learning_rate: Number  # Largest learning rate of AdamW; 0 if no tried rate helped, so the stage was left out
-    lowered_from: Number | None = None  # Rate chosen by the range test, if it was lowered because no check improved
+    lowered_from: Number | None = None  # Rate chosen by the range test, if lowered later because no check improved
     rates: list[HealingRate] = []
     stopped: bool = False  # True if the stage was left out, or ended once the last gain's 95 % interval contained 0
 
@@ -200,8 +202,8 @@ class HealingTraining(Record):
 class HealingControl(Record):
     """Copy of the original model, in which the same parameters were trained for as long on the same text."""
 
-    best: int
-    tokens: int
+    best: int  # Step with the least validation distance, whose weights were kept
+    tokens: int  # Tokens trained on, counting repetitions
     learning_rate: Number  # Largest learning rate of AdamW
     loss: Change  # Nats per token of the evaluation text, before and after this training
     perplexity: Change
@@ -213,8 +215,8 @@ class Healing(Record):
     """Training of W_Q and W_K towards the original model."""
 
     steps: int  # Requested steps, or the steps done if tokens or a time were requested
-    best: int  # The step with the least validation distance, whose weights were kept
-    parameters: int
+    best: int  # Step with the least validation distance, whose weights were kept
+    parameters: int  # Number of trained parameters
     learning_rate: Number  # Largest learning rate of AdamW in the last stage that trained
     curve: list[HealingStep]
     eta: Number | None = None  # Weight η of the KSVD regulariser in the training loss; None for kernels without one
@@ -222,8 +224,8 @@ class Healing(Record):
     amount: str | None = Field(None, validation_alias=AliasChoices("asked", "amount"), serialization_alias="asked")
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
-    rank: int | None = None  # Rank of each weight's change; None if it was free
-    batch: int | None = None
+    rank: int | None = None  # Largest rank of each weight's change; None if not limited
+    batch: int | None = None  # Sequences per step
     tokens: int | None = None  # Tokens trained on, with repetitions, without range tests
     seconds: Number | None = None  # Duration of range tests, steps and checks
     stages: list[HealingTraining] = []
@@ -244,7 +246,7 @@ class SiteSwap(Record):
     part: Part
     heads: list[int]
     path: str  # Computation path: sdpa, running sums, row tiles, …
-    output_error: Number | None = None  # ‖new − own‖/‖own‖ of the site's output on the original's inputs
+    output_error: Number | None = None  # ‖new − original‖/‖original‖ of the site's output on the original's inputs
     off_simplex: Number | None = None  # Negative share of the attention's mass, Σ max(−w, 0)/Σ |w|
 
 
@@ -274,7 +276,7 @@ class Swap(Outcome):
     identity_error: Number  # Relative change of the outputs if the model's own kernel is recomputed; at most 1e-5
     causality_error: Number | None = None  # Change of outputs if later tokens change; 0 if nothing leaks
     mask_error: Number | None = None  # Change of real tokens' outputs if the padding changes; 0 if nothing leaks
-    off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the exchanged sites
+    off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the swapped sites
     tokens_per_second: Pair  # Forward passes of the evaluation, median over batches
     peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
     stages: list[Stage]
@@ -290,5 +292,5 @@ class Swap(Outcome):
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:
-        """Quantity that ranks the sweep and is plotted: loss, KL for noise, or 1 − cosine of states without a head."""
+        """Quantity that is plotted and ranks the sweep: `loss`, `kl` for noise, `hidden` for a model without a head."""
         return "hidden" if self.task == "hidden" else "kl" if self.noise else "loss"

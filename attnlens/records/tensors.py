@@ -43,7 +43,7 @@ class Call:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """Number (in the module) of the key head that each query head reads."""
+        """Numbers of the key heads in the module, one for each query head that reads it."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
@@ -65,8 +65,8 @@ class Call:
             query=self.query[:, index],
             key=self.key[:, key_heads],
             value=self.value[:, key_heads],
-            allowed=of_heads(self.allowed, index),
-            bias=of_heads(self.bias, index),
+            allowed=select_heads(self.allowed, index),
+            bias=select_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
             selected=tuple(self.key_heads[head] for head in index),
         )
@@ -146,7 +146,7 @@ class Site:
         return str(self.layer) if self.number is None else f"{self.part}.{self.number}"
 
     def is_among(self, layers: Collection[int | str] | None) -> bool:
-        """Return True if `layers` (None: all) contains the layer, as `decoder.2` or as 2, which means any part."""
+        """Return True if `layers` is None or contains this layer, as `decoder.2` or by its number within the part."""
         number = self.layer if self.number is None else self.number
         return layers is None or number in layers or f"{self.part}.{number}" in layers
 
@@ -209,9 +209,9 @@ class QueryKey:
     key_of: tuple[int, ...]  # Index of each query head's key head in `key`
     rotation: Rotation | None = None  # Weights under RoPE: x at position i has the query x W_Q R(i) and key x W_K R(i)
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None  # Tokens: keys that a query can see; None means all
-    bias: Float[Tensor, "*batch #heads n m"] | None = None  # tokens: terms added to the scores, as in `Call`
-    softcap: float | None = None  # tokens: bound of the scores, as in `Call`
-    sinks: Float[Tensor, " heads"] | None = None  # tokens: a further logit per head, as in `Call`
+    bias: Float[Tensor, "*batch #heads n m"] | None = None  # Tokens: terms added to the scores, as in `Call`
+    softcap: float | None = None  # Tokens: bound of the scores, as in `Call`
+    sinks: Float[Tensor, " heads"] | None = None  # Tokens: a further logit per head, as in `Call`
     value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None  # Tokens: values, one per *key* head, if known
     inputs: Float[Tensor, "*batch n d_model"] | None = None  # Tokens: module's inputs, for analyzers that need them
     base: QueryKey | None = None  # Weights: the site without its adapter, for analyzers that need it
@@ -276,8 +276,8 @@ class QueryKey:
             query=self.query[..., index, :, :],
             heads=tuple(self.heads[head] for head in index),
             key_of=tuple(self.key_of[head] for head in index),
-            allowed=of_heads(self.allowed, index),
-            bias=of_heads(self.bias, index),
+            allowed=select_heads(self.allowed, index),
+            bias=select_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
             base=None if self.base is None else self.base.select(index),
         )
@@ -314,6 +314,6 @@ class QueryKey:
         )
 
 
-def of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
+def select_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
     """Select heads of a mask or bias; a matrix shared by all heads, or None, is returned unchanged."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

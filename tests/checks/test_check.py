@@ -14,7 +14,7 @@ from reports import synthetic_report
 from scipy import stats
 
 import attnlens
-from attnlens.checks.judging import against, baseline_of
+from attnlens.checks.judging import build_baseline, compare_baseline
 from attnlens.checks.rule import Tolerance
 from attnlens.errors import UsageError
 from attnlens.records import Coverage, Skipped, read_baseline
@@ -192,7 +192,7 @@ OTHER_RUNS = {
 
 
 def test_a_baseline_of_another_run_is_refused_naming_the_field(saved, tmp_path):
-    (tmp_path / "b.json").write_text(baseline_of(attnlens.read_report(saved)).to_json())
+    (tmp_path / "b.json").write_text(build_baseline(attnlens.read_report(saved)).to_json())
     for field, change in OTHER_RUNS.items():
         change(document := json.loads(saved.read_text()))
         (tmp_path / "r.json").write_text(json.dumps(document))
@@ -210,7 +210,7 @@ def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
         files = ("--json", f"{name}.json", "--windows-csv", f"{name}.csv")
         done = invoke("inspect", name, "--text", f"{name}.txt", *words, *files, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    (tmp_path / "base.json").write_text(baseline_of(attnlens.read_report(tmp_path / "a.json")).to_json())
+    (tmp_path / "base.json").write_text(build_baseline(attnlens.read_report(tmp_path / "a.json")).to_json())
     done = check("b.json", "--baseline", "base.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     comparison = attnlens.compare(tmp_path / "a.json", tmp_path / "b.json").comparison
@@ -219,7 +219,7 @@ def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
 
 
 def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
-    document = json.loads(baseline_of(attnlens.read_report(saved)).to_json())
+    document = json.loads(build_baseline(attnlens.read_report(saved)).to_json())
     document["measures"]["tokens.entropy"]["values"] = document["measures"]["tokens.entropy"]["values"][1:]
     (tmp_path / "b.json").write_text(json.dumps(document))
     refused(check(saved, "--baseline", "b.json", cwd=tmp_path), "tokens.entropy must have one entry per head")
@@ -232,7 +232,7 @@ def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
     words = [word for rule in rules for word in ("--rule", f"tokens.entropy: {rule}")]
     assert check("r.json", *words, cwd=tmp_path).returncode == 1
     refused(check("r.json", "--rule", "settings.seed: value > 0", cwd=tmp_path), "is not a number")
-    (tmp_path / "b.json").write_text(baseline_of(attnlens.read_report(tmp_path / "r.json")).to_json())
+    (tmp_path / "b.json").write_text(build_baseline(attnlens.read_report(tmp_path / "r.json")).to_json())
     for head in report["heads"]:
         head["measures"]["tokens.entropy"]["value"] *= -1
     (tmp_path / "r.json").write_text(json.dumps(report))
@@ -241,16 +241,16 @@ def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
 
 def test_a_value_that_came_or_went_is_a_change_and_tolerances_and_chance_decide_together():
     report, gone = synthetic_report(2, 2), synthetic_report(2, 2, missing=[(1, 0)])
-    baseline = baseline_of(report)
-    failed = [check for check in against(gone, baseline, Tolerance()) if not check.passed]
+    baseline = build_baseline(report)
+    failed = [check for check in compare_baseline(gone, baseline, Tolerance()) if not check.passed]
     assert [(one.layer, one.head, one.value) for one in failed[0].breaches] == [(1, 0, None)]
     assert baseline.measures["weights.norm"].values[2] is not None
-    came = [one.subject for one in against(report, baseline_of(gone), Tolerance()) if not one.passed]
+    came = [one.subject for one in compare_baseline(report, build_baseline(gone), Tolerance()) if not one.passed]
     assert "weights.norm" in came
     report = synthetic_report(4, 8, sequences=32)
-    column = baseline_of(report).measures["tokens.entropy"]
+    column = build_baseline(report).measures["tokens.entropy"]
     even = column.model_copy(update={"values": [0.5] * 32, "errors": [0.02] * 32})
-    baseline = baseline_of(report).model_copy(update={"measures": {"tokens.entropy": even}})
+    baseline = build_baseline(report).model_copy(update={"measures": {"tokens.entropy": even}})
     entropies = [head.measures["tokens.entropy"] for head in report.heads]
     for by, tolerance, passed in (
         (0.2, {}, False),  # 7 standard errors
@@ -261,7 +261,7 @@ def test_a_value_that_came_or_went_is_a_change_and_tolerances_and_chance_decide_
     ):
         moved = [one.model_copy(update={"value": 0.5 + by, "se": 0.02}) for one in entropies]
         now = with_measures(report, [{"tokens.entropy": one} for one in moved])
-        (outcome,) = against(now, baseline, Tolerance(**tolerance))
+        (outcome,) = compare_baseline(now, baseline, Tolerance(**tolerance))
         assert outcome.passed is passed, (by, tolerance)
 
 
@@ -272,7 +272,7 @@ def test_p_values_against_a_baseline_are_those_of_students_t():
         with_measures(report, [{"t": entropy.model_copy(update={"value": value, "se": 0.01, "n": 8})}] * 4)
         for value in (0.5, 0.7)
     )
-    (check,) = against(now, baseline_of(then), Tolerance())
+    (check,) = compare_baseline(now, build_baseline(then), Tolerance())
     p = 2 * stats.t.sf(0.2 / (0.01 * 2**0.5), 7)
     assert check.breaches[0].p == pytest.approx(p)
     assert p > 1e10 * math.erfc(10 * 2**0.5), "the normal distribution is overconfident for 8 windows"
@@ -291,7 +291,7 @@ def test_equal_models_on_other_windows_rarely_differ(pairs):
             with_measures(report, [{"t": entropy.model_copy(update={"value": v, "se": 0.02})} for v in values.tolist()])
             for values in random.normal(0.5, 0.02, (2, len(report.heads)))
         )
-        (outcome,) = against(now, baseline_of(then), tolerance)
+        (outcome,) = compare_baseline(now, build_baseline(then), tolerance)
         failed += not outcome.passed
     assert failed / pairs <= 0.05 + 2 * (0.05 * 0.95 / pairs) ** 0.5
 
@@ -349,7 +349,7 @@ def damaged(kind, demo, seed=0):
 
 def test_planted_damage_turns_red_at_its_head_and_harmless_changes_do_not(demo, tmp_path, monkeypatch):
     monkeypatch.setattr("attnlens.runs.inspect.inspection.NULL_DRAWS", {"factors": 4})  # no check reads the nulls
-    (tmp_path / "b.json").write_text(baseline_of(damaged("", demo)).to_json())
+    (tmp_path / "b.json").write_text(build_baseline(damaged("", demo)).to_json())
 
     def named(kind, seed=0):
         checks = attnlens.check(damaged(kind, demo, seed), baseline=tmp_path / "b.json").checks

@@ -14,7 +14,7 @@ from reports import planted, synthetic_report
 from views import Tags
 
 import attnlens
-from attnlens.checks.judging import baseline_of, verdict
+from attnlens.checks.judging import build_baseline, verdict
 from attnlens.checks.rule import parse_table
 from attnlens.report.render.html import html
 from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
@@ -122,7 +122,7 @@ def test_the_table_shows_every_rule_the_csv_every_head_and_checks_survive_the_fi
 
 def test_a_baseline_shows_the_value_found_beside_baseline_and_tolerance():
     first, second = (planted(np.array(values)) for values in (((0.1, 0.2), (0.3, 0.4)), ((0.1, 0.2), (0.5, 0.6))))
-    judged = verdict(second, parse_table({"weights.planted": ["value > 0"]}), baseline_of(first))
+    judged = verdict(second, parse_table({"weights.planted": ["value > 0"]}), build_baseline(first))
     value, against = judged.checks
     assert (value.median, value.base) == (0.35, None)
     assert (against.median, against.base) == (0.35, 0.25)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from reports import synthetic_report
 
 from attnlens import records
-from attnlens.checks.judging import baseline_of
+from attnlens.checks.judging import build_baseline
 from attnlens.records import Call, Coverage, Head, HeadChange, Measure, Null, Site, Text
 from attnlens.records.comparison import heads_with_changes
 from attnlens.records.provenance import convert_plan
@@ -48,7 +48,7 @@ def test_heads_of_a_comparison_have_the_values_of_their_partners():
 
 
 def test_columns_of_a_baseline_are_as_long_as_its_heads():
-    baseline = baseline_of(synthetic_report(1, 2))
+    baseline = build_baseline(synthetic_report(1, 2))
     for column in ("values", "errors"):
         document = json.loads(baseline.to_json())
         document["measures"]["tokens.entropy"][column].pop()
@@ -58,7 +58,7 @@ def test_columns_of_a_baseline_are_as_long_as_its_heads():
 
 def test_the_first_look_with_the_least_loss_is_tested():
     run = records.StudyRun.model_construct(losses=[3.0, 1.0, 2.0])
-    assert records.StudyCell.model_construct(runs=[run]).tested_look == 1
+    assert records.StudyCell.model_construct(runs=[run]).tested_evaluation == 1
 
 
 def test_the_promise_of_a_plan_of_version_1_becomes_its_estimate():

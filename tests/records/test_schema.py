@@ -71,7 +71,7 @@ def test_an_unknown_version_is_refused_by_its_name(tmp_path: Path) -> None:
     versions = ["0", "3", "", None, 1, 2, ["1"], {"1": 1}, "1" * 500]
     for version, name in product(versions, ["inspection", "baseline", "plan"]):
         (tmp_path / "r.json").write_text(json.dumps(old(name) | {"schema_version": version}))
-        with pytest.raises(UsageError, match=r"has schema_version .*; this attnlens reads '1' and '2'"):
+        with pytest.raises(UsageError, match=r"has schema_version .*; this version of attnlens reads '1' and '2'"):
             READ[name](tmp_path / "r.json")
 
 

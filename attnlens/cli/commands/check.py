@@ -72,7 +72,7 @@ def check(context: typer.Context) -> None:
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
     if request.update_baseline and request.baseline is not None:  # first, before anything else can fail
-        judging.baseline_of(report).write_json(request.baseline)
+        judging.build_baseline(report).write_json(request.baseline)
         if not outputs.quiet:
             say(f"Wrote {request.baseline}")
     if model is not None and request.recompute is not None:

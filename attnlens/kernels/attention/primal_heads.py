@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
-    The heads of one layer, after the projections of queries and keys; there are no values. O(T·s) time and memory. As
-    in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ is uniform
+    The module computes the heads of one layer from projected queries and keys, without values, in O(T·s) time and
+    memory. As in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ is uniform
     in (0, 1), and W_c is that of torch's Linear. log Λ is stored, which keeps Λ positive (the published code squares
-    Λ). `samples` are the evenly spaced rows of F = X' (0: F = I); head_dim and `samples` bound the rank.
+    Λ). `samples` is the number of evenly spaced rows of F = X' (0: F = I); head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -58,7 +58,7 @@ class PrimalHeads(nn.Module):
     def forward(
         self, query: Tokens, key: Tokens, *, causal: bool = False, real: Real = None, rows: Tokens | None = None
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
+        """Compute the output; `real` marks tokens that are not padding, and `rows` are the inputs from which X' is taken.
 
         If `causal`, means over the tokens 0 … i replace queries and keys. If `samples` > 0, raises UsageError if `rows`
         is missing or `causal` is true.
@@ -100,7 +100,8 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    With `samples` > 0, F = X' as in the paper: each head's slice of evenly spaced input rows. Causal heads need 0.
+    With `samples` > 0, F = X' consists of each head's slice of that many evenly spaced input rows, as in the paper.
+    Causal heads require `samples` = 0.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
@@ -134,8 +135,8 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
 
     paper: Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence. code: mean_layers (mean_heads J)², where
     J is a mean over tokens and uses Λ². Both are averaged over sequences. After a training pass the term has a
-    gradient, and the layers release the pass with its graph; after an eval pass, call it under torch.no_grad. Raises
-    UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
+    gradient, and the layers release the pass with its graph; after a pass in eval mode, call this function under
+    torch.no_grad. Raises UsageError for a model without primal attention, and in the cases of `PrimalHeads.objectives`.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

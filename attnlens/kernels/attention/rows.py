@@ -46,7 +46,7 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def visible_under(mask: Tensor) -> Tensor:
-    """Return which entries of an additive mask leave their pair visible, for any number that marks masked pairs.
+    """Return True for the entries of an additive mask that leave their pair visible, whatever number marks masked pairs.
 
     An entry is masked if it is below LOST, or below its row's largest by more than GAP without other entries of the
     head in between: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
@@ -86,7 +86,7 @@ class Positions:
     first: Int[Tensor, "#batch 1"]  # index of the first token of each sequence; keys before it are padding
 
     def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Return which keys of `columns` the filter keeps for queries `rows`; positions count from the first token."""
+        """Return True for each key of `columns` that a query of `rows` keeps; positions count from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.query.device) - self.first
         return key_filter.keeps(self.query[:, rows] - self.first, keys)[:, None]
 
@@ -155,7 +155,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     if call.sinks is not None:
         problem = f"{name} omits query-only terms, which matter in this model because it has attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
-    real = _real(call)[:, None]
+    real = _find_real_tokens(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
@@ -167,7 +167,7 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
     """Yield, for one sequence at a time, its index, the positions of its real tokens, and its attention in float64."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
-    for index, tokens in enumerate(_real(call)):
+    for index, tokens in enumerate(_find_real_tokens(call)):
         sequence, real = slice(index, index + 1), tokens.nonzero()[:, 0]
         query, its_key = (x[sequence, :, real].double() for x in (call.query, key))
         log_k = untied.log(query, its_key, call.scale, softcap=call.softcap)
@@ -176,8 +176,8 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
         yield index, real, part(log_k)[0].softmax(-1)
 
 
-def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
-    """Return which tokens are not padding: the keys that some query sees."""
+def _find_real_tokens(call: Call) -> Bool[Tensor, "batch tokens"]:
+    """Return True for each token that is not padding: each key that some query sees."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)

@@ -89,9 +89,9 @@ class Reach(NamedTuple):
 def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
-    In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
-    underflow (if signed: whose sums are all zero) attend uniformly. The output is zero for a query that sees no key,
-    and not finite if a signed denominator cancels.
+    Sums are in float32 or better, and `smallest_kernel` is added to φ(q_i)φ(k_j) as in Kernel.log: queries whose
+    features underflow (if signed: whose sums are all zero) attend uniformly. The output is zero for a query that sees no
+    key, and not finite if a signed denominator cancels.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -169,8 +169,8 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
     The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first
-    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. In float32 or better,
-    with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
+    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. Sums are in float32 or
+    better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
@@ -181,7 +181,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     phi_q, phi_k, value = _far_features(call, kernel, real, sinks)
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
 
-    def meet(rows: slice, columns: Int[Tensor, " columns"]) -> Tensor:
+    def sum_pairs(rows: slice, columns: Int[Tensor, " columns"]) -> Tensor:
         near = near_keys.keeps(places[rows], columns)
         far = ~near
         if causal:
@@ -207,7 +207,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
         columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
-        chunks.append(meet(rows, columns) + phi_q[..., rows, :] @ far)
+        chunks.append(sum_pairs(rows, columns) + phi_q[..., rows, :] @ far)
     weighted = torch.cat(chunks, dim=-2)
     total = weighted[..., -1:]
     return (weighted[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
@@ -245,7 +245,7 @@ def cosine_features(
 
     The rows to project on are evenly spaced among `rows`, or among the normalised keys if `rows` is None.
     """
-    query, key = (ksvd.unit(running(wide(x), real) if causal else wide(x)) for x in (query, key))
+    query, key = (ksvd.unit(running_means(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
         problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
         raise UsageError(problem, "Leave out `samples`: causal primal attention is data-independent.")
@@ -272,7 +272,7 @@ def by_primal(call: Call, kernel: Kernel) -> Sums:
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies in the loss, averaged over sequences, for one layer under a primal kernel."""
+    """Compute one primal layer's term of the loss, which η multiplies, averaged over sequences."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
@@ -284,7 +284,7 @@ def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Ten
 def objectives(
     e: Scores, r: Scores, query_map: Map, key_map: Map, multipliers: Multipliers, real: Real, convention: Convention
 ) -> Float[Tensor, "batch heads"]:
-    """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
+    """Compute J of every sequence and head (ksvd.objective) over real tokens only, in sums as well as in means."""
     if real is not None:
         # under "code" ksvd.objective divides by all tokens: rescale to the real ones (at least 1, for all-padding rows)
         count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]
@@ -293,8 +293,8 @@ def objectives(
     return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
 
 
-def running(x: Tokens, real: Real = None) -> Tokens:
-    """Return running means: row i is the mean of the real rows among 0 … i, or zero before the first real row."""
+def running_means(x: Tokens, real: Real = None) -> Tokens:
+    """Compute running means: row i is the mean of the real rows among 0 … i, or zero before the first real row."""
     if real is None:
         return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
     count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]

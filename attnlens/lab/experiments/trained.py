@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2LMHeadModel
 
-from attnlens.kernels.attention.sums import running
+from attnlens.kernels.attention.sums import running_means
 from attnlens.lab import primal
 from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
@@ -201,7 +201,7 @@ def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
     """Compute (σ₁ + … + σₖ)/Σσ of cos(q_i, k_j); if `averaged`, q, k are running means, as in causal primal."""
     sides = (call.query.double(), call.paired_key.double())
-    queries, keys = (ksvd.cosine_features(running(side) if averaged else side) for side in sides)
+    queries, keys = (ksvd.cosine_features(running_means(side) if averaged else side) for side in sides)
     return linalg.cumulative(linalg.product_singular_values(queries, keys))
 
 

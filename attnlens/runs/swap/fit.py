@@ -153,7 +153,7 @@ def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks
 
 def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit]:
     """Create a fit for each swapped site whose kernel has free parameters."""
-    fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
+    fits = {site: swap.kernel.build_fit() for site, swap in swaps.items()}
     return {site: each for site, each in fits.items() if each is not None}
 
 
