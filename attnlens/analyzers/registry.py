@@ -178,7 +178,7 @@ class GatheringPlace:
     site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
     """M on (x, 1), where x are the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
-    are not bilinear in the inputs (RoPE, QK-norm, cross-attention), the reason as a string; no inputs are then passed."""
+    are not bilinear in the inputs (RoPE, QK-norm, cross-attention), the reason; inputs are then not passed."""
     seed: int = 0  # random seed
     top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: the largest only
     shown: bool = False  # True if the posed problem is shown as well as measured

@@ -183,11 +183,11 @@ class HeadShape:
 
 
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
-    """Return how many numbers a head stores after reading `shape.tokens` tokens; None if it stores all keys and values.
+    """Return how many numbers a head stores for `shape.tokens` tokens; None if it stores all keys and values.
 
-    With a filter, a head stores the keys and values that one query sees; with running sums over m features, m·(value_dim
-    + 1) numbers; with keys of r numbers, tokens·(r + value_dim); with a hybrid, running sums, and the keys and values of
-    the window.
+    With a filter, a head stores the keys and values that one query sees; with running sums over m features,
+    m·(value_dim + 1) numbers; with keys of r numbers, tokens·(r + value_dim); with a hybrid, running sums, and the keys
+    and values of the window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -230,7 +230,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
     The keys are the first 4 tokens (at most half of the keys) and the nearest ones; if `state` is None, the first 4 and
-    the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, which can leave room for one first token less.
+    the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so there can be room for only 3 first tokens.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:
@@ -244,7 +244,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel in two: the model's own kernel in the window, and the kernel without a window."""
+    """Split a hybrid or filtered kernel into the model's own kernel in its window, and itself without the window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

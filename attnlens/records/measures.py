@@ -226,7 +226,7 @@ class Pick(Record):
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query, divided by the best possible, 1/‖W_mm‖; ≥ 1 if the head's form is the SVM's
+    margin: Number  # Smallest margin of the query, divided by the best possible, 1/‖W_mm‖; ≥ 1 if M is the SVM's W_mm
 
 
 class Sentence(Record):
@@ -243,7 +243,7 @@ class Selection(HeadId):
     space: Space
     picks: list[Pick]
     best: Number  # 1/‖W_mm‖_F, the largest minimum margin of any form of unit norm
-    null_margins: list[list[Number]] = []  # Margins of each random rotation of the head over its best one, ascending
+    null_margins: list[list[Number]] = []  # Margins / best margin for each random rotation of the head, ascending
     sentences: list[Sentence] = []
 
 

@@ -99,9 +99,7 @@ class Plan(Record):
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged there or was not yet evaluated
-    healed: Rise | None = (
-        None  # Rise on the evaluation text after healing; None if the model diverged or was not healed
-    )
+    healed: Rise | None = None  # Rise on the evaluation text after healing; None if not healed, or diverged
     fitted_on: list[Text] = []
     chosen_on: list[Text] = []
     promised_on: list[Text] = []
@@ -116,8 +114,8 @@ class Plan(Record):
     key that a new token sees, unless the keys are cached too."""
     keys_to_gain: Number | None = None
     """Number of keys that a query must see before operations are saved, because the maps themselves cost operations.
-    None without a reason: operations are saved from the first key on. None with a reason: operations are never saved, or
-    only up to some number of keys, or the number is unknown."""
+    None without a reason: operations are saved from the first key on. None with a reason: operations are never saved,
+    or only up to some number of keys, or the number is unknown."""
     reasons: Reasons = {}
 
     @model_validator(mode="before")

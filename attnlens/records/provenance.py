@@ -113,8 +113,8 @@ class Text(Record):
 
 
 FEWEST_DRAWS = 8
-"""Smallest number of draws (windows of each text, or texts) for a bootstrap. With fewer draws, Student's t describes the
-tails better: a bootstrap sample that contains one of two windows twice has almost no error."""
+"""Smallest number of draws (windows of each text, or texts) for a bootstrap. With fewer draws, Student's t describes
+the tails better: a bootstrap sample that contains one of two windows twice has almost no error."""
 
 
 class Settings(Record):

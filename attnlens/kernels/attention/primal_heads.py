@@ -28,9 +28,9 @@ class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
     The module computes the heads of one layer from projected queries and keys, without values, in O(T·s) time and
-    memory. As in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ is uniform
-    in (0, 1), and W_c is that of torch's Linear. log Λ is stored, which keeps Λ positive (the published code squares
-    Λ). `samples` is the number of evenly spaced rows of F = X' (0: F = I); head_dim and `samples` bound the rank.
+    memory. As in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ
+    is uniform in (0, 1), and W_c is that of torch's Linear. log Λ is stored, which keeps Λ positive (the published code
+    squares Λ). F = X' has `samples` evenly spaced rows (0: F = I). head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -58,7 +58,7 @@ class PrimalHeads(nn.Module):
     def forward(
         self, query: Tokens, key: Tokens, *, causal: bool = False, real: Real = None, rows: Tokens | None = None
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """Compute the output; `real` marks tokens that are not padding, and `rows` are the inputs from which X' is taken.
+        """Compute the output; `real` marks tokens that are not padding, and X' is sampled from the inputs `rows`.
 
         If `causal`, means over the tokens 0 … i replace queries and keys. If `samples` > 0, raises UsageError if `rows`
         is missing or `causal` is true.

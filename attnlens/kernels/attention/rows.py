@@ -46,7 +46,7 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def visible_under(mask: Tensor) -> Tensor:
-    """Return True for the entries of an additive mask that leave their pair visible, whatever number marks masked pairs.
+    """Return True for each entry of an additive mask that leaves its pair visible, whatever number hides pairs.
 
     An entry is masked if it is below LOST, or below its row's largest by more than GAP without other entries of the
     head in between: −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.

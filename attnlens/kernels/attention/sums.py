@@ -90,8 +90,8 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
     Sums are in float32 or better, and `smallest_kernel` is added to φ(q_i)φ(k_j) as in Kernel.log: queries whose
-    features underflow (if signed: whose sums are all zero) attend uniformly. The output is zero for a query that sees no
-    key, and not finite if a signed denominator cancels.
+    features underflow (if signed: whose sums are all zero) attend uniformly. The output is zero for a query that sees
+    no key, and not finite if a signed denominator cancels.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -169,8 +169,8 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
     The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first
-    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. Sums are in float32 or
-    better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
+    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. Sums are in float32
+    or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets 0.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both

@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run the experiment with those of the overrides (options of SyntheticRequest) that it uses; judge the result.
+        """Run the experiment with the overrides (options of SyntheticRequest) that apply to it, and judge the result.
 
         The published values apply with any seed and at least as many trials as in the quick run, but not if another
         setting is changed.
@@ -128,7 +128,10 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with the published p in [1/n, 1 − 1/n]."""
+    """Return the row of a share of n = `trials` trials, with the published share p of n' = `theirs` trials.
+
+    The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
+    """
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
@@ -199,7 +202,7 @@ def starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Sample instances of dimension d, run gradient descent on all of them at once, and return both results."""
+    """Sample instances of dimension d, and run gradient descent on all at once; return the instances and the descent."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
@@ -240,7 +243,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 
 
 def golden() -> Experiment:
-    """Compare the solutions of the golden instances with known values of ½‖p‖², ‖W‖_F, ‖W‖_* and rank, to 1e-6."""
+    """Compare the solutions of the golden instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -395,7 +398,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of the correlation with the SVM of the tokens selected at `end`; return the values there."""
+        """Add the curve of the correlation with the SVM of the tokens selected at step index `end`; return its end."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]
