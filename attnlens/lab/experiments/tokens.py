@@ -202,7 +202,7 @@ def starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Sample instances of dimension d, and run gradient descent on all at once; return the instances and the descent."""
+    """Sample instances of dimension d, and run gradient descent on all at once; return instances and descent."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
