@@ -158,7 +158,7 @@ class Analyzer(Named):
         curves, heads = {info.name: info.curve for info in self.measures}, tuple(query_key.query.shape[:-2])
         for name, reading in readings.items():
             if name not in curves:
-                problem = f"The analyzer {self.name} returns {name!r}, but it declares {', '.join(curves)}."
+                problem = f"The analyzer {self.name} returns {name!r}, but declares only {', '.join(curves)}."
                 raise UsageError(problem, remedy)
             if not isinstance(reading, torch.Tensor):
                 problem = f"The analyzer {self.name} returns {name} as {type(reading).__name__} instead of a tensor."

@@ -204,7 +204,7 @@ class Selector:
             self.stored.append(parts)
 
     def solve(self) -> dict[int, Answer]:
-        """Pose and solve every head's problem and those of its null, in parallel workers."""
+        """Pose and solve, in parallel workers, the problem of every head and the problems of its null."""
         if self.biased:
             nothing = records.Measure(value=None, reason=BIASED)
             measures = {info.name: nothing for info in MEASURES if not info.curve and info is not DECIDED}
@@ -278,7 +278,7 @@ class Selector:
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve the problems in all spaces of a task: a head, and the number of a draw of its null or None."""
+        """Solve a task in all spaces; it consists of a head, and the number of a draw of its null (None: the head)."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]

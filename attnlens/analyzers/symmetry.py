@@ -190,8 +190,8 @@ def of_weights(query_key: QueryKey) -> Readings:
 
     M = s·W_Q W_Kᵀ = S + A with S symmetric and A skew; s is the scale, C = W_Kᵀ W_Q, G_Q = W_Qᵀ W_Q, G_K = W_Kᵀ W_K;
     biases are left out, and grouped queries use their group's keys. Under RoPE M(Δ) depends on the distance Δ, and all
-    measures but symmetry are those of the joint kernel on content and position over the window. Cross-attention has
-    only a norm because its queries and keys come from two domains.
+    measures but symmetry are computed from the joint kernel on content and position over the window. Cross-attention
+    has only a norm because its queries and keys come from two domains.
     """
     form = linalg.Form(query_key)
     if query_key.site.part == "cross":

@@ -35,20 +35,21 @@ def build_baseline(report: Report) -> Baseline:
 
 def _refuse_mismatch(report: Report, baseline: Baseline) -> None:
     """Raise UsageError if report and baseline differ in model, heads or text; name the first difference."""
-    known = set(report.measure_names())
-    missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
-    for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
+    remedy = "Use the baseline's settings, or accept the report with --update-baseline."
+    for (field, ours), (_, theirs) in zip(_list_settings(report), _list_settings(baseline), strict=False):
         if ours != theirs:
             values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
-            remedy = "Use the baseline's settings, or accept the report with --update-baseline."
             if field.startswith("settings.text"):
                 names = [None if each.settings.text is None else each.settings.text.name for each in (baseline, report)]
                 values = f"{names[0]} in the baseline, but {names[1]} in the report" if names[0] != names[1] else values
                 remedy = "Measure both on the same text with --text FILE, or accept the report with --update-baseline."
             raise UsageError(f"The baseline belongs to a different run. {field}: {values}.", remedy)
+    known = set(report.measure_names())
+    if missing := join_items([name for name in baseline.measures if name not in known]):
+        raise UsageError(f"The baseline belongs to a different run. measures: the report lacks {missing}.", remedy)
 
 
-def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
+def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
     """Yield the name and value of each property that a report must share with its baseline."""
     yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
@@ -56,7 +57,6 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
     yield from ((f"settings.{name}", getattr(run.settings, name)) for name in SAME_TEXT)
     yield "the number of heads", len(run.heads)
     yield from (("a head", (head.site, head.head)) for head in run.heads)
-    yield "measures", missing
 
 
 def compare_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
@@ -64,9 +64,9 @@ def compare_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, f
 
     A change fails if it exceeds the tolerance and is significant or lacks a p-value.
 
-    The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
-    freedom of one run, with Benjamini–Hochberg over all heads and measures. The two runs are treated as independent,
-    which is conservative if both read the same windows (`compare` pairs the windows).
+    The two-sided p-value is computed from t = (now − then)/√(se_now² + se_then²) under Student's distribution with the
+    degrees of freedom of one run, and corrected for all heads and measures (Benjamini–Hochberg). The runs are treated
+    as independent, which is conservative if both read the same windows (`compare` pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -114,7 +114,7 @@ def _size(change: Breach) -> float:
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline's column; p is two-sided, and None if an error is unknown."""
+    """Compare one measure of every head with the baseline's column; p is None if a standard error is unknown."""
     from scipy.special import stdtr  # late: rules need no test
 
     changes = []

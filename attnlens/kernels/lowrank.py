@@ -239,9 +239,9 @@ ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries 
 class MapsFit:
     """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q and C_k are those of `Grams`, with w half the head's own attention and half uniform over the keys seen. For
-    independent queries and keys, the logits are the least-squares best of rank r, up to terms that softmax ignores. A
-    sink acts as a key at 0 with the rest of the weight, because no map changes its logit. Query heads of one key head
+    `Grams` defines C_q and C_k; the weights w are half the head's own attention and half uniform over the keys seen.
+    For independent queries and keys, the logits are the least-squares best of rank r, up to terms that softmax ignores.
+    A sink acts as a key at 0 with the remaining weight, because no map changes its logit. Query heads of one key head
     share its maps; `group` key heads share one latent of r numbers per head.
     """
 
@@ -503,7 +503,7 @@ def nearest_call(
     UsageError if the kernel is not fitted, or if the call does not support it.
     """
     if centre is None:
-        raise UsageError("The kernel `nearest` must be fitted before use.", "Fit it to calibration text first.")
+        raise UsageError("The kernel nearest must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
     _refuse_unsupported(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)

@@ -275,7 +275,7 @@ class BetaFit:
         self.product = self.square = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the two sums of a batch."""
+        """Add a batch's sums of logit · cosine and of cosine², both row-centred."""
         (query, seen), key = sample_rows(call), call.paired_key.double()
         logits = centre_rows(query @ key.mT * call.scale, seen)
         cosine = centre_rows(ksvd.unit(wide(query)) @ ksvd.unit(wide(key)).mT, seen)

@@ -62,8 +62,8 @@ def reproduce(
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm), and in their order with the published values (Kendall's τ). The same call
-    resumes from the runs stored in the folder `work`.
+    same seeds (moderated paired t, Holm), and their order is compared with the published one (Kendall's τ). A repeated
+    call resumes from the runs stored in the folder `work`.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
     task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
@@ -188,7 +188,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     inspection = survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)]))
     if len(inspection.reached) > 1:
         names = join_items(each.site.layer_name for each in inspection.reached)
-        raise UsageError(f"The head names several layers: {names}.", "Write PART.LAYER.HEAD, e.g. decoder.3.7.")
+        raise UsageError(f"The head exists in several layers: {names}.", "Write PART.LAYER.HEAD, e.g. decoder.3.7.")
     report, _ = compute(inspection)
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"

@@ -29,8 +29,8 @@ class PrimalHeads(nn.Module):
 
     The module computes the heads of one layer from projected queries and keys, without values, in O(T·s) time and
     memory. As in the published code, the heads share W_c and b. Initially W_e and W_r are orthogonal between heads, Λ
-    is uniform in (0, 1), and W_c is that of torch's Linear. log Λ is stored, which keeps Λ positive (the published code
-    squares Λ). F = X' has `samples` evenly spaced rows (0: F = I). head_dim and `samples` bound the rank.
+    is uniform in (0, 1), and W_c starts as in torch's Linear. log Λ is stored, which keeps Λ positive (the published
+    code squares Λ). F = X' has `samples` evenly spaced rows (0: F = I). head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:

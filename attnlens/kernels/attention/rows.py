@@ -94,7 +94,7 @@ class Positions:
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
     """Find the position of each query among the keys, and the start of each sequence: the first key that is seen.
 
-    Without a key-value cache, query i has position i; with a cache, its position is that of the last key that it sees.
+    Without a key-value cache, query i has position i; with a cache, a query has the position of the last key it sees.
     Raises UsageError for cross-attention, and if the filter counts from a start that a sliding window hides in a run
     with a cache.
     """
@@ -106,7 +106,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
         raise UsageError(
             f"{key_filter.modifier.name} counts from the start of the text, but with a key-value cache "
             "this model's own sliding window hides where the text begins.",
-            "Run without a key-value cache, leave out such layers with --layers, or filter with window or strided.",
+            "Run without a key-value cache, leave out such layers with --layers, or use the filter window or strided.",
         )
     start = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
     first = start if seen is None else seen.any(dim=1).int().argmax(-1, keepdim=True)

@@ -248,7 +248,7 @@ def cosine_features(
     query, key = (ksvd.unit(running_means(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
         problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
-        raise UsageError(problem, "Leave out `samples`: causal primal attention is data-independent.")
+        raise UsageError(problem, "Leave out `samples`: causal primal attention must use samples=0.")
     if samples:
         chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)
         query, key = query @ chosen.mT, key @ chosen.mT

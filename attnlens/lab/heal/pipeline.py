@@ -77,9 +77,9 @@ def heal(
 ) -> Report:
     """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters, and measure both models.
 
-    `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and the
-    same call resumes from it. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted,
-    which contains the finished results.
+    `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and a
+    repeated call resumes from this work. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
+    Interrupted, which contains the finished results.
     """
     return heal_work(model, kernel, request, progress).finish()
 

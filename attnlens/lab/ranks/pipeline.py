@@ -38,8 +38,8 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
     """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks.
 
     The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
-    finished work is stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError,
-    IdentityError, and Interrupted, which contains the finished results.
+    finished work is stored, and a repeated call resumes from this work. Raises UsageError, ModelError, TextError,
+    OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return rank_work(model, request, progress).finish()
 

@@ -165,7 +165,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         return None
 
     def measure(rows: list[int], design: Design) -> tuple[float, tuple[float, float] | None]:
-        """Compute the rise over these sequences, and its interval; the interval is None if its spread is unknown."""
+        """Compute the rise over the sequences `rows`, and its 95 % interval; None if the spread is unknown."""
         pair, counts = (before.means[rows], after[rows]), before.counts[rows]
         share, low, high = map(math.expm1, paired_difference(*pair, design, weights=counts, of=UNITS[unit], seed=seed))
         return share, None if math.isnan(low) else (low, high)

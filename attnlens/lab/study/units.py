@@ -104,7 +104,7 @@ def train(
     """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
 
     At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
-    which the same call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
+    which a repeated call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
     validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
