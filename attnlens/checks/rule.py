@@ -141,7 +141,7 @@ def _parse_comparison(text: str, words: str) -> Criterion:
         raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
     ends = [float(number) for number in match.groups()[1:] if number is not None]
     if not all(map(math.isfinite, ends)):
-        raise _parse_error(text, "a number is not finite.")
+        raise _parse_error(text, "numbers must be finite.")
     if ends[-1] < ends[0]:
         raise _parse_error(text, "the range is reversed: its start exceeds its end.")
     return Criterion(match[1] or "in", ends[0], ends[-1])

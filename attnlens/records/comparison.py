@@ -118,9 +118,9 @@ class BlockChange(Record):
     path: str
     layers: list[Count]
     change: Number | None  # ‖o' − o‖/‖o‖ of its output, mean over windows
-    rounding: Number | None = None
-    p: Number | None = None
-    q: Number | None = None
+    rounding: Number | None = None  # RMS of the changes that rounding the weights causes by itself
+    p: Number | None = None  # As in MeasureChange
+    q: Number | None = None  # As in MeasureChange, over blocks
     smallest: Number | None = None  # Smallest change of practical size; None in reports of older versions
     negligible: bool = False  # True if the 90 % interval of the change lies below smallest
     named: bool = False  # True if q is at most the false-discovery rate, over blocks, and the change is not negligible

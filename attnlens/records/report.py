@@ -135,7 +135,7 @@ class SiteCheck(Record):
     heads: Count
     route: str  # Method by which its attention was read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
-    weights_error: Number | None  # The same error, but of queries and keys computed from weights and inputs
+    weights_error: Number | None  # That error if queries and keys are computed from weights and inputs instead
     reason: str | None = None
     rounding: Number | None = None
     """Error of the model's own attention weights because it rounds large scores; None if no error needs this

@@ -20,8 +20,8 @@ class Curve(Record):
 
     steps: list[Number]  # Iteration, training step, dimension or factor of each value
     median: list[Number | None]
-    low: list[Number | None] | None = None  # Lower quartiles; None if there is a single trial or head
-    high: list[Number | None] | None = None  # Upper quartiles; None if there is a single trial or head
+    low: list[Number | None] | None = None  # Lower quartiles; None if the curve has no quartiles
+    high: list[Number | None] | None = None  # Upper quartiles; None if the curve has no quartiles
     quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
     bounded: bool = False  # True for quantities of at most 1, such as shares, which are drawn on a linear axis
     picture: str | None = None
@@ -55,7 +55,7 @@ class Experiment(Record):
     reasons: Reasons = {}  # Reasons for the figures that are None
     published: dict[str, Number] | None = None  # Reference values of the same figures, whose origin is in `origins`
     origins: dict[str, Origin] = {}  # Origin of the reference values that the paper does not state
-    source: str | None = None  # Publication that contains the reference values
+    source: str | None = None  # Origin of the reference values, in words
     tolerance: dict[str, Number] | None = None  # Largest accepted distance of each figure from its reference value
     bounds: dict[str, Bound] = {}  # Figures with a lower or upper bound; the others must be within tolerance
     passed: bool | None = None  # True if all tested figures agree with their reference; None if none was tested
@@ -144,7 +144,7 @@ class StudyCell(Record):
     runs: list[StudyRun]
     parameters: Count  # Number of parameters of the model
     kernel_parameters: Count  # Number of parameters of its projections of queries, keys and positions
-    tokens: Count  # Number of training tokens of a run
+    tokens: Count  # Number of training tokens of the run with the most
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, of the first seed's run, by measure

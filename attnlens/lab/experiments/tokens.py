@@ -127,7 +127,7 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
     return replace(known, value=mean, error=error, label=label)
 
 
-def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
+def share_figure(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
     """Return the row of a share of n = `trials` trials, with the published share p of n' = `theirs` trials.
 
     The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
@@ -325,7 +325,7 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
                 progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
             shares[d] = separable / s.trials
             reference, label = FEASIBLE_SHARES.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(shares[d], s.trials, label, reference, theirs=60)
+            rows[f"n{n}_T{T}_d{d}"] = share_figure(shares[d], s.trials, label, reference, theirs=60)
         share = shares[certain] if certain > 1 else None
         sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
         median = list(shares.values())
@@ -353,7 +353,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
         shares.append(int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials)
-        rows[f"d{d}"] = share_of(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
+        rows[f"d{d}"] = share_figure(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
     selected = Curve(steps=list(s.d), median=shares, quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
