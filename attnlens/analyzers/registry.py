@@ -201,8 +201,8 @@ class Gatherer(Protocol):
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Add one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
 
-        `sequence` is its number among the sequences read; `query_key.heads` are the requested heads whose values are
-        finite in this sequence.
+        `sequence` is the number of this sequence among the sequences read; `query_key.heads` are the requested heads
+        whose values are finite in this sequence.
         """
 
     def solve(self) -> dict[int, Answer]:

@@ -35,7 +35,7 @@ Reasons = dict[str, str]  # Reason for each null or empty field of the record, b
 
 
 class Record(BaseModel):
-    """Frozen part of a report; reading ignores fields that a newer attnlens added."""
+    """Frozen part of a report; unknown fields, such as those of a newer version, are ignored when a file is read."""
 
     # validators are built at first use: a command that reads one kind of record must not wait for all
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)

@@ -147,7 +147,7 @@ class SiteCheck(Record):
 
 
 class Sight(Record):
-    """An output that depends on the wrong tokens (`doctor`)."""
+    """An output that depends on the wrong tokens, or that differs from a pass without cache (`doctor`)."""
 
     kind: Literal["sees", "misses", "differs"]
     """`sees`: the mask hides the token, but the output depends on it; `misses`: the reverse; `differs`: the output
@@ -166,9 +166,9 @@ class MaskCheck(Record):
     verdict: Literal["agrees", "differs", "not checked"]
     error: Number | None = None
     """Relative error of the outputs against a float64 pass over each sequence alone, without padding or cache."""
-    error_judged: bool = True  # False if other positions of the tokens change the outputs, too
+    error_judged: bool = True  # False if the test moves tokens to other positions, which also changes the outputs
     faults: list[Sight] = []  # Largest fault at each site, in the order of the layers
-    count: Count = 0  # Number of pairs of output and token that are wrong
+    count: Count = 0  # Number of wrong pairs of an output and a token
     reason: str | None = None  # Reason why the mask was not checked
 
 

@@ -357,7 +357,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     files = {first_name: digest} | {second_name if first_name != second_name else str(test): test_digest}
     channels, others = (cases[0][0].shape[1] for cases in (first, second))
     if channels != others:
-        problem = f"{first_name} has {channels} channels and {second_name} has {others}."
+        problem = f"{first_name} has {channels} channels, but the test file {second_name} has {others}."
         raise TextError(problem, "Give the training and test files of one dataset.")
     labels = [label for _, label in first]
     if len(set(labels)) < 2:
