@@ -16,7 +16,7 @@ WIDEST = 1 / 3  # Largest tolerance, as a share of the reference value, with whi
 
 
 class Curve(Record):
-    """A quantity against steps: the median over trials or heads, and its quartiles."""
+    """Values of a quantity at several steps: the median over trials or heads, with quartiles."""
 
     steps: list[Number]  # Iteration, training step, dimension or factor of each value
     median: list[Number | None]
@@ -153,7 +153,7 @@ class StudyCell(Record):
     published_diverged: bool = False  # True if the paper reports that training diverged
 
     @property
-    def tested_look(self) -> int:
+    def tested_evaluation(self) -> int:
         """Index of the first run's evaluation with the least validation loss; its weights were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)

@@ -20,7 +20,7 @@ from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.lab.ranks import pipeline, search
-from attnlens.lab.ranks.bases import _between, fit_forms, levels, sensitivities
+from attnlens.lab.ranks.bases import _interpolate, fit_forms, levels, sensitivities
 from attnlens.lab.ranks.pipeline import LatentSizes, SiteSizes, compute_saving, costs, sizes
 from attnlens.lab.ranks.search import Budgeting, Losses, Sample, by_text, losses, rise_of
 from attnlens.maths.linalg.spectra import nested_steps
@@ -164,7 +164,7 @@ def test_ranks_between_levels_are_interpolated():
     assert levels(17) == [*range(0, 17, 2), 17]
     table = torch.full((1, 65), torch.nan)
     table[0, levels(64)] = torch.arange(16.0, -1, -1).square()
-    between = _between(table, [64])
+    between = _interpolate(table, [64])
     assert bool(between.isfinite().all())
     assert between[0, 6] == (between[0, 4] + between[0, 8]) / 2
     assert len(nested_steps(between.double())) == 16, "no step ends between two levels"
@@ -475,7 +475,7 @@ def test_maps_fitted_without_a_text_do_not_depend_on_it(demo, monkeypatch):
 def tiny_sizes(**changed):
     """d_model 12, two query heads per key head, head_dim 4, values of 5, 6.5 keys seen, float16."""
     plain = {"query_width": 12, "key_width": 12, "head_dim": 4, "value_dim": 5, "query_bias": True, "key_bias": False}
-    plain |= {"folds": True, "folds_before": True, "keys_seen": 6.5, "keys_a_query": 1.0, "number_bytes": 2}
+    plain |= {"folds": True, "folds_before": True, "keys_seen": 6.5, "keys_per_query": 1.0, "number_bytes": 2}
     return SiteSizes(**plain | {"cached": True} | changed)
 
 

@@ -279,7 +279,7 @@ BAD_SERIES = [  # refusal, cases, header
     ("no cases below its @data line", [], DATA),
     ("time stamps", [UP], "@timeStamps true\n@data\n"),
     ("no class labels", [UP], "@classLabel false\n@data\n"),
-    ("3 channels and b.ts has 2", [f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, DATA),
+    ("3 channels, but the test file b.ts has 2", [f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, DATA),
 ]
 
 

@@ -58,7 +58,10 @@ class Fits:
 
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m and number of points; control: one network for both."""
+    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m and by number of points, for two networks and for one.
+
+    The control uses one network for both domains.
+    """
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
     by_samples = []
@@ -113,7 +116,11 @@ def build_experiment(
     settings: dict[str, JsonValue],
     **words: str,
 ) -> Experiment:
-    """Build an experiment from the errors at each value of `swept`; `words` are its name, question and axis."""
+    """Build an experiment from the errors at each value of `swept`, a (letter, values) pair.
+
+    `floor` is the least error of one network, `inequalities` are the judged figures, and `words` are the experiment's
+    name, question and axis.
+    """
     letter, values = swept
     rows = {
         f"{name}_{letter}{value}": average_trials(each[:, at], f"{label}, {letter} = {value}")

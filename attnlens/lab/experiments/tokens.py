@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run the experiment with those of the overrides (options of SyntheticRequest) that it uses; judge the result.
+        """Run the experiment with the overrides (options of SyntheticRequest) that apply to it, and judge the result.
 
         The published values apply with any seed and at least as many trials as in the quick run, but not if another
         setting is changed.
@@ -127,8 +127,11 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
     return replace(known, value=mean, error=error, label=label)
 
 
-def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with the published p in [1/n, 1 − 1/n]."""
+def share_figure(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
+    """Return the row of a share of n = `trials` trials, with the published share p of n' = `theirs` trials.
+
+    The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
+    """
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
@@ -199,7 +202,7 @@ def starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Sample instances of dimension d, run gradient descent on all of them at once, and return both results."""
+    """Sample instances of dimension d, and run gradient descent on all at once; return instances and descent."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
@@ -240,7 +243,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 
 
 def golden() -> Experiment:
-    """Compare the solutions of the golden instances with known values of ½‖p‖², ‖W‖_F, ‖W‖_* and rank, to 1e-6."""
+    """Compare the solutions of the golden instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -322,7 +325,7 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
                 progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
             shares[d] = separable / s.trials
             reference, label = FEASIBLE_SHARES.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(shares[d], s.trials, label, reference, theirs=60)
+            rows[f"n{n}_T{T}_d{d}"] = share_figure(shares[d], s.trials, label, reference, theirs=60)
         share = shares[certain] if certain > 1 else None
         sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
         median = list(shares.values())
@@ -350,7 +353,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
         shares.append(int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials)
-        rows[f"d{d}"] = share_of(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
+        rows[f"d{d}"] = share_figure(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
     selected = Curve(steps=list(s.d), median=shares, quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
@@ -395,7 +398,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of the correlation with the SVM of the tokens selected at `end`; return the values there."""
+        """Add the curve of the correlation with the SVM of the tokens selected at step index `end`; return its end."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2LMHeadModel
 
-from attnlens.kernels.attention.sums import running
+from attnlens.kernels.attention.sums import running_means
 from attnlens.lab import primal
 from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
@@ -48,7 +48,7 @@ class Training:
 
 
 def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
-    """Build a new model and a copy with a primal last layer; shared parameters have the same initial values."""
+    """Build a new model and a copy with a primal last layer; all other parameters have equal initial values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)
@@ -98,7 +98,7 @@ MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "run
 
 @one_thread()
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Train models of demo's size on the built-in text, which demo never saw; evaluate on the held-out eighth."""
+    """Train models of demo's size on seven eighths of the built-in text, and evaluate them on the other eighth."""
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
@@ -173,12 +173,12 @@ def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"
 
 
 def _head_curve(heads: Float[Tensor, "heads steps"], picture: str, label: str) -> Curve:
-    """Compute median and quartiles over heads."""
+    """Build the curve of median and quartiles over heads, titled `picture` and labelled `label`."""
     return curve(range(1, heads.shape[-1] + 1), heads.mT, "share of Σσ", bounded=True, picture=picture, label=label)
 
 
 def demo() -> loading.Loaded:
-    """Load the built-in model on the CPU, so that results do not depend on a GPU."""
+    """Load the demo model on the CPU, so that results do not depend on a GPU."""
     return loading.load(DEMO, device="cpu")
 
 
@@ -201,7 +201,7 @@ def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
     """Compute (σ₁ + … + σₖ)/Σσ of cos(q_i, k_j); if `averaged`, q, k are running means, as in causal primal."""
     sides = (call.query.double(), call.paired_key.double())
-    queries, keys = (ksvd.cosine_features(running(side) if averaged else side) for side in sides)
+    queries, keys = (ksvd.cosine_features(running_means(side) if averaged else side) for side in sides)
     return linalg.cumulative(linalg.product_singular_values(queries, keys))
 
 

@@ -160,7 +160,11 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Return correlations and finite-part distances (steps, trials), the steps, and least component weights."""
+    """Run all trials with cyclic or acyclic graphs.
+
+    Return the correlations and the distances of the finite part, both (steps, trials); the steps; and each trial's
+    least final weight on a label's component.
+    """
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))
     trials, n = features.shape[:2]
@@ -180,7 +184,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent that is normalised off the cyclic subspace and plain in it; return W at `steps`, last log-weights."""
+    """Run descent, normalised off the cyclic subspace and plain in it; return W at `steps`, and final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):

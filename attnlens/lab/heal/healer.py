@@ -201,7 +201,7 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the loss's gradient to the leaves, with J² of primal layers (Chen et al. 2023, 3.3)."""
+        """Add the gradient of `weight` · (loss + η J² of primal layers; Chen et al. 2023, 3.3) to the leaves."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -406,7 +406,7 @@ class Distances:
 
 
 def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
-    """Measure the stage's loss on each sequence of these batches, without gradients or regulariser."""
+    """Measure the distance that the stage minimises on each sequence of these batches, without the regulariser."""
     if stage == "transfer":
         errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
         return Distances(errors, torch.ones_like(errors))
@@ -474,14 +474,14 @@ def choose_rate(
         distances[rate] = measure_distances(healer, held_out, stage).mean
         set_values(healer.leaves, before)
 
-    def enough(rate: float) -> bool:
+    def gains_enough(rate: float) -> bool:
         return start - distances[rate] >= ENOUGH * (start - min(distances.values()))
 
     for rate in RATES[stage]:
         try_rate(rate)
-        if not enough(rate):
+        if not gains_enough(rate):
             break
     while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
         try_rate(min(distances) * SLOWER)
     tried = [HealingRate(rate=rate, validation=None if math.isinf(d) else d) for rate, d in distances.items()]
-    return 0.0 if min(distances.values()) >= start else max(filter(enough, distances)), tried
+    return 0.0 if min(distances.values()) >= start else max(filter(gains_enough, distances)), tried

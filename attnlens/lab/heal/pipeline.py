@@ -77,9 +77,9 @@ def heal(
 ) -> Report:
     """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters, and measure both models.
 
-    `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and the
-    same call resumes from it. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted,
-    which contains the finished results.
+    `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and a
+    repeated call resumes from this work. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
+    Interrupted, which contains the finished results.
     """
     return heal_work(model, kernel, request, progress).finish()
 
@@ -104,7 +104,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Train the last stage of a run and, if requested, the control; measure the results; add the stage `healed`."""
+    """Heal the last stage of a run and, if requested, train the control; measure both; add the stage `healed`."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -181,7 +181,7 @@ def run_training(
 
     A stage restarts with smaller steps until a check improves on the stage's start, and ends once checks no longer
     improve significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the
-    state, from which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`.
+    training state, from which a killed run resumes. After the first checked step, Ctrl-C sets `healer.interrupted`.
     """
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     train, held_out = split(healer, batches)
@@ -242,7 +242,7 @@ def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
 
 @dataclass
 class Descent:
-    """A healing in progress: its learning rate schedule, its checks and its records."""
+    """The training of a Healer: its learning-rate schedule, its checks and its records."""
 
     healer: Healer
     train: Sequence[Fed]  # training text, in parts that run as one batch
@@ -328,7 +328,7 @@ class Descent:
         store.keep(name, value)
 
     def run_stage(self, stage: HealingStage) -> None:
-        """Run a stage to its end, and each check when it is due."""
+        """Run a stage to its end, with a check whenever one is due."""
         if not self.resumed:
             self.stage, self.begun = stage, self.share
             if self.over:
@@ -355,13 +355,13 @@ class Descent:
         rate, tried = choose_rate(self.healer, self.stage, steps, self.held_out[:1])
         if not rate and self.healer.options.control:
             rate = min(trial.rate for trial in tried)
-        self._begin(rate)
+        self._restart(rate)
         self.history = [(self.share, measure_distances(self.healer, self.held_out, self.stage))]
         self.ended = rate == 0
         training = HealingTraining(stage=self.stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
-    def _begin(self, rate: float) -> None:
+    def _restart(self, rate: float) -> None:
         """Start or restart the stage from the current parameters, at this rate and with a new optimiser."""
         self.begun, self.rate, self.within = self.share, rate, 0
         self.optimiser = adamw(self.healer.leaves, rate)
@@ -390,7 +390,7 @@ class Descent:
         if not improved and not self.over:  # restart the stage with smaller steps
             set_values(self.healer.leaves, self.values)
             first_rate = self.trainings[-1].lowered_from or self.rate
-            self._begin(self.rate * SLOWER)
+            self._restart(self.rate * SLOWER)
             self._update_training(learning_rate=self.rate, lowered_from=first_rate)
         # end the stage if its distance has stopped falling; with a control, both models train equally long
         since = self.history[-1][0] - PATIENCE * (self.end - self.begun)
@@ -403,7 +403,10 @@ class Descent:
             self._store_state(*self.state)
 
     def check(self) -> Distances:
-        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if it starts at ∞."""
+        """Measure the distance, keep the best parameters, and extend the curve.
+
+        Raise ModelError if the distance is not finite before the first step.
+        """
         distances = measure_distances(self.healer, self.held_out)
         if self.step == 0 and not distances.finite:
             problem = "The training loss of the swapped model is not finite, so the model cannot be healed."

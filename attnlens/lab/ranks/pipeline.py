@@ -38,8 +38,8 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
     """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks.
 
     The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
-    finished work is stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError,
-    IdentityError, and Interrupted, which contains the finished results.
+    finished work is stored, and a repeated call resumes from this work. Raises UsageError, ModelError, TextError,
+    OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return rank_work(model, request, progress).finish()
 
@@ -63,7 +63,7 @@ class RankSearch:
     plan: Plan | None  # plan whose ranks are used instead of a search
     intervals: Intervals | None
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
-    samples: tuple[Sample, ...] = ()  # to fit, to choose and to estimate the rise; for a plan, only the first
+    samples: tuple[Sample, ...] = ()  # texts to fit, choose and estimate the rise on; for a plan, only the first
     choice: Choice | None = None
     chosen: Callable[[Plan], None] | None = None  # receives the plan before it is measured on the evaluated text
 
@@ -168,10 +168,12 @@ class SiteSizes:
     value_dim: int  # size of a value
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
-    folds: bool  # True if maps can be multiplied into W_Q and W_K: there is no rotation or norm between them
-    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: no norm is between
+    folds: bool  # True if maps can be multiplied into W_Q and W_K: no rotation or norm lies between
+    folds_before: (
+        bool  # True if maps of keys before the rotation can be multiplied into W_K, because no norm lies between
+    )
     keys_seen: float  # keys that a query sees, mean over the sequence
-    keys_a_query: float  # keys computed per computed query: 1 except in cross-attention
+    keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
     cached: bool  # True if a key-value cache stores a key per token: in a decoder's self-attention
 
@@ -210,8 +212,8 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Add up costs: columns of W_Q per head and of W_K, products per score, entries of A, key maps and offsets."""
-        made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
+        """Add up costs: columns of W_Q per head and of W_K, products per score, entries of A, key maps and offset."""
+        made = heads * (size.query_width * query + query_map) + size.keys_per_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
             parameters=parameters + (size.key_width + size.key_bias) * key + key_map + offset,
@@ -275,7 +277,7 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
         folds=factors.rotation is None and not factors.qk_norm and not site.repeated,
         folds_before=not factors.qk_norm and not site.repeated,
         keys_seen=float(keys if visible is None else visible.double().sum(-1).mean()),
-        keys_a_query=keys / call.query.shape[2],
+        keys_per_query=keys / call.query.shape[2],
         number_bytes=call.key.element_size(),
         cached=site.part == "decoder",
     )
@@ -342,18 +344,18 @@ def _list_ranks(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]
 
 
 def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
-    """Raise UsageError if the plan differs from the model's latents at full rank in more than the ranks."""
+    """Raise UsageError unless the plan lists the same latents as `full`, the model's latents at full rank."""
     remaining, problems = {(key.site, key.kv_head): key for key in full}, list[str]()
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
         if model is None:
-            problems.append(f"there is a rank for {name}, which the model lacks")
+            problems.append(f"it contains a rank for {name}, which the model lacks")
             continue
         for field in ("kv_heads", "heads", "head_dim", "layer", "part"):
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
                 problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
-    problems += [f"no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    problems += [f"it lacks a rank for key head {kv_head} of {site}" for site, kv_head in remaining]
     if problems:
         raise UsageError(
             f"The plan does not fit this model: {problems[0]}.",
@@ -362,7 +364,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
 
 
 def _compare_models(planned: ModelInfo, model: ModelInfo) -> list[str]:
-    """Return a note if the plan was made for another model than `model`; otherwise, return no note."""
+    """Return one note if the plan was made for a model other than `model`; otherwise, return an empty list."""
     if all(getattr(planned, name) == getattr(model, name) for name in ("id", "revision", "files")):
         return []
     same = bool(model.files) and [f.sha256 for f in planned.files] == [f.sha256 for f in model.files]

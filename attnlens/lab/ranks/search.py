@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 def count_windows(contents: Sequence[Content], evaluated: int) -> int:
     """Return the number of windows of a search: SEQUENCES, or a share of it if fewer than 32 windows are evaluated.
 
-    There are at least LEAST per text and part.
+    The number is at least LEAST per text and part.
     """
     share = min(1.0, evaluated / DEFAULT_WINDOWS)
     return max(round(share * SEQUENCES), PARTS * LEAST * len(contents))
@@ -68,7 +68,7 @@ def cut_samples(
     intervals: Intervals | None,
     count: int = PARTS,
 ) -> tuple[Sample, ...]:
-    """Return the first `count` parts of the calibration text, without windows used for evaluation.
+    """Return the first `count` parts of the calibration text, leaving out windows used for evaluation.
 
     Part i has windows i, i + 3, i + 6 … of those chosen from each text. Raises TextError if a text has too few windows
     that are not evaluated, or if a part repeats tokens of earlier parts. Raises UsageError for intervals over fewer
@@ -126,7 +126,7 @@ UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambd
 
 
 class Losses(NamedTuple):
-    """Losses of the sequences with predictions."""
+    """Mean loss of each sequence that has predictions."""
 
     means: Float[Tensor, " some"]  # nats per prediction
     counts: Float[Tensor, " some"]  # number of predictions
@@ -165,7 +165,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         return None
 
     def measure(rows: list[int], design: Design) -> tuple[float, tuple[float, float] | None]:
-        """Compute the rise over these sequences, and its interval; the interval is None if its spread is unknown."""
+        """Compute the rise over the sequences `rows`, and its 95 % interval; None if the spread is unknown."""
         pair, counts = (before.means[rows], after[rows]), before.counts[rows]
         share, low, high = map(math.expm1, paired_difference(*pair, design, weights=counts, of=UNITS[unit], seed=seed))
         return share, None if math.isnan(low) else (low, high)
@@ -213,7 +213,7 @@ class Choice:
 
 @dataclass(kw_only=True)
 class Budgeting(SwapSetup):
-    """A search for ranks."""
+    """A search for the smallest ranks within a loss budget."""
 
     progress: Tell
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
@@ -290,7 +290,7 @@ class Budgeting(SwapSetup):
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last step whose rise plus margin meets the budget; return its number and all tried steps."""
+        """Find the last step whose rise plus margin is within the budget; return its number and all tried steps."""
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=no_rise)}

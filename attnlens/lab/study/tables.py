@@ -165,7 +165,7 @@ def _primal() -> Iterator[PaperCell]:
 
 
 def describe_features(form: AttentionForm, d: int) -> str:
-    """Format the number of features Φ of a head's kernel k(q, k) = ⟨Φ(q), Φ(k)⟩ in d dimensions; empty if unknown."""
+    """Format the number of features Φ of a kernel k(q, k) = ⟨Φ(q), Φ(k)⟩ of d dimensions: `64` or `∞`; else empty."""
     name, _, parameter = form.kernel.partition(":")
     number = int(parameter) if parameter.isdigit() else 0
     features = {
