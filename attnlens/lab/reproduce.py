@@ -175,7 +175,7 @@ def converge_head(
 
 
 def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
-    """Inspect the head in the settings; return the report, the head's selector and its solved selection problem."""
+    """Inspect the head that the settings select; return the report, the head's selector and its solved problem."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
@@ -183,7 +183,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
         return selectors[-1]
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
-    # the settings of a report of experiments name no analyzer
+    # reports of experiments list no analyzers in their settings
     settings = run.settings.model_copy(update={"analyzers": [], "select": None})
     inspection = survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)]))
     if len(inspection.reached) > 1:
@@ -216,7 +216,7 @@ def train_head(
     lr = s.lr * (unit if s.parameterisation == "W" else unit**0.5)
     final: dict[str, float | None] = {"efficiency": float(nearness.shares.min()), "gap": goal.gap}
     curves: dict[str, Curve] = {}
-    initial = starts(nearness, s.parameterisation == "W", unit, s.seed)
+    initial = build_starts(nearness, s.parameterisation == "W", unit, s.seed)
     for number, (name, start) in enumerate(initial.items()):
 
         def tick(done: int, total: int, number: int = number) -> None:
@@ -286,7 +286,7 @@ def as_instances(problem: Problem) -> Instances:
     return Instances(tokens[None], problem.queries[None], torch.ones(1, n).double(), Scores(scores), allowed[None])
 
 
-def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
+def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
     """Return two initial W or (K, Q) by name: zero or small, and the head's M, projected to the problem's span (ΠM)."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right

@@ -144,7 +144,7 @@ class StudyCell(Record):
     runs: list[StudyRun]
     parameters: Count  # Number of parameters of the model
     kernel_parameters: Count  # Number of parameters of the projections of queries, keys and positions
-    tokens: Count  # Number of tokens of one run, with repetitions
+    tokens: Count  # Number of training tokens of a run, with repetitions; the largest number over runs
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, in the first seed's run, by measure

@@ -14,10 +14,10 @@ from attnlens.lab.experiments.tokens import ExperimentSettings
 from attnlens.lab.reproduce import (
     FACTORS,
     as_instances,
+    build_starts,
     converge_head,
     measure_hardening,
     pose_selection,
-    starts,
     train_head,
 )
 from attnlens.maths import attsvm
@@ -73,7 +73,7 @@ def test_queries_that_changed_places_have_another_svm(near: Nearness) -> None:
     assert near.solution.W is not None
     assert other.W is not None
     unit = float(near.solution.W.norm())
-    descent = attsvm.descend(as_instances(problem), starts(near, True, unit, 0)["zero"], 500, lr=0.1 * unit)
+    descent = attsvm.descend(as_instances(problem), build_starts(near, True, unit, 0)["zero"], 500, lr=0.1 * unit)
     assert float(descent.correlation(near.solution.W[None])[-1, 0]) > 0.98
     assert abs(float(descent.correlation(other.W[None])[-1, 0])) < 0.3
 

@@ -92,7 +92,7 @@ def test_a_plan_on_its_own_model_and_text_is_the_same_swap(demo, report, tmp_pat
     saved = attnlens.load_swapped(tmp_path / "model")
     fed = feed(demo, texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=8, tokens=32)), "causal", 0)
     try:
-        loss = search.losses(replace(demo, model=saved.model), fed, "causal", Design.plain(8)).mean
+        loss = search.measure_losses(replace(demo, model=saved.model), fed, "causal", Design.plain(8)).mean
     finally:
         saved.close()
     assert loss == pytest.approx(other.swap.loss.after, rel=1e-3), "a saved plan is the same model"

@@ -40,7 +40,7 @@ DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
 }
 """Display name of each direction, and by d the published mean of 1 − correlation with this direction."""
 FLOOR = 2.2e-16  # added to ‖∇‖ as in the published code: training then stops once the gradient vanishes
-READING = 0.3  # relative error allowed for a figure read off a logarithmic axis, besides three standard errors of ours
+READING = 0.3  # relative error of values read off a logarithmic axis; the tolerance adds three standard errors
 
 
 @partial(
@@ -51,7 +51,7 @@ READING = 0.3  # relative error allowed for a figure read off a logarithmic axis
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Average for each d 1 − the correlation of W with three matrices: W_fin + R·W_mm, W_mm and the single-token SVM.
+    """Compute for each d the mean of 1 − correlation of W with W_fin + R·W_mm, with W_mm and with the single-token SVM.
 
     An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """
@@ -199,7 +199,7 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Sample sequences whose graph has some order to learn; it has a cycle if and only if `cyclic` is True."""
+    """Sample sequences whose token-priority graph has a strict priority, and a cycle if and only if `cyclic`."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):

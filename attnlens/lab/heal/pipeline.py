@@ -46,7 +46,7 @@ from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, chan
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
-SHARE, MOST, A_BATCH = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
+SHARE, MOST, PER_HELD_OUT = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages in order
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
 """Share of the work at which attention transfer ends at the latest, by goal (tuned on `demo`): per token, transfer
@@ -60,8 +60,10 @@ STATE = (
 """Fields of a `Descent` that are stored without conversion."""
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
-PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and number of checks, in which the distance must fall
-STEPS_WANTED = 400  # steps for a token amount, if batches are large enough; on `demo`, 800 gain little more than 400
+PATIENCE, FEWEST = 0.3, 3
+"""A stage ends once its distance is not significantly below that of a check at least this share of the stage's work and
+this number of checks earlier."""
+STEPS_WANTED = 400  # number of steps to aim at if the amount is in tokens; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
 
@@ -223,7 +225,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
     else:  # assume that a time suffices for MOST_CHECKS steps
         steps = amount.number if amount.unit == "steps" else MOST_CHECKS
         trained = steps * max(1.0, (healer.options.batch or size) / size)
-    count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
+    count = max(1, round(min(MOST, len(batches) * SHARE, trained / PER_HELD_OUT)))
     held_out = choose_windows(len(batches), count, "spread", seed=0)
     return [batch for number, batch in enumerate(fed) if number not in held_out], [fed[number] for number in held_out]
 
@@ -250,10 +252,10 @@ class Descent:
     held_out: Sequence[Fed]  # batches on which distances are measured
     evaluate: Callable[[], float | None]
     progress: Tell
-    state: tuple[Store, str] | None  # the store of the state, and its name there
-    order: list[int] = field(default_factory=list)  # parts left in this epoch, next one last
+    state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
+    order: list[int] = field(default_factory=list)  # parts left in this epoch; the last is the next
     stage: HealingStage = "transfer"
-    begun: float = 0.0  # share of the total work at which the stage started
+    begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
     tokens: int = 0
     spent: float = 0.0  # seconds of previous sessions
@@ -350,8 +352,8 @@ class Descent:
         """Start the stage from the best parameters so far, with the learning rate chosen by a range test."""
         set_values(self.healer.leaves, self.values)
         count = max(1, min(STEPS, round(self.planned / 10)))
-        endless = cycle(self.train)  # batches in order, repeated, grouped by step
-        steps = [list(islice(endless, self.per_step)) for _ in range(count)]
+        repeated = cycle(self.train)
+        steps = [list(islice(repeated, self.per_step)) for _ in range(count)]
         rate, tried = choose_rate(self.healer, self.stage, steps, self.held_out[:1])
         if not rate and self.healer.options.control:
             rate = min(trial.rate for trial in tried)

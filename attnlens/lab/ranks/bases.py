@@ -41,8 +41,8 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     return [_with(kernel, group=group, rotation=rotation) for rotation in rotations for group in groups]
 
 
-def by_output(form: Kernel) -> Kernel:
-    """Return a copy of the form that weights pairs by their effect on the output."""
+def weight_by_output(form: Kernel) -> Kernel:
+    """Return a copy of the form that weights each pair of tokens by its effect on the output."""
     return _with(form, metric=OUTPUT)
 
 
@@ -160,7 +160,7 @@ def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, 
     return kv_heads
 
 
-LEVELS = 16  # evenly spaced ranks from 0 to full rank at which the loss is estimated; between them it is linear
+LEVELS = 16  # number of evenly spaced ranks at which the loss is estimated; between them it is interpolated linearly
 
 
 def sensitivities(

@@ -17,7 +17,7 @@ from attnlens.choices import Intervals
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
 from attnlens.lab.ranks.bases import Basis, form_name, mean_rank
-from attnlens.lab.ranks.search import Budgeting, Choice, Losses, Sample, by_text, rise_of
+from attnlens.lab.ranks.search import BudgetSearch, Choice, Losses, Sample, rise_of, split_by_text
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
@@ -65,7 +65,7 @@ class RankSearch:
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
     samples: tuple[Sample, ...] = ()  # texts to fit, choose and estimate the rise on; for a plan, only the first
     choice: Choice | None = None
-    chosen: Callable[[Plan], None] | None = None  # receives the plan before it is measured on the evaluated text
+    chosen: Callable[[Plan], None] | None = None  # receives the plan before its rise is measured on the evaluated text
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -83,20 +83,20 @@ class RankSearch:
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search for ranks, or fit the maps for the ranks of a plan; return the swaps with these ranks."""
         session, swaps = run.session, run.last.swaps
-        start = partial(Budgeting, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
+        start = partial(BudgetSearch, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
         if self.plan is not None:
             run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
-            budgeting = start(progress=run.teller("fit rank", fitting.batches.sequences))
-            # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
+            budget_search = start(progress=run.teller("fit rank", fitting.batches.sequences))
+            # fit to the same part of the text as a search does: on the same model and texts, a plan reproduces its swap
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel
-            budgeting.use_form(budgeting.fit([form], by_text(fed, fitting)), form)
-            bases = budgeting.bases
+            budget_search.use_form(budget_search.fit([form], split_by_text(fed, fitting)), form)
+            bases = budget_search.bases
             _check_plan(self.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
             by_key = {(key.site, key.kv_head): key.rank for key in self.plan.ranks}
             ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in bases.items()}
-            self.choice = Choice(bases, ranks, budgeting.build_swaps(ranks))
+            self.choice = Choice(bases, ranks, budget_search.build_swaps(ranks))
         else:
             fitting, choosing, promising = self.samples
             fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
@@ -169,9 +169,7 @@ class SiteSizes:
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
     folds: bool  # True if maps can be multiplied into W_Q and W_K: no rotation or norm lies between
-    folds_before: (
-        bool  # True if maps of keys before the rotation can be multiplied into W_K, because no norm lies between
-    )
+    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: no norm lies between
     keys_seen: float  # keys that a query sees, mean over the sequence
     keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
@@ -212,7 +210,7 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Add up costs: columns of W_Q per head and of W_K, products per score, entries of A, key maps and offset."""
+        """Compute costs from the columns of W_Q per head and of W_K, the products per score, and the maps' entries."""
         made = heads * (size.query_width * query + query_map) + size.keys_per_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(

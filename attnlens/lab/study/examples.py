@@ -69,7 +69,7 @@ class StudyTask:
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
         """Yield shuffled batches endlessly; examples of similar length share a batch."""
-        return (self.batch("training", chosen) for chosen in endless(self.lengths("training"), size, seed))
+        return (self.batch("training", chosen) for chosen in draw_batches(self.lengths("training"), size, seed))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
         """Return each example of a part once, shortest first, in batches of `size`; the last batch may be smaller."""
@@ -119,7 +119,7 @@ POOL = 32  # maximum number of batches per pool of a shuffled epoch; a pool is s
 POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, batches would always be the same
 
 
-def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of `size` example indices endlessly, in a new order each epoch; incomplete batches are dropped."""
     draws = torch.Generator().manual_seed(seed)
     while True:
