@@ -30,6 +30,8 @@ DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of 
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
 RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # New names by old name
+OTHER_NAMES = RENAMED | {"gaussian": "rbf", "gauss": "rbf", "softmax": "exponential", "local": "window"}
+"""Names to suggest: renamed options, and kernels by names that other tools use."""
 _ONE_AT_A_TIME = RLock()  # Calls replace attention inside the model; torch allows one level of forward AD
 
 
@@ -42,7 +44,11 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
     written = name[:60] if isinstance(name, str) else ""
     shown = repr(written) if isinstance(name, str) else f"of type {type(name).__name__}"
-    near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
+    near = (
+        [OTHER_NAMES[written]]
+        if OTHER_NAMES.get(written) in options
+        else difflib.get_close_matches(written, options, n=1)
+    )
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise UsageError(f"Unknown {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
 

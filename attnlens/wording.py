@@ -13,10 +13,20 @@ NO_VALUE = "–"  # Sign for a missing value
 SCIENTIFIC = -1  # Number of decimals that selects scientific notation, 1.2e-05
 
 
+GENERAL_NAMES = {"best", "checkpoint", "final", "hf", "last", "model", "output", "weights"}
+"""First words of folder names that do not identify a model."""
+
+
 def model_name(identity: str) -> str:
-    """Format a model's id as a title: the last part of a path of three or more parts, else the whole id."""
+    """Format a model's id as a title: the whole id, or the last part of a path of three or more parts.
+
+    If the last part says nothing about the model, such as `checkpoint-500`, the part before it is added.
+    """
     parts = identity.replace("\\", "/").rstrip("/").split("/")
-    return clean(identity if len(parts) <= 2 else parts[-1])
+    if len(parts) <= 2:
+        return clean(identity)
+    general = parts[-1].partition("-")[0].lower() in GENERAL_NAMES
+    return clean("/".join(parts[-2:] if general else parts[-1:]))
 
 
 def clean(text: str) -> str:

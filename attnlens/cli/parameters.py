@@ -98,9 +98,9 @@ def argument(
     shown: bool | str = True,
     default: object = None,
 ) -> Parameters:
-    """Create a positional argument; it is required if its type is `str`."""
+    """Create a positional argument; it is required if its type is `str` or `list[str]`."""
     declared = typer.Argument(help=_add_default(help, shown), metavar=metavar, show_default=shown is True)
-    return _parameter(name, kind, declared, Parameter.empty if kind is str else default)
+    return _parameter(name, kind, declared, Parameter.empty if kind in (str, list[str]) else default)
 
 
 def option(
@@ -183,7 +183,7 @@ REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print prog
 """Options of every command with a report."""
 FIGURE = (
     "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder. A file named after a measure "
-    "(`weights.symmetry.pdf`) shows only that measure. Each caption is written to FILE.txt."
+    "(`symmetry.pdf`) shows only that measure. Each caption is written to FILE.txt."
 )
 BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without title and notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes and, for swaps and experiments, more tables."

@@ -136,9 +136,9 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
     """Return the files to write, each with a function that draws it and returns the file's bytes and the caption.
 
-    A folder gets every picture. A file with a picture's stem (`weights.symmetry.pdf`) gets this picture, any other file
-    the overview. `bare` pictures have no title or caption. Raise UsageError if the report has nothing to draw or lacks
-    the measure, OutputError for another suffix.
+    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) gets its
+    picture, any other file the overview. `bare` pictures have no title or caption. Raise UsageError if the report has
+    nothing to draw or lacks the measure, or if several measures have that name; OutputError for another suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 
@@ -146,7 +146,12 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     named = dict(zip(file_names(picture.stem for picture in drawn), drawn, strict=True))
     if not is_file(target):
         return {target / name: partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
-    picture = named.get(f"{target.stem}.png") if target.stem != "overview" else None
+    matching = [name for name in named if name == f"{target.stem}.png" or name.endswith(f".{target.stem}.png")]
+    if len(matching) > 1:
+        raise UsageError(
+            f"{target.stem} is the name of several measures.", f"Use one of: {', '.join(sorted(matching))}."
+        )
+    picture = named[matching[0]] if matching and target.stem != "overview" else None
     if picture is None and target.stem in measure_infos():
         raise UsageError(
             f"{target.stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",

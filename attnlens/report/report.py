@@ -24,8 +24,8 @@ class Report(records.Report):
     def save(self, path: str | Path, *, bare: bool = False) -> None:
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
-        A picture named after a measure (`weights.symmetry.pdf`) shows that measure, any other picture the overview; the
-        caption is written to a second file (`weights.symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
+        A picture named after a measure (`symmetry.pdf`) shows that measure, any other picture the overview; the
+        caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
         Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
         """
         from attnlens.report import export
@@ -56,6 +56,18 @@ class Report(records.Report):
 
         with house_style(bare=bare):
             return overview(self).draw(bare=bare)
+
+    def __str__(self) -> str:
+        """Return the screen that a command prints: the findings, a map of the heads, and commands to run next."""
+        import io
+
+        from attnlens.report.export import summary
+        from attnlens.report.render import terminal
+
+        page = terminal.console()
+        page.file = io.StringIO()
+        page.print(terminal.document(summary(self)))
+        return page.file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
         """Return the findings and the overview as HTML for notebooks."""

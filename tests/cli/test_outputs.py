@@ -251,8 +251,8 @@ def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
         for unit in units:
             clock[0] += 4.0
             more(unit)
-    lines = ["units: 3 of 10, 0:00:28 left", "units: 6 of 10, 0:00:16 left", "units: 9 of 10, 0:00:04 left"]
-    assert capsys.readouterr().err.splitlines() == lines
+    lines = ["3 of 10, 0:00:28 left", "6 of 10, 0:00:16 left", "9 of 10, 0:00:04 left"]
+    assert capsys.readouterr().err.splitlines() == [f"parts of the run: {line}" for line in lines]
 
 
 STORES = '''

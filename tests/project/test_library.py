@@ -424,6 +424,7 @@ def test_a_report_is_compared_drawn_and_shown_in_a_notebook(demo):
     assert isinstance(figure, matplotlib.figure.Figure)
     assert figure.axes
     assert not absent(shown, "COMPLETE: 8 of 8 heads", 'src="data:image/')
+    assert not absent(str(one), "COMPLETE: 8 of 8 heads", "Symmetric?", "Next  attnlens ")
     hostile = one.model_copy(update={"model": one.model.model_copy(update={"id": "<script>"})})
     assert "<script" not in hostile._repr_html_()
     empty = one.model_copy(update={"heads": []})

@@ -33,5 +33,5 @@ def test_no_p_value_is_printed_below_its_floor():
 
 
 def test_a_local_model_is_named_by_its_folder_and_a_hub_id_in_full():
-    names = [model_name(identity) for identity in ("org/name", "/data/runs/final", "runs/a/final/", "demo")]
-    assert names == ["org/name", "final", "final", "demo"]
+    names = [model_name(identity) for identity in ("org/name", "/data/runs/bert", "runs/a/final/", "demo")]
+    assert names == ["org/name", "bert", "a/final", "demo"], "`final` alone does not identify a model"

@@ -113,7 +113,9 @@ def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chanc
     assert (finding.question, finding.severity) == ("Symmetric?", "notable")
     assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
     assert re.match(
-        r"Median of the more symmetric heads 1 \(at most 1\); chance -?0\.\d+ \(sd 0\.\d+\)\.", finding.evidence
+        r"Median of the more symmetric heads 1 \(−1 to 1\); chance for one head -?0\.\d+ "
+        r"\(sd 0\.\d+\)\. Highest: 0\.\d \(1\), ",
+        finding.evidence,
     )
     finding, *_ = findings(random_report(1))
     assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
@@ -124,7 +126,7 @@ def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chanc
     [
         (0.9, 0.9, "Yes: 8 of 8 heads are closer to the SVM than chance on the inputs"),
         (0.9, 0.1, "Partly: 8 of 8 heads are closer to the SVM than chance on the inputs; none of 8 heads is closer"),
-        (0.1, 0.1, "No: none of 8 heads is closer to the SVM than chance on the inputs"),
+        (0.1, 0.1, "Not shown: none of 8 heads is closer to the SVM than chance on the inputs"),
     ],
 )
 def test_the_selection_has_a_verdict_over_both_spaces(inputs: float, projected: float, verdict: str) -> None:

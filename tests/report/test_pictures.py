@@ -379,6 +379,8 @@ def test_a_file_named_after_a_measure_shows_only_that_measure(tmp_path):
     report = planted(np.eye(3), "weights.symmetry")
     ((path, draw),) = export.drawings(report, tmp_path / "weights.symmetry.pdf").items()
     assert (path.name, draw.args[0].stem) == ("weights.symmetry.pdf", "weights.symmetry")
+    ((_, draw),) = export.drawings(report, tmp_path / "symmetry.pdf").items()
+    assert draw.args[0].stem == "weights.symmetry", "the source of a measure can be omitted"
     ((_, draw),) = export.drawings(report, tmp_path / "symmetric.pdf").items()
     assert draw.args[0].stem == "overview"
     report.save(path, bare=True)

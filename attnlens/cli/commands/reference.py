@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 WHAT = opt.argument("what", "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", shown="the first three")
 EXPLAINED = opt.argument(
-    "name", "Name of a measure, curve, distance or kernel, as shown by `attnlens list`.", str, "MEASURE"
+    "name", "A measure, curve, distance or kernel of `attnlens list`, or a term of the screens.", list[str], "NAME"
 )
 SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 
@@ -55,10 +55,10 @@ def list_(context: typer.Context) -> None:
 
 @opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def explain(context: typer.Context) -> None:
-    """Explain a measure or kernel: formula, range, null, errors, source, and how to interpret the value."""
+    """Explain a measure, kernel or term: formula, range, null, errors, source, and how to interpret the value."""
     from attnlens.report.sections.reference import explanation
 
-    _print([explanation(context.params["name"])], markdown=context.params["markdown"])
+    _print([explanation(" ".join(context.params["name"]))], markdown=context.params["markdown"])
 
 
 def _print(sections: list[Section], *, markdown: bool) -> None:

@@ -274,8 +274,8 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
     if (change := outcome.predictions) is not None:
         error = "" if change.mean_se is None else f" ± {short(change.mean_se)}"
         parts.append(
-            f"KL {short(change.mean)}{error} nats per token (99.9 %: {short(change.q999)}); "
-            f"same top prediction for {change.same_top:.1%}."
+            f"KL {short(change.mean)}{error} nats per token (99.9th percentile {short(change.q999)}); "
+            f"same top prediction for {100 * change.same_top:.1f} %."
         )
         large = change.mean >= LARGE_KL or change.same_top < LEAST_AGREEMENT
         sure = change.mean > 0 if outcome.kl_ci95 is None else outcome.kl_ci95[0] > 0

@@ -43,6 +43,7 @@ LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
 Student's t: at 0.05, 9 % of runs on random weights would report a head."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
+FEW_DECIDED = 0.1  # Share of decided queries below which the SVM of a head describes few of its queries
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
@@ -136,16 +137,24 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     parts = [f"{_format_share(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
     if below:
         parts.append(f"more antisymmetric: {format_count(len(below), 'head')}{_places(tests.shapes, below)}")
+    answer = f"{'; '.join(parts)}."
     marked = above or below
-    values = [value for head in marked if (value := head.measures[name].value) is not None]
-    typical = short(float(np.median(values))) if marked else _middle(reading)
+    values = [(value, head) for head in marked if (value := head.measures[name].value) is not None]
+    typical = short(float(np.median([value for value, _ in values]))) if marked else _middle(reading)
     which = f" of the more {'symmetric' if above else 'antisymmetric'} heads" if marked else ""
-    evidence = f"Median{which} {typical} (at most 1); chance {_null(reading)}."
-    definite = [len(tests.heads("weights.definiteness", sign)) for sign in (1, -1)]
-    if any(definite):
-        evidence += f" Definiteness: {format_count(definite[0], 'head')} above chance, {definite[1]} below."
+    evidence = f"Median{which} {typical} (−1 to 1); {_null(reading)}."
+    if len(values) > MOST_HEADS:
+        strongest = sorted(values, key=lambda pair: -abs(pair[0]))[:MOST_HEADS]
+        named = [f"{tests.shapes.name_head(head)} ({short(value)})" for value, head in strongest]
+        evidence += f" {'Highest' if above else 'Lowest'}: {', '.join(named)}."
+    counts = {
+        sign: len(tests.heads("weights.definiteness", side)) for sign, side in (("positive", 1), ("negative", -1))
+    }
+    if any(counts.values()):
+        parts = [f"to {sign} definite: {format_count(count, 'head')}" for sign, count in counts.items() if count]
+        evidence += f" Closer than chance {', '.join(parts)}."
     measures = [name, "weights.definiteness"]
-    return _finding("Symmetric?", f"{'; '.join(parts)}.", evidence, measures, notable=bool(marked))
+    return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 
 
 def _peaked(tests: HeadTests) -> Finding | None:
@@ -189,7 +198,7 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
     below = tests.heads(name, -1)
-    evidence = f"Median effective rank {_middle(reading)}; chance {_null(reading)}."
+    evidence = f"Median effective rank {_middle(reading)}; {_null(reading)}."
     if (needed := tests.shapes.readings.get("tokens.logit_rank90")) is not None:
         evidence += f" On text, {_middle(needed, tests.shapes)} directions keep 90 % of the scores."
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
@@ -206,14 +215,16 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     for name in names:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
         parts.append(f"{_format_share(above, reading)} closer to the SVM than chance {SPACES[name]}")
-        evidence.append(f"{_middle(reading)} {SPACES[name]}; chance {_null(reading)}")
+        evidence.append(f"{_middle(reading)} {SPACES[name]}, {_null(reading)}")
     median = "Cosine" if len(tests.shapes.report.heads) == 1 else "Median cosine"
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
     if (decided := tests.shapes.readings.get("selection.decided")) is not None:
         text += f" {_percent(decided)} of the queries give one key at least half of their weight."
+        if middle(decided.values) < FEW_DECIDED:
+            text += " The SVM describes so few queries that another choice of windows may change the verdict."
     text = " ".join((text, *(SEPARATED[name] for name in names)))
     shares = [len(tests.heads(name, 1)) / tests.shapes.readings[name].present.size for name in names]
-    verdict = "No" if max(shares) == 0 else "Yes" if min(shares) == 1 else "Partly"
+    verdict = "Not shown" if max(shares) == 0 else "Yes" if min(shares) == 1 else "Partly"
     answer = "; ".join(f"{part[0].lower()}{part[1:]}" for part in parts)
     return _finding("Selects like an SVM?", f"{verdict}: {answer}.", text, names, notable=max(shares) > 0)
 
@@ -278,7 +289,8 @@ def _null(reading: MeasureMap) -> str:
     """Format mean and standard deviation of one head's null; ± stands for standard errors only."""
     mean, sd = reading.null or (0.0, 0.0)
     decimals = decimals_for([sd or abs(mean)], 2)
-    return f"{format_number(mean, decimals)} (sd {format_number(sd, decimals)})"
+    scope = "" if reading.present.size == 1 else " for one head"
+    return f"chance{scope} {format_number(mean, decimals)} (sd {format_number(sd, decimals)})"
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:

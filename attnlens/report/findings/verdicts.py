@@ -163,7 +163,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
     """State whether the values of an experiment agree with their references; without references, state the values."""
     name, question = clean(experiment.name).capitalize(), clean(experiment.question)
     values = [
-        f"{clean(experiment.labels.get(name, name))} {short(value)}"
+        f"{clean(experiment.labels.get(name, name.replace('_', ' ')))} {short(value)}"
         for name, value in experiment.final.items()
         if value is not None
     ]
@@ -186,7 +186,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
         answer = f"Yes: {tested} of {format_count(tested, 'value')} {reference}{untested}."
     else:
         answer = f"Not tested{untested}."
-    evidence = f"{question} Measured: {measured}."
+    evidence = f"The experiment asks: {question} Measured: {measured}."
     return Finding(question=f"{name} reproduced?", answer=answer, severity=severity, evidence=evidence, measures=[])
 
 
@@ -202,15 +202,17 @@ def _hardening_finding(experiment: Experiment) -> Finding:
 def _head_finding(experiment: Experiment) -> Finding:
     """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
     ends = {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
-    reached = [f"{value:.4f} from {name}" for name, value in ends.items() if value is not None]
+    starts = {"zero": "from zero", "the head": "from the head's own weights"}
+    reached = [f"{value:.4f} {starts[name]}" for name, value in ends.items() if value is not None]
     verdict = "Yes" if reached and all(value is None or value > REACHED for value in ends.values()) else "No"
     own = experiment.final[CORRELATION]
     share = experiment.final.get("selection kept, from the head")
     tokens = "" if share is None else f" Training from the head keeps {100 * share:.0f} % of its selected tokens."
+    answer = f"{verdict}: gradient descent ends at a cosine to the SVM of {join_items(reached)}."
     return Finding(
         question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
-        answer=f"{verdict}: cosine to the SVM {', '.join(reached)}.",
-        evidence=f"The head itself: {NO_VALUE if own is None else short(own)} (1: its SVM).{tokens}",
+        answer=answer if reached else "Unknown: gradient descent ended without a cosine to the SVM.",
+        evidence=f"The pretrained head itself has {NO_VALUE if own is None else short(own)} (1: its SVM).{tokens}",
         severity="none" if verdict == "Yes" else "notable",
         measures=["selection.svm_cosine"],
     )

@@ -312,7 +312,7 @@ def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
         if name in sizes:
             middle = float(np.median(values))
-            yield name, f"{short(middle)}, {middle / sizes[name]:.1%} of the heads' interquartile range"
+            yield name, f"{short(middle)}, {100 * middle / sizes[name]:.1f} % of the heads' interquartile range"
 
 
 def comparison_rows(report: Report) -> list[Row]:

@@ -41,6 +41,30 @@ SYNONYMS = {  # Words that users search for → measure
     "copying": "weights.positivity",
     "low rank": "weights.effective_rank",
 }
+TERMS = {  # Terms of screens and reports → explanation
+    "null": "Chance: the values of the same measure for random heads of the same shape (or for random rotations of the "
+    "head); a report gives their mean and standard deviation (sd) for one head.",
+    "standard error": "The number after ±: the standard deviation of an estimate over repeated choices of windows, or "
+    "of texts if there are at least five. 95 % intervals use Student's t.",
+    "significant": "Differs from chance, or from a threshold, with a false-discovery rate of at most 2 % over all "
+    "heads and measures (Benjamini & Hochberg 1995); `compare` uses --fdr.",
+    "windows": "Sequences of consecutive tokens that the model reads at once: --windows sets their number, --length "
+    "their length, and --placement whether they are spread over the text or taken from its beginning.",
+    "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states by how much "
+    "the outputs change; a large change means that the queries and keys were not read correctly.",
+    "median": "The middle value over all heads of the report that have a value; summary.medians in a report.",
+    "comparison.named": "Number of significant changes that `compare` reported, of comparison.tests.",
+    "swap.loss.delta": "Change of the loss by the kernel, in nats per token: the loss with the kernel minus the "
+    "original loss; swap.loss.se is its standard error.",
+    "summary.medians": "Median over heads of each measure; in a rule, as summary.medians.tokens.entropy.",
+}
+TERM_SYNONYMS = {
+    **dict.fromkeys(("chance", "nulls", "sd"), "null"),
+    **dict.fromkeys(("se", "±", "error", "standard errors", "interval"), "standard error"),
+    **dict.fromkeys(("significance", "significantly", "q", "fdr", "p"), "significant"),
+    **dict.fromkeys(("length", "placement"), "windows"),
+    "medians": "median",
+}
 NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of the columns that name the rows
 
 
@@ -192,12 +216,15 @@ def _default_measures() -> set[str]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure or kernel. Raise UsageError unless the name, or a synonym, matches exactly one.
+    """Return the page of a measure, kernel or term. Raise UsageError if the name or synonym does not match exactly one.
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
     pages = measure_pages() | kernel_pages()
     word = name.strip().lower()
+    term = TERM_SYNONYMS.get(word, word)
+    if term in TERMS:
+        return _page(term, TERMS[term], {})
     word = word if word in SYNONYMS else word.replace(" ", "_")
     ends = [full for full in pages if full.endswith(f".{word}")]
     default = [full for full in ends if full in _default_measures()]
@@ -209,7 +236,7 @@ def explanation(name: str) -> Section:
     measures = [info.name for analyzer in list_analyzers() if analyzer.name == word for info in analyzer.measures]
     if measures:
         raise UsageError(f"{name!r} is an analyzer.", f"Name one of its measures: {', '.join(measures)}.")
-    near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS], 3)
+    near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS, *TERMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."
     raise UsageError(f"Unknown measure or kernel {format_argument(name)}.", remedy)

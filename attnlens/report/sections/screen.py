@@ -23,20 +23,24 @@ def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(2, ("inspection", "experiments"), ("screen", "markdown"))
 def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a map of layers × heads of the measure of the findings that varies most; nothing for a single head."""
-    answered = {name for finding in find(shapes) for name in finding.measures}
-    shown = [reading for name, reading in shapes.readings.items() if name in answered and not reading.labels]
+    """Yield a map of layers × heads; nothing for a single head.
+
+    It shows the first measure of the findings if one analyzer was requested, else the one that varies most.
+    """
+    answered = [name for finding in find(shapes) for name in finding.measures if name in shapes.readings]
+    shown = [shapes.readings[name] for name in dict.fromkeys(answered) if not shapes.readings[name].labels]
     shown = [reading for reading in shown if reading.present.size > 1 and not reading.constant]
     if not shown:
         return
-    reading = max(shown, key=_variation)
+    reading = shown[0] if len(shapes.report.settings.analyzers) == 1 else max(shown, key=_variation)
     low, high = (float(end(reading.present)) for end in (np.min, np.max))
     decimals = decimals_for([low, high], 2)
-    rows, values = _fold(shapes, reading)
+    rows, columns, values = _fold(shapes, reading)
     ends = f"blank {format_number(low, decimals)}, full block {format_number(high, decimals)}"
     folded = len(rows) < len(shapes.layers) or len(values[0]) < len(shapes.heads)
-    title = f"{title_of(reading.name).capitalize()} by layer and head: {ends}{'; medians of neighbours' * folded}"
-    yield Section(title, heat_map=HeatMap(rows, values))
+    title = f"{title_of(reading.name).capitalize()} by layer (row) and head (column): {ends}"
+    title += "; medians of neighbours" * folded
+    yield Section(title, heat_map=HeatMap(rows, columns, values))
 
 
 def _variation(reading: MeasureMap) -> float:
@@ -48,8 +52,8 @@ def _variation(reading: MeasureMap) -> float:
     return float(high - low) / (most - least)
 
 
-def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[list[float | None]]]:
-    """Return labels and values of at most MOST_ROWS rows and MOST_COLUMNS columns, as medians of neighbours."""
+def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], list[list[float | None]]]:
+    """Return the labels of at most MOST_ROWS rows and MOST_COLUMNS columns, and values as medians of neighbours."""
     (layers, heads), labels, values = reading.values.shape, [], []
     height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
     for start in range(0, layers, height):
@@ -58,7 +62,7 @@ def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[list[flo
         block = reading.values[start : start + height]
         medians = (middle(block[:, column : column + width]) for column in range(0, heads, width))
         values.append([None if value != value else value for value in medians])
-    return labels, values
+    return labels, [str(shapes.heads[column]) for column in range(0, heads, width)], values
 
 
 @section(99, views=("screen", "markdown", "opening"))

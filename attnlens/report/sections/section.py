@@ -88,14 +88,20 @@ class HeatMap:
     """Values by row and column, which a terminal draws as shades; None for a missing value."""
 
     rows: Sequence[str]  # label of each row
+    columns: Sequence[str]  # label of each column
     values: Sequence[Sequence[float | None]]
 
     def lines(self, shades: str = " ░▒▓█") -> Iterator[str]:
-        """Yield the map as lines: the first shade for the smallest value, the last for the largest, `?` for None."""
+        """Yield the labels of columns that have room for them, then each row as shades, from the smallest value to the
+        largest; `?` stands for None.
+        """
         present = [value for row in self.values for value in row if value is not None]
         low, high = min(present), max(present)
         label, count = max(map(len, self.rows)), len(self.values[0])
         width = 3 if count <= 16 else 2 if count <= 32 else 1
+        step = {3: 1, 2: 2, 1: 8}[width]  # columns per label
+        header = "".join(f"{name:<{width * step}}" for name in self.columns[::step])
+        yield f"{'':{label}}  {header}".rstrip()
         for name, row in zip(self.rows, self.values, strict=True):
             shares = [None if value is None else (value - low) / ((high - low) or 1) for value in row]
             cells = [

@@ -56,8 +56,11 @@ AGAIN = "Create both reports with the same text and options, or compare the mode
 def read_side(path: Path) -> Report:
     """Read a report with its --windows-csv file, if any. Raise UsageError if that file changed or no heads exist."""
     report = read_report(path)
+    remedy = "Give a report created with: attnlens inspect MODEL --json FILE"
+    if report.kind != "inspection":
+        raise UsageError(f"{path} is a report of kind {report.kind}, which does not describe one model.", remedy)
     if not report.heads:
-        raise UsageError(f"{path} contains no heads.", "Give a report created with: attnlens inspect MODEL --json FILE")
+        raise UsageError(f"{path} contains no heads.", remedy)
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:

@@ -33,7 +33,7 @@ from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_u
 
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
-ALL = "units"  # name of the progress over the units of all stages
+ALL = "parts of the run"  # name of the progress over the units of all stages
 Model = str | PathLike[str] | loading.Loaded | PreTrainedModel  # name or path of a model, or a model in memory
 
 
