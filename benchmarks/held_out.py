@@ -11,7 +11,7 @@ from scipy import stats
 
 from attnlens.arguments import Budget
 from attnlens.kernels import parsed
-from attnlens.lab.ranks.search import MARGIN, Budgeting, Choice, Trial, cut_samples, losses
+from attnlens.lab.ranks.search import MARGIN, BudgetSearch, Choice, Trial, cut_samples, measure_losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Batches, Content, Cut
@@ -64,7 +64,7 @@ def evaluate_plan(
     fed = feed(loaded, parts[0].batches, task, 0)
     sites = tuple(capture.site for capture in hooks.survey(loaded.model, fed[0].inputs))
     swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed("rank:65536")) for site in sites}
-    search, start = Budgeting(loaded, sites, swaps, task, progress=lambda _: None), time.process_time()
+    search, start = BudgetSearch(loaded, sites, swaps, task, progress=lambda _: None), time.process_time()
     choice = search.choose(*parts, budget)
     seconds = time.process_time() - start
     total = sum(size for basis in choice.bases.values() for size in basis.sizes)
@@ -128,9 +128,9 @@ def measure_pieces(
         part = replace(content, text=content.text[number * long : (number + 1) * long])
         batches = texts.batches(loaded, [part], replace(cut, placement="spread"))
         fed, design = feed(loaded, batches, task, 0), Design.plain(batches.sequences)
-        before = losses(loaded, fed, task, design)
+        before = measure_losses(loaded, fed, task, design)
         with hooks.replace(loaded.model, sites, choice.swaps):
-            after = losses(loaded, fed, task, design)
+            after = measure_losses(loaded, fed, task, design)
         ppl = math.expm1(after.mean - before.mean)
         rise = ppl if budget.unit == "ppl" else after.mean / before.mean - 1
         yield Piece(kind, content.name, number, before.mean, rise, ppl)

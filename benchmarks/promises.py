@@ -35,7 +35,7 @@ from attnlens.arguments import budget as read_budget
 from attnlens.choices import Placement
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
-from attnlens.lab.ranks.search import Budgeting, Choice, Losses, Sample, cut_samples, losses
+from attnlens.lab.ranks.search import BudgetSearch, Choice, Losses, Sample, cut_samples, measure_losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Batches, Content, Cut
@@ -76,7 +76,7 @@ class Population:
 
     def compute_losses(self, fed: Sequence[Fed]) -> Losses:
         """Compute the losses of all windows under the current model."""
-        return losses(self.loaded, fed, self.task, self.design)
+        return measure_losses(self.loaded, fed, self.task, self.design)
 
     def measure_truth(self, choice: Choice, used: Iterable[int]) -> float:
         """Compute the plan's rise on all windows except those used to find it."""
@@ -87,10 +87,10 @@ class Population:
         weights = self.original.counts * left
         return float((after * weights).sum() / (self.original.means * weights).sum()) - 1
 
-    def build_search(self, margin: float | None = None) -> Budgeting:
+    def build_search(self, margin: float | None = None) -> BudgetSearch:
         """Build a search over all heads."""
         swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed(ALL_DIRECTIONS)) for site in self.sites}
-        search = Budgeting(self.loaded, self.sites, swaps, self.task, progress=lambda _: None)
+        search = BudgetSearch(self.loaded, self.sites, swaps, self.task, progress=lambda _: None)
         return search if margin is None else replace(search, margin=margin)
 
 

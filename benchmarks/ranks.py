@@ -26,8 +26,8 @@ import torch
 
 from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
-from attnlens.lab.ranks.bases import Basis, by_output, form_name, list_forms
-from attnlens.lab.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
+from attnlens.lab.ranks.bases import Basis, form_name, list_forms, weight_by_output
+from attnlens.lab.ranks.search import BudgetSearch, Losses, Sample, Trial, measure_losses, rise_of, split_by_text
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Content, Cut
@@ -87,7 +87,7 @@ class Subject:
         self.fed = feed(self.loaded, self.fitting.batches, TASK, 0)
         self.sites = tuple(capture.site for capture in hooks.survey(self.loaded.model, self.fed[0].inputs))
         swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed("rank:65536")) for site in self.sites}
-        self.search = Budgeting(self.loaded, self.sites, swaps, TASK, progress=lambda _: None, unit="ppl")
+        self.search = BudgetSearch(self.loaded, self.sites, swaps, TASK, progress=lambda _: None, unit="ppl")
         unlike = [texts.batches(self.loaded, [content], replace(cut, sequences=evaluated)) for content in other]
         self.texts = [self.evaluate("other windows", shown), *(self.evaluate(b.texts[0].name, b) for b in unlike)]
 
@@ -98,15 +98,17 @@ class Subject:
     def evaluate(self, name: str, batches: texts.Batches) -> Evaluated:
         """Add the loss of the unchanged model."""
         fed, sample = feed(self.loaded, batches, TASK, 0), self.sample(batches)
-        return Evaluated(name, fed, list(dict.fromkeys(batches.parts)), losses(self.loaded, fed, TASK, sample.design))
+        return Evaluated(
+            name, fed, list(dict.fromkeys(batches.parts)), measure_losses(self.loaded, fed, TASK, sample.design)
+        )
 
     def fit_ways(self, names: Sequence[str]) -> dict[str, dict[Site, Basis]]:
         """Fit the directions of every selected peer and form of ours to the calibration windows."""
         reads = rank_peers.read_sites(self.loaded, self.sites, self.fed)
         self.forms = list_forms(self.loaded, self.search.swaps)
-        self.forms += [by_output(form) for form in self.forms]
+        self.forms += [weight_by_output(form) for form in self.forms]
         self.forms = [form for form in self.forms if not names or name_form(form) in names]
-        self.read = self.search.fit(self.forms, by_text(self.fed, self.fitting))
+        self.read = self.search.fit(self.forms, split_by_text(self.fed, self.fitting))
         peers = {
             name: {site: rank_peers.build_basis(peer, read) for site, read in reads.items()}
             for name, peer in rank_peers.PEERS.items()
@@ -125,8 +127,8 @@ class Subject:
             rises[name_form(form)] = math.inf if tried.rise is None else tried.rise.share
             return rises[name_form(form)]
 
-        plain = [form for form in self.forms if form != by_output(form)]
-        best = by_output(min(plain or self.forms, key=rise))
+        plain = [form for form in self.forms if form != weight_by_output(form)]
+        best = weight_by_output(min(plain or self.forms, key=rise))
         if plain and best in self.forms:
             rise(best)
         return min(rises, key=rises.__getitem__)
@@ -137,7 +139,7 @@ class Subject:
         ranks = {site: [numbers * len(group) for group in basis.groups] for site, basis in bases.items()}
         self.search.bases = bases
         with hooks.replace(self.loaded.model, self.sites, self.search.build_swaps(ranks)):
-            after = [losses(self.loaded, text.fed, TASK, text.original.design) for text in self.texts]
+            after = [measure_losses(self.loaded, text.fed, TASK, text.original.design) for text in self.texts]
         for text, lost in zip(self.texts, after, strict=True):
             rise = rise_of(text.original, lost.means, text.names, 0, "ppl")
             yield build_row(self.name, text, method, kept_share, numbers, rise)

@@ -32,7 +32,8 @@ ADAPTER = (
 def compare_with_base(query_key: QueryKey) -> Readings:
     """How much did an adapter change a head's bilinear form, and in how many directions?
 
-    M = s·W_Q W_Kᵀ of the base and M' with the adapter (LoRA of rank r) merged; σ are singular values.
+    M = s·W_Q W_Kᵀ is the form of the base model, M' the form with the adapter (LoRA of rank r) merged; σ are singular
+    values.
     """
     if query_key.base is None:
         nothing = query_key.query.new_full(query_key.query.shape[:-2], float("nan")).double()
@@ -140,9 +141,10 @@ def count_features(query_key: QueryKey) -> Readings:
     p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias. The
     mean is over queries that see two keys or more. Wright's truncated feature map truncates the series of the uncentred
     scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not,
-    so only the centred order is identified. The rank is that of any kernel that gives the visible weights, with free
-    values at hidden pairs. Windows in which no order suffices are left out of the mean, which is then too small; n
-    counts the remaining windows. The values by chance use one draw of normal queries and keys for all windows.
+    so only the centred order is identified. The rank is the smallest found among kernels that give the visible weights,
+    whatever their values at hidden pairs. Windows in which no order suffices are left out of the mean, which is then
+    too small; n is the number of remaining windows. The values by chance use one draw of normal queries and keys for
+    all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

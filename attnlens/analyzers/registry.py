@@ -131,7 +131,7 @@ NAMED = distance(  # shown on pages and usable in rules, like the changes
 
 @dataclass(frozen=True)
 class Named:
-    """Fields common to all analyzers."""
+    """Base class with the fields that all analyzers share."""
 
     name: str  # name on the command line
     source: Source  # source that it reads: weights or tokens
@@ -157,7 +157,7 @@ class Analyzer(Named):
         curves, heads = {info.name: info.curve for info in self.measures}, tuple(query_key.query.shape[:-2])
         for name, reading in readings.items():
             if name not in curves:
-                problem = f"The analyzer {self.name} returns {name!r}, but it declares {', '.join(curves)}."
+                problem = f"The analyzer {self.name} returns {name!r}, but declares only {', '.join(curves)}."
                 raise UsageError(problem, remedy)
             if not isinstance(reading, torch.Tensor):
                 problem = f"The analyzer {self.name} returns {name} as {type(reading).__name__} instead of a tensor."

@@ -151,7 +151,7 @@ class Solved:
     picks: list[records.Pick] = field(default_factory=list)  # posed queries and their selections, if they are shown
 
 
-SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by space
+SolvedBySpace = dict[Space, Solved]  # results of one head's problems, or of one draw of its null, by space
 
 
 @dataclass(frozen=True)
@@ -238,17 +238,17 @@ class Selector:
             query_of = key_of = [0] * count
         pair_of = [(key_of[index], index % len(masks)) for index in range(count)]  # one mask for all, or one per head
         pairs = sorted(set(pair_of))
-        copies = tuple(self._copies(key[at], masks[mask], number) for number, (at, mask) in enumerate(pairs))
+        copies = tuple(self._count_copies(key[at], masks[mask], number) for number, (at, mask) in enumerate(pairs))
         places = [(at, pair[0], pairs.index(pair)) for at, pair in zip(query_of, pair_of, strict=True)]
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
-    def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
+    def _count_copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
         """Count the copies of each token; return the previous sequence's matrix if it is equal, to save memory."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
 
-    def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
+    def _get_problem(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
         """Return the sequences and the head's form in one space; the scores are equal in all spaces."""
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
@@ -267,7 +267,7 @@ class Selector:
         """
         chosen = None
         for space in self.spaces:
-            scenes, form = self._posed_in(space, head)
+            scenes, form = self._get_problem(space, head)
             if draw is not None:
                 # one seed per head, draw and space, so that no result depends on the order of calls
                 parts = (self.place.seed, self.place.site.layer, head, draw, space)
@@ -358,7 +358,7 @@ def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _scaled_identity(size: int, scale: float) -> FactoredForm:
-    """Return the form s·I between keys and queries."""
+    """Return the form s·I, where s is `scale` and I has `size` rows."""
     unit = torch.eye(size, dtype=torch.float64)
     return head_svm.FactoredForm(unit, scale * unit)
 

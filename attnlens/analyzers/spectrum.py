@@ -143,7 +143,7 @@ def measure_weights(query_key: QueryKey) -> Readings:
     """How fast do the singular values of a head's bilinear form decay?
 
     σ are the singular values of M = s·W_Q W_Kᵀ, where s is the scale and biases are left out; at most head_dim of them
-    are not 0. Under RoPE they are those of the joint kernel on content and position over the window.
+    are not 0. Under RoPE, σ are the singular values of the joint kernel on content and position over the window.
     """
     values = linalg.Form(query_key).singular_values
     return {
@@ -159,8 +159,8 @@ def measure_weights(query_key: QueryKey) -> Readings:
 def measure_tokens(query_key: QueryKey) -> Readings:
     """How spread out is a head's attention, and what is its rank?
 
-    P contains the attention weights p_ij of a window, one row per query; padding is left out. The
-    window's length bounds every rank, so compare ranks only at the same length.
+    P contains the attention weights p_ij of a window, one row per query; padding is left out. The window's length
+    bounds every rank, so compare ranks only at equal lengths.
     """
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)

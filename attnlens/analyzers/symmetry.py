@@ -190,8 +190,8 @@ def measure_weights(query_key: QueryKey) -> Readings:
 
     M = s·W_Q W_Kᵀ = S + A with S symmetric and A skew; s is the scale, C = W_Kᵀ W_Q, G_Q = W_Qᵀ W_Q, G_K = W_Kᵀ W_K;
     biases are left out, and grouped queries use their group's keys. Under RoPE M(Δ) depends on the distance Δ, and all
-    measures but symmetry are those of the joint kernel on content and position over the window. Cross-attention has
-    only a norm because its queries and keys come from two domains.
+    measures but symmetry are computed from the joint kernel on content and position over the window. Cross-attention
+    has only a norm because its queries and keys come from two domains.
     """
     form = linalg.Form(query_key)
     if query_key.site.part == "cross":
@@ -215,9 +215,10 @@ def measure_weights(query_key: QueryKey) -> Readings:
 def measure_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?
 
-    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so
-    all measures use L without its row means. If all pairs are seen, this is LJ with J = I − 11ᵀ/n, and L = S + A with S
-    symmetric and A skew. If a mask hides pairs, least-squares fits use the visible ones; R are their squared residuals.
+    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so all
+    measures use L without its row means. If all pairs are seen, L without row means is LJ with J = I − 11ᵀ/n, and L =
+    S + A with S symmetric and A skew. If a mask hides pairs, least-squares fits use the visible pairs; R are the fits'
+    squared residuals.
     """
     shares = linalg.visible_shares(query_key.content)
     readings = {

@@ -27,7 +27,7 @@ def check(
     fdr: float | None = None,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with `checks`: the outcome for every rule, and for every measure of the baseline.
+    """Check a report against rules and a baseline, and return the report with the outcomes in `checks`.
 
     `report` is a Report or the path of its JSON file. `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path
     of a TOML file with a table [check], or strings such as "tokens.entropy: min > 0.05". `baseline` is the path of a

@@ -35,29 +35,29 @@ def build_baseline(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError with the first property that differs if report and baseline differ in heads or text."""
-    known = set(report.measure_names())
-    missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
-    for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
+    """Raise UsageError if report and baseline differ in model, heads, text or measures; name the first difference."""
+    remedy = "Use the baseline's settings, or accept the report with --update-baseline."
+    for (field, ours), (_, theirs) in zip(_list_settings(report), _list_settings(baseline), strict=False):
         if ours != theirs:
             values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
-            remedy = "Use the baseline's settings, or accept the report with --update-baseline."
             if field.startswith("settings.text"):
                 names = [None if each.settings.text is None else each.settings.text.name for each in (baseline, report)]
                 values = f"{names[0]} in the baseline, but {names[1]} in the report" if names[0] != names[1] else values
                 remedy = "Measure both on the same text with --text FILE, or accept the report with --update-baseline."
             raise UsageError(f"The baseline belongs to a different run. {field}: {values}.", remedy)
+    known = set(report.measure_names())
+    if missing := join_items([name for name in baseline.measures if name not in known]):
+        raise UsageError(f"The baseline belongs to a different run. measures: the report lacks {missing}.", remedy)
 
 
-def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the properties that a report and its baseline must share; names and paths of inputs may differ."""
+def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
+    """Yield the name and value of each property that a report must share with its baseline."""
     yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
         yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
     yield from ((f"settings.{name}", getattr(run.settings, name)) for name in EQUAL_SETTINGS)
     yield "the number of heads", len(run.heads)
     yield from (("a head", (head.site, head.head)) for head in run.heads)
-    yield "measures", missing
 
 
 def check_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
@@ -320,7 +320,7 @@ def _breaking_heads(
 
 
 def _is_decisive(rule: Rule, value: float) -> bool:
-    """Return True if a head with this value alone makes the aggregate fail; `max > 0.5` fails only if all heads do."""
+    """Return True if one head with this value suffices to break the rule; `max > 0.5` breaks only if all heads do."""
     comparison, lowest = rule.comparison, rule.aggregate == "min"
     if rule.aggregate not in ("min", "max"):
         return rule.aggregate == "value"

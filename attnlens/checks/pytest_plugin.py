@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
     """Return a function that inspects a model with options of `attnlens.inspect`; results of paths are cached."""
-    known: dict[str, Report] = {}
+    cached: dict[str, Report] = {}
 
-    def report_of(subject: object, **options: object) -> Report:
+    def get_report(subject: object, **options: object) -> Report:
         if not isinstance(subject, str | PathLike):
-            return _report(subject, options)
+            return _get_report(subject, options)
         name = repr((fspath(subject), sorted(options.items())))
-        if name not in known:
-            known[name] = _report(subject, options)
-        return known[name]
+        if name not in cached:
+            cached[name] = _get_report(subject, options)
+        return cached[name]
 
-    return report_of
+    return get_report
 
 
 def assert_attention(
@@ -45,7 +45,7 @@ def assert_attention(
     import attnlens
     from attnlens.report.sections.checked import describe_check
 
-    report = _report(model_or_report, options, rules if baseline is None else None)
+    report = _get_report(model_or_report, options, rules if baseline is None else None)
     judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
     failed = [describe_check(check, judged.model.layer_name) for check in judged.checks if not check.passed]
     if failed:
@@ -58,7 +58,7 @@ def _assertion_fixture() -> Callable[..., None]:
     return assert_attention
 
 
-def _report(subject: object, options: dict[str, object], rules: object = None) -> Report:
+def _get_report(subject: object, options: dict[str, object], rules: object = None) -> Report:
     """Return or read a report, or inspect a model; `rules` determine the analyzers unless `options` contain them."""
     import attnlens
     from attnlens.arguments import names_report

@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def spelling(self) -> str:
-        """The rule on one line."""
+        """Subject and condition on one line."""
         return f"{self.named}: {self.wanted}"
 
     @property
@@ -141,7 +141,7 @@ def _parse_comparison(text: str, words: str) -> Criterion:
         raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
     ends = [float(number) for number in match.groups()[1:] if number is not None]
     if not all(map(math.isfinite, ends)):
-        raise _parse_error(text, "it contains a number that is not finite.")
+        raise _parse_error(text, "numbers must be finite.")
     if ends[-1] < ends[0]:
         raise _parse_error(text, "the range is reversed: its start exceeds its end.")
     return Criterion(match[1] or "in", ends[0], ends[-1])
@@ -152,7 +152,7 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
     for word in words:
         name, _, what = word.strip().partition(" ")
         if name in filters:
-            raise _parse_error(text, f"it contains @{name} twice.")
+            raise _parse_error(text, f"@{name} occurs twice.")
         if name in ("layers", "heads"):
             parse = listed_layers if name == "layers" else listed_numbers
             try:
@@ -187,7 +187,10 @@ def parse_rule(text: object) -> Rule:
 
 
 def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
-    """Parse a table of conditions by subject; keys of nested tables are joined by dots to the subject."""
+    """Parse a table of conditions by subject; the keys of nested tables, joined by dots, form the subject.
+
+    Raise UsageError if a condition is invalid; the error names `file`.
+    """
     try:
         return [replace(rule, file=file) for rule in _parse_entries(table)]
     except UsageError as error:

@@ -48,7 +48,7 @@ class Turn:
 
 
 def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """Return positions of queries and keys; raise UsageError for cross-attention or if the model gives no positions."""
+    """Return the positions of queries and keys; raise UsageError for cross-attention or if they are unknown."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
@@ -109,7 +109,7 @@ class Grams:
         return [second, (stack * by_key).sum((0, 1)), by_key.sum()]
 
     def add(self, sums: Sequence[Tensor], factor: float = 1.0) -> None:
-        """Add other moments, multiplied by `factor`."""
+        """Add the moments `sums`, multiplied by `factor`."""
         before: Sequence[Tensor | float] = self.sums or [0.0] * len(sums)
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
@@ -188,10 +188,10 @@ class Latents:
         if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((key_head,)) for key_head in self.key_of]
             return {"query_map": query_map[order], "key_map": key_map[order]}
-        heads = [self._of_key_head(key_head, query_map, key_map) for key_head in self.key_of]
+        heads = [self._get_parameters(key_head, query_map, key_map) for key_head in self.key_of]
         return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
-    def _of_key_head(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
+    def _get_parameters(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
         """Return the parameters of `share_keys` for a query head that reads this key head."""
         size, most = self.head_dim, max(map(len, self.groups))
         number, group = next((at, group) for at, group in enumerate(self.groups) if key_head in group)
@@ -292,7 +292,7 @@ class MapsFit:
 
 
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
-    """Return the factors of ⟨qA, kB⟩; raise UsageError if several key heads share a latent."""
+    """Return qA, kB and the scale; raise UsageError if several key heads share a latent."""
     if "members" in more:
         problem = "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head."
         raise UsageError(problem, TOGETHER)
@@ -462,7 +462,7 @@ class NearestFit:
 
     def update(self, call: Call) -> None:
         """Add the pairs of a batch. Raises UsageError if the logits are not bilinear in the tokens' (query, key)."""
-        _refuse(call)
+        _refuse_unsupported(call)
         u, weight = torch.cat((call.query.double(), call.paired_key.double()), -1), own_attention(call)
         rows = weight.sum(-1, keepdim=True)
         choosing = (rows > 0).to(u)
@@ -492,8 +492,8 @@ class NearestFit:
         return {"centre": centre, "factor": factor, "signs": signs, "gate": (start.mT @ centre[..., None])[..., 0]}
 
 
-def _refuse(call: Call) -> None:
-    """Raise UsageError if queries and keys belong to different tokens, or if query-only terms of logits matter."""
+def _refuse_unsupported(call: Call) -> None:
+    """Raise UsageError if queries and keys belong to different tokens, or if query-only terms of the logits matter."""
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
@@ -504,13 +504,13 @@ def _refuse(call: Call) -> None:
 def nearest_call(
     call: Call, *, part: int, how: int, centre: Part = None, factor: Part = None, signs: Part = None, gate: Part = None
 ) -> Call:
-    """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
+    """Return a call with scores s(x_iᵀ diag(signs) x_j + g_i + g_j), where x = Fᵀ(u−ū) and g = ⟨gate, u−ū⟩.
 
     Under no-skew, g_i is omitted, because softmax ignores it; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
     """
     if centre is None:
-        raise UsageError("The kernel `nearest` must be fitted before use.", "Fit it to calibration text first.")
-    _refuse(call)
+        raise UsageError("The kernel nearest must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
+    _refuse_unsupported(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
         return replace(call, query=(query - centre[:, None, : query.shape[-1]].to(query)).to(call.query))

@@ -39,7 +39,7 @@ def pairs_weighted(call: Call) -> Matrix:
 
 
 def own_attention(call: Call) -> Matrix:
-    """Compute the head's own attention, excluding a sink's weight; 0 for queries that see fewer than two keys."""
+    """Compute the head's own attention without a sink's weight; queries that see fewer than two keys get zeros."""
     from attnlens.kernels.attention import weights
 
     exact = replace(call, query=call.query.double(), key=call.key.double())

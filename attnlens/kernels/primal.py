@@ -59,10 +59,10 @@ class Moments:
 class PrimalFit:
     """The maps to scores by KSVD, the map to outputs by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
 
-    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens; C_k is that of keys. Up to a factor that W_c absorbs, e
-    and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2, Eq. 6).
-    With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b map [e; r] to the
-    head's own output by ridge regression; its strength is chosen on a held-out part of the text.
+    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens; C_k is the same mean for keys. Up to a factor that W_c
+    absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2,
+    Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b map [e; r]
+    to the head's own output by ridge regression; its strength is chosen on a held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:

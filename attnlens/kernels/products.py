@@ -198,7 +198,7 @@ def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
-    """Return the factors of 2γs⟨[q, 1], [k, ⟨b, k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²."""
+    """Return [q, 1], [k, ⟨b, k⟩ − ½‖k‖²] and 2γs, whose product is log k + γs‖q + b‖²."""
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
@@ -276,7 +276,7 @@ class BetaFit:
         self.product = self.square = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the two sums of a batch."""
+        """Add a batch's sums of logit · cosine and of cosine², both row-centred."""
         (query, seen), key = sample_rows(call), call.paired_key.double()
         logits = centre_rows(query @ key.mT * call.scale, seen)
         cosine = centre_rows(ksvd.unit(wide(query)) @ ksvd.unit(wide(key)).mT, seen)

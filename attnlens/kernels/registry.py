@@ -51,7 +51,7 @@ def choice(name: str, meaning: str, words: Sequence[str], default: int | None = 
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """Attention kernel: attention = softmax(log k(q, k) + bias, over the allowed keys) v."""
+    """Description of a kernel k; attention is softmax(log k(q, k) + bias, over the allowed keys) v."""
 
     name: str  # on the command line
     formula: str  # formula of log k(q, k), where s is the scale; `output = …` for the form "output"
@@ -189,7 +189,9 @@ class KeyFilter:
         return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
 
 
-def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]) -> Modifier:
+def _build_sequence_tie(
+    name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]
+) -> Modifier:
     """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep."""
 
     def part(log_k: Pairs) -> Pairs:
@@ -217,28 +219,28 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     ),
     Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
     Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
-    _whole(
+    _build_sequence_tie(
         "skewless",
         "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
         "removes the asymmetry that no gate on queries or keys removes; keeps the gates",
         PARTS,
         lambda core, key: (core + core.mT) / 2 + key,
     ),
-    _whole(
+    _build_sequence_tie(
         "negativeless",
         "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
         "removes the negative part of the symmetric kernel; keeps skew part and gates",
         PARTS,
         lambda core, key: _positive(core) + (core - core.mT) / 2 + key,
     ),
-    _whole(
+    _build_sequence_tie(
         "mercer",
         "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
         "the positive definite (Mercer) part of log k times the key gate",
         PARTS,
         lambda core, key: _positive(core) + key,
     ),
-    _whole(
+    _build_sequence_tie(
         "keyless",
         "L − 1cᵀ, c the centred column means of L",
         "removes the key gate: no key is favoured by all queries",

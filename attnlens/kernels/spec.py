@@ -90,7 +90,7 @@ class Kernel:
         return None if self.tie is None else TIES[self.tie].part
 
     @property
-    def joins(self) -> bool:
+    def shares_latents(self) -> bool:
         """True if key heads share the fitted parameters, so the kernel cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 

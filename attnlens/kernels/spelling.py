@@ -47,7 +47,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     if odd and not allow_signed:
         problem = f"With an odd {odd[0]}, {base.info.name} can be negative, so attention rows are not probabilities."
         raise UsageError(problem, f"Choose an even {odd[0]}, or pass allow_signed=True in Python.")
-    for problem, remedy in _conflicts(words, kernel, ties):
+    for problem, remedy in _find_conflicts(words, kernel, ties):
         raise UsageError(f"{words!r}: {problem}.", remedy)
     return kernel
 
@@ -113,7 +113,7 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
     return f"Write {name}:{shown}; `attnlens list kernels` explains the parameters."
 
 
-def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield a problem and its remedy for parts of the kernel that cannot be combined."""
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
@@ -246,7 +246,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without a window."""
+    """Split a hybrid or filtered kernel into the model's own kernel in its window, and itself without the window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

@@ -91,5 +91,5 @@ class Lens:
         return f"<Lens {clean(info.id)}: {info.architecture}, {big(info.parameters)} parameters>"
 
     def _repr_html_(self) -> str | None:
-        """Return the findings of the last `inspect()` as HTML; None before it, so that notebooks show the repr."""
+        """Return the findings of `report` as HTML; None before the first `inspect`, so that notebooks show the repr."""
         return None if self._report is None else self._report._repr_html_()

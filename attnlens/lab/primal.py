@@ -48,7 +48,7 @@ def build(
     scores: int = 30,
     samples: int = 0,
 ) -> PreTrainedModel:
-    """Build a model with primal attention in all layers (PrimalFormer), the last layer (Primal.+) or these layers.
+    """Build a model with primal attention in all layers (PrimalFormer), the last layer (Primal.+) or listed layers.
 
     From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
     in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which reads
@@ -144,7 +144,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Return a module's output (batch, queries, heads, value_dim): of its primal heads or of the model's own kernel."""
+    """Compute a module's output (batch, queries, heads, value_dim) by its primal heads or, if none, its own kernel."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

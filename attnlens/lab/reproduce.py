@@ -62,8 +62,8 @@ def reproduce(
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm), and in their order with the published values (Kendall's τ). The same call
-    resumes from the runs stored in the folder `work`.
+    same seeds (moderated paired t, Holm), and their order is compared with the published one (Kendall's τ). A repeated
+    call resumes from the runs stored in the folder `work`.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
     task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
@@ -144,8 +144,8 @@ def converge_head(
     """Run normalised gradient descent on one head's selection problem: selected tokens score 1, all others score 0.
 
     `head` is (layer, head), or `3.7`. The first experiment trains from zero and from the head's own M, with steps of
-    length lr · ‖W_mm‖; it reports the correlation with the SVM that selects the same tokens, the selections kept, and
-    ‖W‖/‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens. Raises ModelError,
+    length lr · ‖W_mm‖; it reports the correlation with the SVM that selects the same tokens, the share of selections
+    kept, and ‖W‖/‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens. Raises ModelError,
     TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
@@ -157,7 +157,7 @@ def converge_head(
     report, selector, nearness = pose_selection(run)
     location = report.heads[0].layer, number
     start = time.perf_counter()
-    hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
+    hardened = measure_hardening(nearness, selector.scenes(number), selector.softmax[number], location)
     settings = ExperimentSettings(trials=1, seed=run.settings.seed, **descent)
     problem: dict[str, JsonValue] = {
         "posed": WHERE_POSED[selector.spaces[0]],  # on the module's inputs if M is defined on them
@@ -166,8 +166,8 @@ def converge_head(
         "least_decided": float(nearness.chosen.log_odds.min().sigmoid()),  # softmax weight of the least decided query
     }
     experiments = [
-        made.model_copy(update={"settings": problem | made.settings})
-        for made in (train_head(nearness, location, settings, progress), hardened)
+        experiment.model_copy(update={"settings": problem | experiment.settings})
+        for experiment in (train_head(nearness, location, settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     body = {"kind": "experiments", "experiments": experiments, "inspection": InspectionBody()}
@@ -175,7 +175,7 @@ def converge_head(
 
 
 def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
-    """Inspect the head in the settings; return the report, the head's selector and its solved selection problem."""
+    """Inspect the head that the settings select; return the report, the head's selector and its solved problem."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
@@ -183,12 +183,12 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
         return selectors[-1]
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
-    # the settings of a report of experiments name no analyzer
+    # reports of experiments list no analyzers in their settings
     settings = run.settings.model_copy(update={"analyzers": [], "select": None})
     inspection = survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)]))
     if len(inspection.reached) > 1:
         names = join_items(each.site.layer_name for each in inspection.reached)
-        raise UsageError(f"The head names several layers: {names}.", "Write PART.LAYER.HEAD, e.g. decoder.3.7.")
+        raise UsageError(f"The head exists in several layers: {names}.", "Write PART.LAYER.HEAD, e.g. decoder.3.7.")
     report, _ = compute(inspection)
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
@@ -216,7 +216,7 @@ def train_head(
     lr = s.lr * (unit if s.parameterisation == "W" else unit**0.5)
     final: dict[str, float | None] = {"efficiency": float(nearness.shares.min()), "gap": goal.gap}
     curves: dict[str, Curve] = {}
-    initial = starts(nearness, s.parameterisation == "W", unit, s.seed)
+    initial = build_starts(nearness, s.parameterisation == "W", unit, s.seed)
     for number, (name, start) in enumerate(initial.items()):
 
         def tick(done: int, total: int, number: int = number) -> None:
@@ -254,7 +254,9 @@ def train_head(
     )
 
 
-def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
+def measure_hardening(
+    nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]
+) -> Experiment:
     """Compute −log p_max of the posed queries as a function of c: KL(one-hot of the largest ‖ softmax(c · logits)).
 
     c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. The SVM
@@ -284,8 +286,8 @@ def as_instances(problem: Problem) -> Instances:
     return Instances(tokens[None], problem.queries[None], torch.ones(1, n).double(), Scores(scores), allowed[None])
 
 
-def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q): zero or small, and the head's M, projected to the span of the problem (ΠM)."""
+def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
+    """Return two initial W or (K, Q) by name: zero or small, and the head's M, projected to the problem's span (ΠM)."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:

@@ -62,7 +62,7 @@ class Baseline(Record):
     measures: dict[str, BaselineMeasure]  # All scalar measures by qualified name
 
     @model_validator(mode="after")
-    def _as_long_as_heads(self) -> Baseline:
+    def _check_lengths(self) -> Baseline:
         for name, column in self.measures.items():
             if not len(column.values) == len(column.errors) == len(self.heads):
                 raise ValueError(f"{name} must have one entry per head")
@@ -70,7 +70,7 @@ class Baseline(Record):
 
 
 def read_baseline(path: str | Path) -> Baseline:
-    """Read a baseline. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
+    """Read a baseline from a JSON file. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
     remedy = "Create a baseline with: attnlens check REPORT --baseline FILE --update-baseline"
     return read_record(Baseline, path, "not a baseline", remedy, convert_baseline)
 
@@ -143,7 +143,7 @@ class Shift(Record):
 
 
 class ConfigChange(Record):
-    """A field of the models' configurations that affects attention and differs."""
+    """A configuration field that affects attention and differs between the models."""
 
     field: str  # Dotted name: `rope_parameters.rope_theta`
     first: str | None  # Value in the first model, as JSON; None if the field is missing
@@ -205,8 +205,8 @@ def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[He
         reason = None if row.delta is not None else row.reason or "neither model has a value"
         changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
     named = Counter((row.layer, row.head) for row in comparison.rows if row.named)
-    for place, measures in changes.items():
-        measures[f"{DISTANCE}named"] = Measure(value=named[place])
+    for layer_and_head, measures in changes.items():
+        measures[f"{DISTANCE}named"] = Measure(value=named[layer_and_head])
     by_head = {(head.layer, head.head): head for head in heads}
     return [
         Head(

@@ -23,13 +23,13 @@ Number = Annotated[float, PlainSerializer(lambda number: float(f"{number:.9g}"),
 """Real number, written with nine significant digits."""
 
 
-def _countable(number: int) -> int:
+def _check_count(number: int) -> int:
     if number > 2**63 - 1:
         raise ValueError("counts must be below 2^63")
     return number
 
 
-Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_check_count)]
 Interval = tuple[Number, Number]  # Lower and upper end of a 95 % interval
 Reasons = dict[str, str]  # Reason for each null or empty field of the record, by field name
 
@@ -63,7 +63,7 @@ Read = TypeVar("Read", bound=Record)
 def read_record(
     kind: type[Read],
     path: str | Path,
-    otherwise: str,
+    mismatch: str,
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
@@ -91,7 +91,7 @@ def read_record(
             raise UsageError(problem, remedy) from None
         where = "".join(f"{part}." for part in first["loc"])
         reason = f"{where[:-1]}: {first['msg']}" if where else first["msg"]
-        raise UsageError(f"{path} is {otherwise}: {reason}.", remedy) from None
+        raise UsageError(f"{path} is {mismatch}: {reason}.", remedy) from None
 
 
 class Null(Record):
@@ -117,7 +117,7 @@ class Measure(Record):
     reason: str | None = None  # Reason why the value is missing
 
     @model_validator(mode="after")
-    def _value_or_reason(self) -> Measure:
+    def _check_value_or_reason(self) -> Measure:
         if (self.value is None) == (self.reason is None):
             raise ValueError("a measure must have either a value or a reason for its absence")
         return self
@@ -201,7 +201,7 @@ class Coverage(Record):
         count = f"{self.analysed} of {self.heads} heads"
         if self.complete:
             return f"COMPLETE: {count}"
-        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # gaps of heads come first
+        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # missing sources come first
         reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
         others = f" (and {format_count(len(reasons) - 1, 'more reason')})" if len(reasons) > 1 else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
@@ -258,7 +258,7 @@ class AttentionRows(HeadId):
     sentence: Sentence | None = None  # The tokens; None if the model reads no text, or if rows are not tokens
 
     @model_validator(mode="after")
-    def _of_one_size(self) -> AttentionRows:
+    def _check_sizes(self) -> AttentionRows:
         if not len(self.keys) == len(self.weights) == len(self.rest):
             raise ValueError("keys, weights and rest have different numbers of queries")
         if any(len(places) != len(row) for places, row in zip(self.keys, self.weights, strict=True)):

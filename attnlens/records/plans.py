@@ -57,7 +57,7 @@ class Rise(Record):
         return self.ci95[1] if self.ci95 else self.share
 
     def bound(self, margin: float) -> float:
-        """Return the larger of the greatest rise on a text and `share` + `margin` · the interval's upper half-width.
+        """Return `share` + `margin` · (`high` − `share`), or the largest rise on a single text if that is larger.
 
         If a new text is exchangeable with n unseen texts, its rise exceeds the maximum of their rises with probability
         1/(n + 1). The mean over many texts does not bound the rise on a new text.
@@ -125,9 +125,9 @@ class Plan(Record):
         return convert_plan(fields) if old else fields
 
     @model_validator(mode="after")
-    def _check_unique(self) -> Plan:
-        named = [(key.site, key.kv_head) for key in self.ranks]
-        if len(set(named)) < len(named):
+    def _check_ranks(self) -> Plan:
+        key_heads = [(key.site, key.kv_head) for key in self.ranks]
+        if len(set(key_heads)) < len(key_heads):
             raise ValueError("a key head has two ranks")
         layers = self.settings.layers
         chosen = [layers is None or self.model.layer_choices(key.layer, key.part) & set(layers) for key in self.ranks]

@@ -143,7 +143,7 @@ class Settings(Record):
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of a standard error over `count` sequences, or over the texts."""
+        """Return the degrees of freedom of a standard error over `count` sequences or, if sampled, over the texts."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property
@@ -158,7 +158,7 @@ class Settings(Record):
         return "bootstrap" if draws >= FEWEST_DRAWS else f"Student's t, {format_count(total, unit)}"
 
     @property
-    def fed(self) -> str:
+    def input_summary(self) -> str:
         """Description of the input: number and length of the sequences, and the texts that they come from."""
         count = self.windows or 0
         if self.text is None:
@@ -220,7 +220,7 @@ def convert_plan(plan: object) -> object:
 
 
 def convert_settings_in(record: Fields) -> dict[str, object]:
-    """Rename a record's settings from version 1 to version 2."""
+    """Return a copy of a record of version 1 in which the settings have their names of version 2."""
     settings = record.get("settings")
     if not isinstance(settings, Mapping):
         return {**record}

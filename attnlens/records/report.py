@@ -80,7 +80,7 @@ class Environment(Record):
 
 
 class Extreme(Record):
-    """A head with one of the highest or lowest values of a measure among the model's heads; this is not a test."""
+    """A head with one of the highest or lowest values of a measure among the model's heads (no significance test)."""
 
     layer: Count
     head: Count
@@ -115,7 +115,7 @@ class Summary(Record):
     layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
     layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
-    """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
+    """Symmetry of each layer's summed heads (Saponati et al. 2025); `weights.layer_symmetry` in the JSON."""
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads with the largest and smallest values, the furthest from the median first
@@ -144,7 +144,7 @@ class SiteCheck(Record):
 
 
 class Sight(Record):
-    """An output that depends on the wrong tokens (`doctor`)."""
+    """An output that depends on the wrong tokens, or that differs from a pass without cache (`doctor`)."""
 
     kind: Literal["sees", "misses", "differs"]
     """sees: the mask hides the token, but the output depends on it; misses: the mask shows the token, but the output

@@ -16,7 +16,7 @@ WIDEST = 1 / 3  # Largest tolerance, as a share of the reference value, with whi
 
 
 class Curve(Record):
-    """A quantity against steps: the median over trials or heads, and its quartiles."""
+    """Values of a quantity at several steps: the median over trials or heads, with quartiles."""
 
     steps: list[Number]  # Iteration, training step, dimension or factor of each value
     median: list[Number | None]
@@ -144,7 +144,7 @@ class StudyCell(Record):
     runs: list[StudyRun]
     parameters: Count  # Number of parameters of the model
     kernel_parameters: Count  # Number of parameters of the projections of queries, keys and positions
-    tokens: Count  # Number of tokens of one run, with repetitions
+    tokens: Count  # Number of training tokens of a run, with repetitions; the largest number over runs
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, in the first seed's run, by measure
@@ -153,7 +153,7 @@ class StudyCell(Record):
     published_diverged: bool = False  # True if the paper reports that training diverged
 
     @property
-    def tested_look(self) -> int:
+    def tested_evaluation(self) -> int:
         """Index of the first run's evaluation with the least validation loss; its weights were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)

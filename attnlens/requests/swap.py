@@ -195,7 +195,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
                 problem = f"save requires all units to be computed in this process, which {name} prevents."
                 raise UsageError(problem, f"Leave out either {name} or save.")
     for kernel in kernels if request.sweep == "heads" else ():
-        if kernel.joins:
+        if kernel.shares_latents:
             problem = f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually."
             raise UsageError(problem, "Use --sweep layers, or rank:group=1.")
     if request.calibration and not reads_calibration(kernels, request.fit):

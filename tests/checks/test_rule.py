@@ -112,7 +112,7 @@ SENSELESS = {
     "unknown aggregate 'q101'": ["q101 > 0.5"],
     "is not a comparison": ["min > x", "min => 1", "min > 0.5 and max < 1", "min > nan", "min > inf", "min in 1"],
     " is not a comparison": ["share() > 0.5"],
-    "that is not finite": ["min > 1e999"],
+    "numbers must be finite": ["min > 1e999"],
     "reversed": ["min in 1..0", "min > 0 @layers 3-1"],
     "in brackets": ["share > 0.5", "min(> 1) > 0.5"],
     "not a list of numbers": ["min > 0 @layers", "min > 0 @layers 0-99999"],

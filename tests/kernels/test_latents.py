@@ -16,7 +16,7 @@ from attnlens.kernels import OWN, parsed
 from attnlens.kernels.attention import attend, route
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.kernels.pair_weights import output_weighted
-from attnlens.lab.ranks.search import losses
+from attnlens.lab.ranks.search import measure_losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
@@ -229,7 +229,9 @@ def test_healing_trains_the_maps_and_a_saved_model_has_them(form, steps, tmp_pat
     again = attnlens.load_swapped(tmp_path / "cut")
     read = texts.batches(model, texts.sample("tiny"), Cut(tokens=16, sequences=4, batch_size=2))
     try:
-        own = losses(replace(model, model=again.model), feed(model, read, "causal", 0), "causal", Design.plain(4))
+        own = measure_losses(
+            replace(model, model=again.model), feed(model, read, "causal", 0), "causal", Design.plain(4)
+        )
     finally:
         again.close()
     assert own.mean == pytest.approx(swap.loss.after, rel=1e-4)

@@ -11,7 +11,15 @@ from loaded import family
 from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
 from attnlens.lab.experiments.tokens import ExperimentSettings
-from attnlens.lab.reproduce import FACTORS, as_instances, converge_head, hardening, pose_selection, starts, train_head
+from attnlens.lab.reproduce import (
+    FACTORS,
+    as_instances,
+    build_starts,
+    converge_head,
+    measure_hardening,
+    pose_selection,
+    train_head,
+)
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Softmax, choose, compare_with_svm, count_copies
 from attnlens.requests import InspectRequest
@@ -65,7 +73,7 @@ def test_queries_that_changed_places_have_another_svm(near: Nearness) -> None:
     assert near.solution.W is not None
     assert other.W is not None
     unit = float(near.solution.W.norm())
-    descent = attsvm.descend(as_instances(problem), starts(near, True, unit, 0)["zero"], 500, lr=0.1 * unit)
+    descent = attsvm.descend(as_instances(problem), build_starts(near, True, unit, 0)["zero"], 500, lr=0.1 * unit)
     assert float(descent.correlation(near.solution.W[None])[-1, 0]) > 0.98
     assert abs(float(descent.correlation(other.W[None])[-1, 0])) < 0.3
 
@@ -107,7 +115,7 @@ SOFTMAXES = [Softmax(), Softmax(softcap=2.0), Softmax(sink=3.0), Softmax(softcap
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_logits_times_c_harden_as_the_heads_own_softmax_says(softmax: Softmax) -> None:
     scenes, near = planted(softmax)
-    result = hardening(near, scenes, softmax, HEAD)
+    result = measure_hardening(near, scenes, softmax, HEAD)
     curve = result.curves["KL, the head"]
     assert curve.low
     assert curve.high
@@ -122,8 +130,8 @@ def test_logits_times_c_harden_as_the_heads_own_softmax_says(softmax: Softmax) -
 def test_what_the_softmax_knows_changes_how_the_head_hardens_and_not_its_svm() -> None:
     scenes, near = planted(Softmax())
     single = [replace(scenes[0], log_copies=scenes[0].log_copies.clamp(max=0.0))]
-    finals = [hardening(near, scenes, softmax, HEAD).final for softmax in SOFTMAXES]
-    finals.append(hardening(near, single, Softmax(), HEAD).final)
+    finals = [measure_hardening(near, scenes, softmax, HEAD).final for softmax in SOFTMAXES]
+    finals.append(measure_hardening(near, single, Softmax(), HEAD).final)
     of_head, of_svm = (
         [final[name] for final in finals] for name in ("KL, the head, c = 1", "KL, its SVM at the same norm, c = 1")
     )
@@ -135,7 +143,7 @@ def test_what_the_softmax_knows_changes_how_the_head_hardens_and_not_its_svm() -
 
 def test_a_real_head_hardens_from_its_own_weights_to_a_selection(gathered: tuple[Selector, Nearness]) -> None:
     selector, near = gathered
-    result = hardening(near, selector.scenes(HEAD[1]), selector.softmax[HEAD[1]], HEAD)
+    result = measure_hardening(near, selector.scenes(HEAD[1]), selector.softmax[HEAD[1]], HEAD)
     own = float((-near.chosen.log_odds.sigmoid().log()).quantile(0.5))
     assert result.final["KL, the head, c = 1"] == pytest.approx(own, rel=1e-9)
     falling = [value or 0 for value in result.curves["KL, the head"].median]

@@ -9,7 +9,7 @@ from experiment_words import assert_in_words
 
 from attnlens.errors import UsageError
 from attnlens.lab.experiments import EXPERIMENTS, golden
-from attnlens.lab.experiments.tokens import NAMES, draw, grid, instances, starts
+from attnlens.lab.experiments.tokens import NAMES, draw, draw_starts, grid, instances
 from attnlens.lab.experiments.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
@@ -39,11 +39,11 @@ def test_the_data_are_drawn_in_the_published_order():
 
 
 def test_starts_are_those_of_a_linear_layer_and_never_all_zero():
-    W, (K, Q) = starts(draw(2, 3, 16, 200, 0), 5, "random")
+    W, (K, Q) = draw_starts(draw(2, 3, 16, 200, 0), 5, "random")
     assert W.abs().max() <= 0.25
     assert W.std().item() == pytest.approx(0.25 / math.sqrt(3), rel=0.02)
     assert K.shape == Q.shape == (200, 16, 5)
-    W, (K, _) = starts(draw(2, 3, 16, 2, 0), 5, "zero")
+    W, (K, _) = draw_starts(draw(2, 3, 16, 2, 0), 5, "zero")
     assert W.norm() == 0 < K.norm()
 
 
@@ -223,4 +223,4 @@ def test_where_the_inputs_are_dead_no_gradient_is_left():
     drawn = draw(1, 4, 5, 1, 0, "cross", "relu")
     tokens, off = drawn.instances.tokens.abs(), attsvm.Relu(-drawn.instances.head.V.abs())
     positive = attsvm.Instances(tokens, drawn.instances.queries, -torch.ones(1, 1).double(), off)
-    assert attsvm.descend(positive, starts(drawn, 5, "random")[0], 3).stationary.all()
+    assert attsvm.descend(positive, draw_starts(drawn, 5, "random")[0], 3).stationary.all()

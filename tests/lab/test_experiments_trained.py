@@ -14,7 +14,16 @@ from experiment_words import assert_in_words
 import attnlens
 from attnlens.lab import primal
 from attnlens.lab.experiments import trained
-from attnlens.lab.experiments.trained import CANONICAL, MATRICES, PRIMAL, Training, compare_training, fit, nats, pair
+from attnlens.lab.experiments.trained import (
+    CANONICAL,
+    MATRICES,
+    PRIMAL,
+    Training,
+    build_pair,
+    compare_training,
+    fit,
+    measure_loss,
+)
 from attnlens.lab.reproduce import ROWS
 from attnlens.maths import ksvd
 from attnlens.runs.progress import silent
@@ -185,7 +194,7 @@ def test_neither_outcome_is_a_verdict(decay, monkeypatch):
 
 
 def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
-    call, query_key = trained.calls(loaded.model, ids[:2])[2]
+    call, query_key = trained.record_calls(loaded.model, ids[:2])[2]
     q, k = query_key.query[1, 5].double(), query_key.key[1, 5].double()
     scores = (q @ k.mT * query_key.scale).masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
     means = [torch.stack([x[: i + 1].mean(0) for i in range(16)]) for x in (q, k)]
@@ -223,18 +232,18 @@ def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_
 
 
 def test_both_models_begin_alike_and_only_the_last_layer_is_primal(tiny):
-    models = pair(tiny, 5, 1)
+    models = build_pair(tiny, 5, 1)
     canonical, changed = (dict(models[way].named_parameters()) for way in (CANONICAL, PRIMAL))
     assert all(torch.equal(changed[name], value) for name, value in canonical.items())
     assert {name.split(".primal")[0] for name in set(changed) - set(canonical)} == {"transformer.h.1.attn"}
-    again, other = (dict(pair(tiny, 5, seed)[PRIMAL].named_parameters()) for seed in (1, 2))
+    again, other = (dict(build_pair(tiny, 5, seed)[PRIMAL].named_parameters()) for seed in (1, 2))
     assert all(torch.equal(again[name], value) for name, value in changed.items())
     assert not torch.equal(other["transformer.wte.weight"], changed["transformer.wte.weight"])
 
 
 def test_drawing_models_leaves_the_callers_random_numbers_alone(tiny):
     before = torch.get_rng_state()
-    pair(tiny, 5, 1)
+    build_pair(tiny, 5, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -243,11 +252,11 @@ def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny
     penalties = []
     original = primal.regulariser
     monkeypatch.setattr(primal, "regulariser", lambda *words: penalties.append(way) or original(*words))
-    for way, model in pair(tiny, 5, 1).items():
+    for way, model in build_pair(tiny, 5, 1).items():
         model.register_forward_pre_hook(lambda _, args, way=way: seen[way].append(args[0].clone()))
-        before = nats(model, ids[:8]).item()
+        before = measure_loss(model, ids[:8]).item()
         fit(model, ids, replace(FEW, steps=40), 1, lambda: None)
-        assert nats(model, ids[:8]).item() < before - 0.5, "it learns"
+        assert measure_loss(model, ids[:8]).item() < before - 0.5, "it learns"
         assert not model.training
     assert len(seen[PRIMAL]) == 42
     assert all(torch.equal(*both) for both in zip(*seen.values(), strict=True))
@@ -287,7 +296,7 @@ def test_the_regulariser_moves_primal_alone_and_a_verdict_is_never_given(tiny, i
 
 
 def test_what_stands_for_attention_in_the_primal_layer_is_its_scores_kernel(tiny, ids):
-    model = pair(tiny, 5, 0)[PRIMAL]
+    model = build_pair(tiny, 5, 0)[PRIMAL]
     fit(model, ids[:16], FEW, 0, lambda: None)
     held_out = ids[16:19]
     curves = trained.measure_decay(model, held_out)
@@ -300,7 +309,7 @@ def test_what_stands_for_attention_in_the_primal_layer_is_its_scores_kernel(tiny
     torch.testing.assert_close(curves["attention"][:, 0], shares, rtol=1e-4, atol=1e-4)
     plain = first_share(e @ r.mT).mean(0)
     assert (plain - shares).abs().max() > 1e-3, "the control: without Λ it is another kernel"
-    canonical = trained.measure_decay(pair(tiny, 5, 0)[CANONICAL], held_out)
+    canonical = trained.measure_decay(build_pair(tiny, 5, 0)[CANONICAL], held_out)
     assert canonical["attention"].shape == (2, 16)
 
 

@@ -20,9 +20,9 @@ from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.lab.ranks import pipeline, search
-from attnlens.lab.ranks.bases import _between, fit_forms, levels, sensitivities
+from attnlens.lab.ranks.bases import _interpolate, fit_forms, levels, sensitivities
 from attnlens.lab.ranks.pipeline import LatentSizes, SiteSizes, compute_saving, costs, sizes
-from attnlens.lab.ranks.search import Budgeting, Losses, Sample, by_text, losses, rise_of
+from attnlens.lab.ranks.search import BudgetSearch, Losses, Sample, measure_losses, rise_of, split_by_text
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts
@@ -89,7 +89,7 @@ def budgeting(model, *, layers=None):
     """A search over all sites, or those of some layers."""
     sites = sites_of(model.model, batches_of(model).batches[0].inputs)
     swaps = {site: hooks.Replacement(RANK) for site in sites if layers is None or site.layer in layers}
-    return Budgeting(model, sites, swaps, "causal", progress=quiet, form_named=True)
+    return BudgetSearch(model, sites, swaps, "causal", progress=quiet, form_named=True)
 
 
 # --- exact ranks, and sensitivities -----------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_ranks_between_levels_are_interpolated():
     assert levels(17) == [*range(0, 17, 2), 17]
     table = torch.full((1, 65), torch.nan)
     table[0, levels(64)] = torch.arange(16.0, -1, -1).square()
-    between = _between(table, [64])
+    between = _interpolate(table, [64])
     assert bool(between.isfinite().all())
     assert between[0, 6] == (between[0, 4] + between[0, 8]) / 2
     assert len(nested_steps(between.double())) == 16, "no step ends between two levels"
@@ -307,7 +307,7 @@ def test_rises_are_those_of_a_loop_over_windows(demo, report):
     plan, cut = report.plan, Cut(tokens=32, batch_size=32, placement="first")
     read = texts.batches(demo, BOOK, replace(cut, sequences=10**6))
     fed, design = feed(demo, read, "causal", 0), Design.plain(read.sequences)
-    own = losses(demo, fed, "causal", design).means
+    own = measure_losses(demo, fed, "causal", design).means
     setup, evaluated = budgeting(demo), texts.batches(demo, BOOK, Cut(tokens=32, sequences=16))
     fitting = search.cut_samples(demo, BOOK, Cut(tokens=32, sequences=96), evaluated, None)[0]
     assert list(fitting.batches.texts) == plan.fitted_on
@@ -315,7 +315,7 @@ def test_rises_are_those_of_a_loop_over_windows(demo, report):
     setup.use_form(setup.fit([form], [("", part) for part in feed(demo, fitting.batches, "causal", 0)]), form)
     ranks = {site: [key.rank for key in plan.ranks if key.layer == site.layer] for site in setup.sites}
     with hooks.replace(demo.model, setup.sites, setup.build_swaps(ranks)):
-        after = losses(demo, fed, "causal", design).means
+        after = measure_losses(demo, fed, "causal", design).means
     stages = (plan.chosen_on, plan.estimated), (plan.promised_on, plan.promised), (plan.settings.texts, plan.measured)
     for (text,), rise in stages:
         assert float(after[text.windows].mean() / own[text.windows].mean()) - 1 == pytest.approx(rise.share, abs=1e-6)
@@ -452,7 +452,7 @@ def test_maps_fitted_without_a_text_do_not_depend_on_it(demo, monkeypatch):
     contents = [texts.Content(text[:9000], "first"), texts.Content(text[9000:], "second")]
     batches = texts.batches(demo, contents, Cut(tokens=16, sequences=9, batch_size=4))
     part = Sample(batches, Design.of(batches.parts))
-    fed = by_text(feed(demo, batches, "causal", 0), part)
+    fed = split_by_text(feed(demo, batches, "causal", 0), part)
     setup = replace(budgeting(demo), form_named=False)
     setup.swaps = dict.fromkeys(setup.sites, hooks.Replacement(form))
     fits = setup.fit([form], fed)
@@ -466,16 +466,16 @@ def test_maps_fitted_without_a_text_do_not_depend_on_it(demo, monkeypatch):
     rise, ranks = search.Trial.of(setup, part).rise(ranks), setup.split_by_site(ranks)
     for name, own in fed_of.items():
         plain = Design.plain(batches.parts.count(name))
-        before = losses(demo, own, "causal", plain).mean
+        before = measure_losses(demo, own, "causal", plain).mean
         with hooks.replace(demo.model, setup.sites, setup.build_swaps(ranks, setup.bases_without[name])):
-            assert losses(demo, own, "causal", plain).mean / before - 1 == pytest.approx(rise.by_text[name])
+            assert measure_losses(demo, own, "causal", plain).mean / before - 1 == pytest.approx(rise.by_text[name])
 
 
 # --- savings ----------------------------------------------------------------------------------------------------------
 def tiny_sizes(**changed):
     """d_model 12, two query heads per key head, head_dim 4, values of 5, 6.5 keys seen, float16."""
     plain = {"query_width": 12, "key_width": 12, "head_dim": 4, "value_dim": 5, "query_bias": True, "key_bias": False}
-    plain |= {"folds": True, "folds_before": True, "keys_seen": 6.5, "keys_a_query": 1.0, "number_bytes": 2}
+    plain |= {"folds": True, "folds_before": True, "keys_seen": 6.5, "keys_per_query": 1.0, "number_bytes": 2}
     return SiteSizes(**plain | {"cached": True} | changed)
 
 

@@ -92,7 +92,7 @@ def test_a_plan_on_its_own_model_and_text_is_the_same_swap(demo, report, tmp_pat
     saved = attnlens.load_swapped(tmp_path / "model")
     fed = feed(demo, texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=8, tokens=32)), "causal", 0)
     try:
-        loss = search.losses(replace(demo, model=saved.model), fed, "causal", Design.plain(8)).mean
+        loss = search.measure_losses(replace(demo, model=saved.model), fed, "causal", Design.plain(8)).mean
     finally:
         saved.close()
     assert loss == pytest.approx(other.swap.loss.after, rel=1e-3), "a saved plan is the same model"
@@ -157,9 +157,9 @@ MISFITS = {
 
 def test_a_plan_of_another_shape_is_refused_by_its_first_misfit(demo, plan):
     wrong = {says: changed(changed(plan, **update), 3, head_dim=99) for says, update in MISFITS.items()}
-    wrong["no rank for key head 5 of transformer.h.2.attn"] = plan.model_copy(update={"ranks": plan.ranks[:-1]})
+    wrong["it lacks a rank for key head 5 of transformer.h.2.attn"] = plan.model_copy(update={"ranks": plan.ranks[:-1]})
     every_layer = plan.settings.model_copy(update={"layers": None})
-    wrong["no rank for key head 1 of transformer.h.1.attn"] = plan.model_copy(update={"settings": every_layer})
+    wrong["it lacks a rank for key head 1 of transformer.h.1.attn"] = plan.model_copy(update={"settings": every_layer})
     for says, other in wrong.items():
         with pytest.raises(UsageError, match=re.escape(says)) as refusal:
             apply(demo, other)

@@ -11,7 +11,7 @@ from scipy import stats
 from attnlens.kernels.lowrank import Latents
 from attnlens.lab.ranks import search as calibration
 from attnlens.lab.ranks.bases import Basis
-from attnlens.lab.ranks.search import Budgeting, Losses, rise_of
+from attnlens.lab.ranks.search import BudgetSearch, Losses, rise_of
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
 from attnlens.models.texts.sequences import choose_windows
@@ -61,7 +61,7 @@ class Trial:
 
 def searched(costs, trial):
     """The rank that the budget's own search finds, and the estimate that it is chosen by; None where it keeps all."""
-    search = Budgeting(None, (), {}, "causal", progress=lambda _: None)
+    search = BudgetSearch(None, (), {}, "causal", progress=lambda _: None)
     nothing = torch.zeros(1, RANKS, RANKS)
     search.bases = {None: Basis((0,), (0,), Latents(((0,),), (0,), nothing, nothing))}
     search.table, search.steps = costs[None], nested_steps(costs[None])

@@ -24,7 +24,7 @@ from attnlens.lab.study.examples import (
     Reversal,
     beam_search,
     bleu_and_chrf,
-    endless,
+    draw_batches,
     score,
 )
 from attnlens.lab.study.tables import SCALES
@@ -71,15 +71,15 @@ def test_blocks_contain_every_number_once_and_are_contiguous(count, stretches):
 
 def test_an_epoch_contains_every_example_once_in_an_order_of_its_seed():
     def order(seed):
-        return list(itertools.islice(endless([number % 11 for number in range(40)], 4, seed), 20))
+        return list(itertools.islice(draw_batches([number % 11 for number in range(40)], 4, seed), 20))
 
     epochs = order(0)[:10], order(0)[10:]
     assert [sorted(number for batch in epoch for number in batch) for epoch in epochs] == [[*range(40)]] * 2
     assert not {frozenset(batch) for batch in epochs[0]} & {frozenset(batch) for batch in epochs[1]}
     assert order(0) == order(0) != order(1)
-    seen = Counter(number for batch in itertools.islice(endless([1, 2, 3, 4, 100], 2, 0), 60) for number in batch)
+    seen = Counter(number for batch in itertools.islice(draw_batches([1, 2, 3, 4, 100], 2, 0), 60) for number in batch)
     assert seen[4] > 10, "an epoch does not always leave out the longest"
-    assert len(next(endless([1, 2, 3], 8, 0))) == 3, "fewer than a batch are all of them"
+    assert len(next(draw_batches([1, 2, 3], 8, 0))) == 3, "fewer than a batch are all of them"
     assert tasks.space_evenly(10, 5) == [1, 3, 5, 7, 9]
     assert tasks.space_evenly(3, 5) == [0, 1, 2]
 
@@ -279,7 +279,7 @@ BAD_SERIES = [  # refusal, cases, header
     ("no cases below its @data line", [], DATA),
     ("time stamps", [UP], "@timeStamps true\n@data\n"),
     ("no class labels", [UP], "@classLabel false\n@data\n"),
-    ("3 channels and b.ts has 2", [f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, DATA),
+    ("3 channels, but the test file b.ts has 2", [f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, DATA),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from watch import unwatched
 
 from attnlens.errors import UsageError
-from attnlens.lab.experiments.tokens import draw, starts
+from attnlens.lab.experiments.tokens import draw, draw_starts
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm import Instances, Linear, Relu, Scores, descend
 from attnlens.maths.attsvm.descent import gradient
@@ -79,13 +79,13 @@ def test_the_gradient_is_that_of_autograd():
     kinds = ("cross", "linear"), ("self", "relu")
     for loss, kind in itertools.product(("logistic", "exponential"), kinds):
         drawn = draw(4, 5, 6, 20, 3, *kind)
-        assert matches_autograd(drawn.instances, 2 * starts(drawn, 6, "random")[0], loss), (loss, kind)
+        assert matches_autograd(drawn.instances, 2 * draw_starts(drawn, 6, "random")[0], loss), (loss, kind)
     drawn = draw(4, 5, 6, 10, 3)
     scores = torch.rand(10, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()[1:].expand(10, 4, 5)
     plain = drawn.instances
     masked = Instances(plain.tokens, plain.queries, torch.ones(10, 4).double(), Scores(scores), allowed)
-    assert matches_autograd(masked, 2 * starts(drawn, 6, "random")[0], "log")
+    assert matches_autograd(masked, 2 * draw_starts(drawn, 6, "random")[0], "log")
 
 
 def high_precision(instances, W):
@@ -109,7 +109,7 @@ def high_precision(instances, W):
 
 def test_the_direction_survives_saturation_and_that_of_the_textbook_does_not():
     drawn = draw(3, 4, 5, 1, 11)
-    instances, unit = drawn.instances, normalised(starts(drawn, 5, "random")[0])
+    instances, unit = drawn.instances, normalised(draw_starts(drawn, 5, "random")[0])
     for size in (50, 600, 4000):
         exact = high_precision(instances, size * unit)
         torch.testing.assert_close(normalised(our_direction(instances, size * unit)[0])[0], exact, rtol=0, atol=1e-10)
@@ -130,7 +130,7 @@ def test_the_direction_survives_saturation_and_that_of_the_textbook_does_not():
 @pytest.mark.parametrize("normaliser", ["form", "own"])
 def test_factors_descend_as_by_autograd(normaliser):
     drawn = draw(4, 5, 6, 5, 0)
-    _, (K, Q) = starts(drawn, 3, "random")
+    _, (K, Q) = draw_starts(drawn, 3, "random")
     result = descend(drawn.instances, (K, Q), 5, normaliser=normaliser, lr=0.1)
     for _ in range(5):
         K, Q = K.clone().requires_grad_(), Q.clone().requires_grad_()
@@ -175,7 +175,7 @@ def textbook_training(instances, start, iterations):
 @pytest.mark.full
 def test_ours_converges_where_the_textbooks_gradient_decays():
     drawn = draw(6, 8, 10, 20, 0)
-    start, _ = starts(drawn, 10, "random")
+    start, _ = draw_starts(drawn, 10, "random")
     result = descend(drawn.instances, start, 10_000)
     parts = zip(drawn.instances.tokens, drawn.instances.queries, result.chosen[-1], strict=True)
     svm = torch.stack([attsvm.solve(attsvm.selection(*part)).W for part in parts])
@@ -192,12 +192,12 @@ def test_a_step_has_the_length_lr_if_it_has_a_direction_and_requested_iterations
     assert not result.stationary.any()
     one = drawn.instances
     same = Instances(one.tokens[:, :, :1], one.queries, one.labels, one.head)
-    start = starts(drawn, 10, "random")[0]
+    start = draw_starts(drawn, 10, "random")[0]
     result = descend(same, start, 3)
     assert torch.equal(result.W[-1], start)
     assert result.stationary.all()
     drawn, calls = draw(2, 3, 4, 2, 0), []
-    start, record = starts(drawn, 4, "random")[0], [0, 10, 99]
+    start, record = draw_starts(drawn, 4, "random")[0], [0, 10, 99]
     result = descend(drawn.instances, start, 30, record=record, progress=lambda *at: calls.append(at))
     assert result.steps == (0, 10, 30)
     assert result.W.shape == (3, 2, 4, 4)
@@ -207,7 +207,7 @@ def test_a_step_has_the_length_lr_if_it_has_a_direction_and_requested_iterations
 def test_training_is_deterministic_and_trials_are_independent():
     def trained(trials, seed):
         drawn = draw(6, 8, 10, trials, seed)
-        return descend(drawn.instances, starts(drawn, 10, "random")[0], 100).W[-1]
+        return descend(drawn.instances, draw_starts(drawn, 10, "random")[0], 100).W[-1]
 
     first = trained(4, 5)
     assert torch.equal(first, trained(4, 5))
@@ -218,7 +218,7 @@ def test_training_is_deterministic_and_trials_are_independent():
 @unwatched()
 def test_senseless_arguments_are_refused():
     drawn = draw(2, 3, 4, 2, 0)
-    W, (K, Q) = starts(drawn, 4, "random")
+    W, (K, Q) = draw_starts(drawn, 4, "random")
     one = drawn.instances
     broken = Instances(one.tokens * math.nan, one.queries, one.labels, one.head)
     options = {"iterations": 0}, {"lr": -0.1}, {"lr": math.nan}, {"loss": "hinge"}, {"normaliser": "both"}
@@ -235,7 +235,7 @@ def test_senseless_arguments_are_refused():
 def test_a_floor_stops_a_saturated_trial_and_without_one_it_moves_on():
     """∇/(‖∇‖ + floor): saturated, a trial stands still; without a floor it still moves by lr."""
     drawn = draw(6, 8, 10, 3, 0)
-    start, factors = starts(drawn, 10, "random")
+    start, factors = draw_starts(drawn, 10, "random")
     saturated = 10 * descend(drawn.instances, start, 300).W[-1]
     for floor, lowest, highest in ((2.2e-16, 0, 0.01), (0.0, 0.1 - 1e-7, 0.1 + 1e-7)):
         result = descend(drawn.instances, saturated, 21, floor=floor, record=[20])

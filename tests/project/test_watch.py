@@ -15,7 +15,7 @@ from attnlens import kernels
 from attnlens.analyzers.ksvd import _cumulative_curves
 from attnlens.analyzers.selection import StoredSequence
 from attnlens.kernels.attention import attend
-from attnlens.kernels.attention.sums import running
+from attnlens.kernels.attention.sums import running_means
 from attnlens.maths import attsvm, ksvd, linalg, statistics
 from attnlens.maths.attsvm.nuclear import Constraints
 from attnlens.records import Call, QueryKey, Site
@@ -34,7 +34,7 @@ QKV = zeros(1, 2, 5, 4), zeros(1, 2, 5, 4), zeros(1, 2, 6, 4)
 WRONG = {
     "analyzers": lambda: _cumulative_curves("attention", zeros(())),
     "analyzers.selection": lambda: StoredSequence(0, zeros(2, 5, 4), zeros(5, 4), (), {}),
-    "attention": lambda: running(zeros(1, 2, 5, 4), ones(1, 2, 6).bool()),
+    "attention": lambda: running_means(zeros(1, 2, 5, 4), ones(1, 2, 6).bool()),
     "attention, laid out": lambda: attend(Call(*QKV, scale=1.0), kernels.parsed("rbf")),
     "attsvm": lambda: attsvm.selection(zeros(2, 3, 4), zeros(3, 4), torch.tensor([0, 0])),
     "attsvm.nuclear": lambda: attsvm.nuclear_rank(zeros(3)),

@@ -58,7 +58,7 @@ def test_columns_of_a_baseline_are_as_long_as_its_heads():
 
 def test_the_first_look_with_the_least_loss_is_tested():
     run = records.StudyRun.model_construct(losses=[3.0, 1.0, 2.0])
-    assert records.StudyCell.model_construct(runs=[run]).tested_look == 1
+    assert records.StudyCell.model_construct(runs=[run]).tested_evaluation == 1
 
 
 def test_the_promise_of_a_plan_of_version_1_becomes_its_estimate():

@@ -548,7 +548,11 @@ def test_the_program_writes_attention_rows_and_draws_them(tmp_path):
         ("weights", lambda qk: {"t.mine": qk.query.mean((-1, -2)), "t.curve": qk.query[:, 0, 0]}, "an axis of steps"),
         ("tokens", lambda qk: {"t.mine": 0.5}, "mine returns t.mine as float instead of a tensor"),
         ("tokens", lambda qk: qk.query.mean((-1, -2)), "mine returns Tensor instead of a dict"),
-        ("tokens", lambda qk: {"t.mien": qk.query.mean((-1, -2))}, "returns 't.mien', but it declares t.mine, t.curve"),
+        (
+            "tokens",
+            lambda qk: {"t.mien": qk.query.mean((-1, -2))},
+            "returns 't.mien', but declares only t.mine, t.curve",
+        ),
     ],
 )
 def test_an_analyzer_of_another_shape_is_refused_by_name(demo, monkeypatch, source, reading, problem):

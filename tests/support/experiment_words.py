@@ -20,11 +20,11 @@ FIGURES = {
     "global selection": ["d = 2", "d = 4", "d = 10"],
     "feasibility": [
         *(f"n = {n}, T = {T}, d = {d}" for n, T, d in SIZES),
-        *("sure, n = 5, T = 5", "sure, n = 10, T = 5", "sure, n = 5, T = 10"),
+        *(f"d = max(n, T − 1), {size}" for size in ("n = 5, T = 5", "n = 10, T = 5", "n = 5, T = 10")),
     ],
     "rank": [
         *("nuclear, d = 6", "Frobenius, d = 6", "nuclear, d = 10", "Frobenius, d = 10"),
-        *("nuclear, least mean", "nuclear, largest mean", "largest rank − min(n, d)"),
+        *("nuclear, smallest mean", "nuclear, largest mean", "largest rank − min(n, d)"),
     ],
     "multi-token": [f"{what}, d = {d}" for d in (4, 6) for what in ("SVM equivalent", "W_mm", "single token")],
     "next-token": [*NEXT_TOKEN, "acyclic label weight", "cyclic component weight"],
@@ -35,14 +35,14 @@ FIGURES = {
     ],
     "binary kernel by width": [
         *(f"{what}, m = {m}" for what in ("two networks", "one network", "best rank") for m in (2, 4, 8, 16, 32)),
-        *("floor of one network", "two networks / best rank, least", "two networks / floor, largest"),
-        "one network, the control / floor, least",
+        *("floor of one network", "two networks / best rank, minimum", "two networks / floor, maximum"),
+        "one network (control) / floor, minimum",
     ],
     "binary kernel by samples": [
         *(f"two networks, n = {n}" for n in (8, 16, 32, 64)),
-        *("floor of one network", "two networks / floor, largest"),
+        *("floor of one network", "two networks / floor, maximum"),
     ],
-    "KSVD identities": [*IDENTITIES, "J perturbed, the control"],
+    "KSVD identities": [*IDENTITIES, "J perturbed (control)"],
     "decay by depth": [
         *(f"{name}, {what}" for name in ("attention", "cosine") for what in (*THIRDS, "last − first")),
         *("attention, claim holds", "cosine, claim holds"),

@@ -102,7 +102,8 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    With `samples` > 0, F = X' as in the paper: each head's slice of evenly spaced input rows. Causal heads need 0.
+    With `samples` > 0, F = X' consists of each head's slice of that many evenly spaced input rows, as in the paper.
+    Causal heads require `samples` = 0.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:

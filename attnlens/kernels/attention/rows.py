@@ -87,7 +87,7 @@ class Positions:
     first: Int[Tensor, "#batch 1"]  # index of the first token of each sequence; keys before it are padding
 
     def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Return which keys of `columns` the filter keeps for queries `rows`; positions count from the first token."""
+        """Return True for each key of `columns` that a query of `rows` keeps; positions count from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.query.device) - self.first
         return key_filter.keeps(self.query[:, rows] - self.first, keys)[:, None]
 
@@ -160,7 +160,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     if call.sinks is not None:
         problem = f"{name} omits query-only terms, which matter in this model because it has attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
-    real = _real(call)[:, None]
+    real = _find_real_tokens(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
         instead = ", or leave out `oracle`: the fitted form runs under any mask" if kernel.oracle else ""
@@ -172,7 +172,7 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
     """Yield, for one sequence at a time, its index, the positions of its real tokens, and its attention in float64."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
-    for index, tokens in enumerate(_real(call)):
+    for index, tokens in enumerate(_find_real_tokens(call)):
         sequence, real = slice(index, index + 1), tokens.nonzero()[:, 0]
         query, its_key = (x[sequence, :, real].double() for x in (call.query, key))
         log_k = untied.log(query, its_key, call.scale, softcap=call.softcap)
@@ -181,7 +181,7 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
         yield index, real, part(log_k)[0].softmax(-1)
 
 
-def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
+def _find_real_tokens(call: Call) -> Bool[Tensor, "batch tokens"]:
     """Return which tokens are not padding; a token is padding if no query sees its key."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:

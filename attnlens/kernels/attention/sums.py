@@ -250,7 +250,7 @@ def cosine_features(
     They are projected on `samples` evenly spaced rows of `rows`, or of the normalised keys if `rows` is None. Raises
     UsageError for samples of causal features.
     """
-    query, key = (ksvd.unit(running(wide(x), real) if causal else wide(x)) for x in (query, key))
+    query, key = (ksvd.unit(running_means(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
         problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
         raise UsageError(problem, "Leave out `samples`, or choose bidirectional sites.")
@@ -277,7 +277,7 @@ def by_primal(call: Call, kernel: Kernel) -> Sums:
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies in the loss, averaged over sequences, for one layer under a primal kernel."""
+    """Compute one primal layer's term of the loss, which η multiplies, averaged over sequences."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
@@ -298,7 +298,7 @@ def objectives(
     return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
 
 
-def running(x: Tokens, real: Real = None) -> Tokens:
+def running_means(x: Tokens, real: Real = None) -> Tokens:
     """Return running means: row i is the mean of rows 0 … i that are not padding, or zero if all of them are."""
     if real is None:
         return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]

@@ -50,7 +50,10 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ for two networks, or one for both domains (`shared`)."""
+        """Train for `steps` steps, and return ‖K̂ − K‖/‖K‖ on the held-out pairs.
+
+        Each domain has its own network or, if `shared`, both domains use the same one.
+        """
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = (part.square().sum((-2, -1)).sqrt() for part in (estimate - self.truth[:, None], self.truth))
         return distance / size[:, None]
@@ -58,7 +61,10 @@ class Fits:
 
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m and number of points; control: one network for both."""
+    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m and by number of points, for two networks and for one.
+
+    The control uses one network for both domains.
+    """
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
     by_samples = []
@@ -72,7 +78,7 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
     best, floor = best_errors(fits.truth, WIDTHS), definite_floor(fits.truth)
     at_least = partial(Figure, published=1.0, bound="at least")
     worst, lowest = float((pair[:, -1] / floor).max()), float((single / floor[:, None]).min())
-    below_floor = Figure(worst, label="two networks / floor, largest", published=1.0, bound="at most")
+    below_floor = Figure(worst, label="two networks / floor, maximum", published=1.0, bound="at most")
     settings: dict[str, JsonValue] = {
         "planted": f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°",
         **{"seed": seed, "trials": TRIALS, "steps": steps, "hidden": HIDDEN, "lr": LR},
@@ -83,9 +89,9 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
         {"two": ("two networks", pair), "one": ("one network", single), "best": ("best rank", best)},
         floor,
         {
-            "two_above_best": at_least(float((pair / best).min()), label="two networks / best rank, least"),
+            "two_above_best": at_least(float((pair / best).min()), label="two networks / best rank, minimum"),
             "two_below_floor": below_floor,
-            "one_above_floor": at_least(lowest, label="one network, the control / floor, least", origin="control"),
+            "one_above_floor": at_least(lowest, label="one network (control) / floor, minimum", origin="control"),
         },
         name="binary kernel by width",
         question="How closely do two networks of m features fit an indefinite kernel that one network can't learn?",
@@ -96,7 +102,7 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
         ("n", samples),
         {"two": ("two networks", torch.cat(by_samples, 1))},
         floor,
-        {"two_below_floor": below_floor},  # with the most points
+        {"two_below_floor": below_floor},  # from the largest number of points
         name="binary kernel by samples",
         question="How closely do two networks approximate this kernel from n points per domain and all n² pairs?",
         settings=settings | {"m": WIDTHS[-1]},
@@ -113,7 +119,11 @@ def build_experiment(
     settings: dict[str, JsonValue],
     **words: str,
 ) -> Experiment:
-    """Build an experiment from the errors at each value of `swept`; `words` are its name, question and axis."""
+    """Build an experiment from the errors at each value of `swept`, a (letter, values) pair.
+
+    `floor` is the smallest possible error of one network, `inequalities` are the judged figures, and `words` are the
+    experiment's name, question and axis.
+    """
     letter, values = swept
     rows = {
         f"{name}_{letter}{value}": average_trials(each[:, at], f"{label}, {letter} = {value}")
@@ -165,6 +175,7 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
 
 
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
+    """Draw the matrix of a rotation by an angle that is uniform in TURN."""
     low, high = (math.radians(degrees) for degrees in TURN)
     angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()

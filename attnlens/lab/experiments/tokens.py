@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run the experiment with those of the overrides (options of SyntheticRequest) that it uses; judge the result.
+        """Run the experiment with the overrides (options of SyntheticRequest) that apply to it, and judge the result.
 
         The published values apply with any seed and at least as many trials as in the quick run, but not if another
         setting is changed.
@@ -120,20 +120,23 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Return a row with mean and standard error over the trials that have a value, and the published value `known`."""
+    """Build a row with mean and standard error over the trials that have a value; `known` has the published value."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
     return replace(known, value=mean, error=error, label=label)
 
 
-def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with the published p in [1/n, 1 − 1/n]."""
+def share_figure(share: float, trials: int, label: str, published: float | None, published_trials: int) -> Figure:
+    """Build the row of a share observed in n = `trials` trials; the published share p is from n' = `published_trials`.
+
+    The tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p clamped to [1/n, 1 − 1/n].
+    """
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
     p = min(max(published, 1 / trials), 1 - 1 / trials)
-    tolerance = 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs))
+    tolerance = 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / published_trials))
     return Figure(share, error, label, published, tolerance, origin="reimplementation")
 
 
@@ -182,7 +185,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
     return Draws(Instances(tokens, z, labels, prediction), generators)
 
 
-def starts(
+def draw_starts(
     draws: Draws, m: int, start: str
 ) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
     """Draw the initial (W, (K, Q)): uniform in ±1/√d, as in torch's linear layers; W is 0 if `start` is `zero`."""
@@ -199,13 +202,13 @@ def starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Sample instances of dimension d, run gradient descent on all of them at once, and return both results."""
+    """Sample instances of dimension d, and run gradient descent on all at once; return instances and descent."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
         progress(stage, s.d.index(d) * steps + step, len(s.d) * steps)
 
-    W, _ = starts(draws, 1, s.start)
+    W, _ = draw_starts(draws, 1, s.start)
     return draws, descend(draws.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=floor, progress=tick)
 
 
@@ -229,18 +232,19 @@ def grid(iterations: int) -> list[int]:
     return sorted({step for step in steps if step < iterations} | {iterations})
 
 
-GOLDEN_GAP = 1e-9  # relative gap to which both problems are solved, well below the tolerance
+GOLDEN_GAP = 1e-9  # relative duality gap at which both solvers stop, well below the tolerance
 PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
     "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
 """Name → tokens, chosen token of each input, ½‖p‖²."""
-LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}  # norms by seed
+LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
+"""Seed → Frobenius and nuclear norm."""
 
 
 def golden() -> Experiment:
-    """Compare the solutions of the golden instances with known values of ½‖p‖², ‖W‖_F, ‖W‖_* and rank, to 1e-6."""
+    """Compare the solutions of the golden instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -322,9 +326,9 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
                 progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
             shares[d] = separable / s.trials
             reference, label = FEASIBLE_SHARES.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(shares[d], s.trials, label, reference, theirs=60)
+            rows[f"n{n}_T{T}_d{d}"] = share_figure(shares[d], s.trials, label, reference, published_trials=60)
         share = shares[certain] if certain > 1 else None
-        sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
+        sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"d = max(n, T − 1), n = {n}, T = {T}", published=1.0)
         median = list(shares.values())
         curves[f"n={n}, T={T}"] = Curve(steps=list(shares), median=median, quantity="share separable", bounded=True)
     return Experiment(
@@ -333,7 +337,7 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
         axis="d",
         curves=curves,
-        **columns(rows | sure, "in one dimension tokens of unit length are ±1, and equal ones can't be separated"),
+        **columns(rows | sure, "in one dimension, tokens of unit length are ±1, and equal tokens can't be separated"),
     )
 
 
@@ -350,7 +354,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
         shares.append(int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials)
-        rows[f"d{d}"] = share_of(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
+        rows[f"d{d}"] = share_figure(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), published_trials=200)
     selected = Curve(steps=list(s.d), median=shares, quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
@@ -361,7 +365,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     )
 
 
-TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
+TIGHT = 1e-8  # relative duality gap of the nuclear solver: singular values that should be 0 are then below 1e-5·σ₁
 LONGER = 5  # factor by which W is trained longer than published
 REIMPLEMENTED = partial(Figure, origin="reimplementation")
 CORRELATIONS = {
@@ -388,14 +392,14 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects."""
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
-    W, factors = starts(draws, s.m or s.d[0], s.start)
+    W, factors = draw_starts(draws, s.m or s.d[0], s.start)
     initial: dict[str, Tensor | tuple[Tensor, Tensor]] = {"W": W, "KQ": factors}
     # normalise both factors by ‖∇_W‖, as published, or each by the norm of its own gradient if ‖∇_W‖ would overflow
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of the correlation with the SVM of the tokens selected at `end`; return the values there."""
+        """Correlate W with the SVM of the tokens selected at step index `end`; add the curve, and return its end."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]
@@ -454,7 +458,7 @@ def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
     most = None if beyond.isnan().all() else float(beyond[~beyond.isnan()].max())
     least, largest = min(means, default=None), max(means, default=None)
     rows |= {
-        "nuclear_least": REIMPLEMENTED(least, label="nuclear, least mean", published=2.0, bound="at least"),
+        "nuclear_least": REIMPLEMENTED(least, label="nuclear, smallest mean", published=2.0, bound="at least"),
         "nuclear_most": REIMPLEMENTED(largest, label="nuclear, largest mean", published=4.0, bound="at most"),
         "beyond_bound": Figure(most, label="largest rank − min(n, d)", published=0.0, bound="at most"),
     }
@@ -464,5 +468,5 @@ def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
         settings={"threshold": 1e-5, "solver_gap": TIGHT},
         axis="d",
         curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in svms},
-        **columns(rows, "nothing separates the best tokens"),
+        **columns(rows, "the best tokens are not separable"),
     )

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2LMHeadModel
 
-from attnlens.kernels.attention.sums import running
+from attnlens.kernels.attention.sums import running_means
 from attnlens.lab import primal
 from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
@@ -47,8 +47,8 @@ class Training:
     eta: float = ETA  # weight of ΣJ² in the loss of Primal.+, in the paper's convention
 
 
-def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
-    """Build a new model and a copy with a primal last layer; shared parameters have the same initial values."""
+def build_pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
+    """Build a new model and a copy with a primal last layer; all other parameters have equal initial values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)
@@ -73,7 +73,7 @@ def fit(
         chosen = windows[torch.randperm(len(windows), generator=generator)[: training.batch]]
         optimiser.zero_grad()
         with torch.enable_grad():
-            loss = nats(model, chosen)
+            loss = measure_loss(model, chosen)
             if regularised:
                 loss = loss + training.eta * primal.regulariser(model)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ def fit(
     model.train(False)
 
 
-def nats(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Float[Tensor, ""]:
+def measure_loss(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Float[Tensor, ""]:
     """Compute the mean negative log likelihood of every token except a window's first."""
     logits = model(windows, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -92,13 +92,13 @@ def nats(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Floa
 TOKENS = 64  # tokens per window; demo's 256 are reduced so that training takes a minute rather than an hour
 MODEL = f"models of {DEMO}'s size, trained here"  # name of the trained models in the record
 SEEDS = 3  # each gives a pair of models
-EVERY = 8  # every eighth window of the built-in text is used for evaluation
-MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # Name → display name
+EVERY = 8  # every eighth window of the built-in text is held out for evaluation
+MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # name → display name
 
 
 @one_thread()
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Train models of demo's size on the built-in text, which demo never saw; evaluate on the held-out eighth."""
+    """Train models of demo's size on seven eighths of the built-in text, and evaluate them on the other eighth."""
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
@@ -121,7 +121,7 @@ def compare_training(
     total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
     measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
-        for way, model in pair(config, training.scores, seed).items():
+        for way, model in build_pair(config, training.scores, seed).items():
             fit(model, windows, training, seed, lambda: progress("decay by training", next(numbers), total))
             for name, value in measure_decay(model, held_out).items():
                 measured[name, way].append(value)
@@ -160,25 +160,25 @@ def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"
     """Compute the `loss` in nats, and the cumulative singular values (heads, steps) of the last layer's MATRICES."""
     attention = None
     with torch.no_grad():
-        loss = nats(model, held_out).double()
+        loss = measure_loss(model, held_out).double()
         for part in model.modules():
             if isinstance(part, primal.PrimalHeads) and part.last is not None:  # eΛrᵀ is K if e, r solve the kernel SVD
                 e, r, _ = part.last
                 values = linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r)
                 attention = linalg.cumulative(values)
-        call, query_key = calls(model, held_out)[-1]
+        call, query_key = record_calls(model, held_out)[-1]
     attention = attention_curve(query_key) if attention is None else attention
     spectra = attention, cosine_curve(call), cosine_curve(call, averaged=True)
     return {"loss": loss} | {name: values.mean(0) for name, values in zip(MATRICES, spectra, strict=True)}
 
 
 def _head_curve(heads: Float[Tensor, "heads steps"], picture: str, label: str) -> Curve:
-    """Compute median and quartiles over heads."""
+    """Build the curve of median and quartiles over heads, titled `picture` and labelled `label`."""
     return curve(range(1, heads.shape[-1] + 1), heads.mT, "share of Σσ", bounded=True, picture=picture, label=label)
 
 
 def demo() -> loading.Loaded:
-    """Load the built-in model on the CPU, so that results do not depend on a GPU."""
+    """Load the demo model on the CPU, so that results do not depend on a GPU."""
     return loading.load(DEMO, device="cpu")
 
 
@@ -188,7 +188,7 @@ def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 
 
-def calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[tuple[Call, QueryKey]]:
+def record_calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[tuple[Call, QueryKey]]:
     """Return the attention call and query-key pair of every layer, primal or not, recorded in one forward pass."""
     return [(site.call, site.call.query_key(site.site)) for site in hooks.survey(model, {"input_ids": ids})]
 
@@ -199,9 +199,12 @@ def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps
 
 
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
-    """Compute (σ₁ + … + σₖ)/Σσ of cos(q_i, k_j); if `averaged`, q, k are running means, as in causal primal."""
+    """Compute (σ₁ + … + σₖ)/Σσ of cos(q_i, k_j).
+
+    If `averaged`, q and k are replaced by their running means, as in causal Primal-Attention.
+    """
     sides = (call.query.double(), call.paired_key.double())
-    queries, keys = (ksvd.cosine_features(running(side) if averaged else side) for side in sides)
+    queries, keys = (ksvd.cosine_features(running_means(side) if averaged else side) for side in sides)
     return linalg.cumulative(linalg.product_singular_values(queries, keys))
 
 
@@ -242,7 +245,7 @@ def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
     """Compute cumulative singular values of the heads' P and cos(q_i, k_j) in each third of the layers."""
-    layers = calls(model, ids)
+    layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
         "cosine": [cosine_curve(call) for call, _ in layers],
@@ -274,12 +277,12 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
     all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
     for done, case in enumerate(all_cases):
-        all_errors.append(errors(case, seed))
+        all_errors.append(measure_errors(case, seed))
         progress("KSVD identities", done + 1, len(all_cases))
     identity = partial(Figure, published=0.0, tolerance=LIMIT, bound="at most")
     rows = {name: identity(max(each[name] for each in all_errors), label=LABELS.get(name)) for name in all_errors[0]}
     control = min(each[CONTROL] for each in all_errors)
-    label = "J perturbed, the control"
+    label = "J perturbed (control)"
     rows[CONTROL] = Figure(control, label=label, published=MOVED, bound="at least", origin="control")
     return Experiment(
         name="KSVD identities",
@@ -294,7 +297,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
 def build_cases(seed: int) -> Iterator[Case]:
     """Yield cosine and softmax features of a head, and Gaussian features (n ≠ m), with F = I and F = rows X' of Φ_k."""
     loaded = demo()
-    _, query_key = calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
+    _, query_key = record_calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
     generator = torch.Generator().manual_seed(seed)
     for queries, keys in (
@@ -306,7 +309,7 @@ def build_cases(seed: int) -> Iterator[Case]:
         yield Case(queries, keys, ksvd.sampled_rows(keys, ROWS))
 
 
-def errors(case: Case, seed: int) -> dict[str, float]:
+def measure_errors(case: Case, seed: int) -> dict[str, float]:
     """Compute each identity's error on the s leading components: relative to K, but absolute for J and the control."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]

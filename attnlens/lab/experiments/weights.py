@@ -40,7 +40,7 @@ DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
 }
 """Display name of each direction, and by d the published mean of 1 − correlation with this direction."""
 FLOOR = 2.2e-16  # added to ‖∇‖ as in the published code: training then stops once the gradient vanishes
-READING = 0.3  # relative error allowed for a figure read off a logarithmic axis, besides three standard errors of ours
+READING = 0.3  # relative error of values read off a logarithmic axis; the tolerance adds three standard errors
 
 
 @partial(
@@ -51,7 +51,7 @@ READING = 0.3  # relative error allowed for a figure read off a logarithmic axis
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Average for each d 1 − the correlation of W with three matrices: W_fin + R·W_mm, W_mm and the single-token SVM.
+    """Compute for each d the mean of 1 − correlation of W with W_fin + R·W_mm, with W_mm and with the single-token SVM.
 
     An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """
@@ -160,7 +160,11 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Return correlations and finite-part distances (steps, trials), the steps, and least component weights."""
+    """Run all trials with cyclic or acyclic graphs.
+
+    Return the correlations and the distances of the finite part, both (steps, trials); the steps; and each trial's
+    least final weight on a label's component.
+    """
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))
     trials, n = features.shape[:2]
@@ -180,7 +184,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent that is normalised off the cyclic subspace and plain in it; return W at `steps`, last log-weights."""
+    """Run descent, normalised off the cyclic subspace and plain in it; return W at `steps`, and final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
@@ -195,7 +199,7 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Sample sequences whose graph has some order to learn; it has a cycle if and only if `cyclic` is True."""
+    """Sample sequences whose token-priority graph has a strict priority, and a cycle if and only if `cyclic`."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):

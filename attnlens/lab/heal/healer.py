@@ -72,7 +72,7 @@ def trainable(
 
 
 def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a random linear combination's gradient with respect to each leaf of `leaves` that affects `parts`."""
+    """Return the gradient of a random linear combination of `parts` with respect to each leaf that affects them."""
     generator = torch.Generator().manual_seed(0)
     sums = [(part * torch.randn(part.shape, generator=generator).to(part)).sum() for part in parts if part.numel()]
     total = sum((part.float() for part in sums), torch.zeros(()))
@@ -88,7 +88,7 @@ class Trained:
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
-    mask: Tensor | None = None  # factor of the change: 1 for entries to train, or step sizes; None: all 1
+    mask: Tensor | None = None  # factor of the change: 1 (trained) or 0 (fixed), or step sizes; None: all 1
     rows: Tensor | None = None  # row of `start` for each head; None if heads do not share rows
     right: Tensor | None = None  # V (columns, R) of a change mask ∘ (U Vᵀ), U = `change` (Hu et al. 2022, Eq. 3)
 
@@ -201,7 +201,7 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the loss's gradient to the leaves, with J² of primal layers (Chen et al. 2023, 3.3)."""
+        """Add the gradient of `weight` · (loss + η · J² of primal layers) to the leaves (Chen et al. 2023, 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -306,7 +306,7 @@ def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for block in blocks:
-            del block.forward  # uncovers the method of the class
+            del block.forward  # restores the method of the class
 
 
 SMALLEST = 1e-30  # lower bound on ‖original‖² in relative errors, since a site's output can be 0
@@ -406,7 +406,7 @@ class Distances:
 
 
 def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
-    """Measure the stage's loss on each sequence of these batches, without gradients or regulariser."""
+    """Measure the distance that the stage minimises on each sequence of these batches, without the regulariser."""
     if stage == "transfer":
         errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
         return Distances(errors, torch.ones_like(errors))
@@ -474,14 +474,14 @@ def choose_rate(
         distances[rate] = measure_distances(healer, held_out, stage).mean
         set_values(healer.leaves, before)
 
-    def enough(rate: float) -> bool:
+    def gains_enough(rate: float) -> bool:
         return start - distances[rate] >= ENOUGH * (start - min(distances.values()))
 
     for rate in RATES[stage]:
         try_rate(rate)
-        if not enough(rate):
+        if not gains_enough(rate):
             break
     while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
         try_rate(min(distances) * SLOWER)
     tried = [HealingRate(rate=rate, validation=None if math.isinf(d) else d) for rate, d in distances.items()]
-    return 0.0 if min(distances.values()) >= start else max(filter(enough, distances)), tried
+    return 0.0 if min(distances.values()) >= start else max(filter(gains_enough, distances)), tried

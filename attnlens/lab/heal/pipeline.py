@@ -46,7 +46,7 @@ from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, chan
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
-SHARE, MOST, A_BATCH = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
+SHARE, MOST, PER_HELD_OUT = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages in order
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
 """Share of the work at which attention transfer ends at the latest, by goal (tuned on `demo`): per token, transfer
@@ -60,8 +60,10 @@ STATE = (
 """Fields of a `Descent` that are stored without conversion."""
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
-PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and number of checks, in which the distance must fall
-STEPS_WANTED = 400  # steps for a token amount, if batches are large enough; on `demo`, 800 gain little more than 400
+PATIENCE, FEWEST = 0.3, 3
+"""A stage ends once its distance is not significantly below that of a check at least this share of the stage's work and
+this number of checks earlier."""
+STEPS_WANTED = 400  # number of steps to aim at if the amount is in tokens; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
 
@@ -77,9 +79,9 @@ def heal(
 ) -> Report:
     """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters, and measure both models.
 
-    `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and the
-    same call resumes from it. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted,
-    which contains the finished results.
+    `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and a
+    repeated call resumes from this work. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
+    Interrupted, which contains the finished results.
     """
     return heal_work(model, kernel, request, progress).finish()
 
@@ -104,7 +106,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Train the last stage of a run and, if requested, the control; measure the results; add the stage `healed`."""
+    """Heal the last stage of a run and, if requested, train the control; measure both; add the stage `healed`."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -181,7 +183,7 @@ def run_training(
 
     A stage restarts with smaller steps until a check improves on the stage's start, and ends once checks no longer
     improve significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the
-    state, from which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`.
+    training state, from which a killed run resumes. After the first checked step, Ctrl-C sets `healer.interrupted`.
     """
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     train, held_out = split(healer, batches)
@@ -223,7 +225,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
     else:  # assume that a time suffices for MOST_CHECKS steps
         steps = amount.number if amount.unit == "steps" else MOST_CHECKS
         trained = steps * max(1.0, (healer.options.batch or size) / size)
-    count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
+    count = max(1, round(min(MOST, len(batches) * SHARE, trained / PER_HELD_OUT)))
     held_out = choose_windows(len(batches), count, "spread", seed=0)
     return [batch for number, batch in enumerate(fed) if number not in held_out], [fed[number] for number in held_out]
 
@@ -242,7 +244,7 @@ def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
 
 @dataclass
 class Descent:
-    """A healing in progress: its learning rate schedule, its checks and its records."""
+    """The training of a Healer: its learning-rate schedule, its checks and its records."""
 
     healer: Healer
     train: Sequence[Fed]  # training text, in parts that run as one batch
@@ -250,10 +252,10 @@ class Descent:
     held_out: Sequence[Fed]  # batches on which distances are measured
     evaluate: Callable[[], float | None]
     progress: Tell
-    state: tuple[Store, str] | None  # the store of the state, and its name there
-    order: list[int] = field(default_factory=list)  # parts left in this epoch, next one last
+    state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
+    order: list[int] = field(default_factory=list)  # parts left in this epoch; the last is the next
     stage: HealingStage = "transfer"
-    begun: float = 0.0  # share of the total work at which the stage started
+    begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
     tokens: int = 0
     spent: float = 0.0  # seconds of previous sessions
@@ -328,7 +330,7 @@ class Descent:
         store.keep(name, value)
 
     def run_stage(self, stage: HealingStage) -> None:
-        """Run a stage to its end, and each check when it is due."""
+        """Run a stage to its end, with a check whenever one is due."""
         if not self.resumed:
             self.stage, self.begun = stage, self.share
             if self.over:
@@ -350,18 +352,18 @@ class Descent:
         """Start the stage from the best parameters so far, with the learning rate chosen by a range test."""
         set_values(self.healer.leaves, self.values)
         count = max(1, min(STEPS, round(self.planned / 10)))
-        endless = cycle(self.train)  # batches in order, repeated, grouped by step
-        steps = [list(islice(endless, self.per_step)) for _ in range(count)]
+        repeated = cycle(self.train)
+        steps = [list(islice(repeated, self.per_step)) for _ in range(count)]
         rate, tried = choose_rate(self.healer, self.stage, steps, self.held_out[:1])
         if not rate and self.healer.options.control:
             rate = min(trial.rate for trial in tried)
-        self._begin(rate)
+        self._restart(rate)
         self.history = [(self.share, measure_distances(self.healer, self.held_out, self.stage))]
         self.ended = rate == 0
         training = HealingTraining(stage=self.stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
-    def _begin(self, rate: float) -> None:
+    def _restart(self, rate: float) -> None:
         """Start or restart the stage from the current parameters, at this rate and with a new optimiser."""
         self.begun, self.rate, self.within = self.share, rate, 0
         self.optimiser = adamw(self.healer.leaves, rate)
@@ -390,7 +392,7 @@ class Descent:
         if not improved and not self.over:  # restart the stage with smaller steps
             set_values(self.healer.leaves, self.values)
             first_rate = self.trainings[-1].lowered_from or self.rate
-            self._begin(self.rate * SLOWER)
+            self._restart(self.rate * SLOWER)
             self._update_training(learning_rate=self.rate, lowered_from=first_rate)
         # end the stage if its distance has stopped falling; with a control, both models train equally long
         since = self.history[-1][0] - PATIENCE * (self.end - self.begun)
@@ -403,7 +405,10 @@ class Descent:
             self._store_state(*self.state)
 
     def check(self) -> Distances:
-        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if it starts at ∞."""
+        """Measure the distance, keep the best parameters, and extend the curve.
+
+        Raise ModelError if the distance is not finite before the first step.
+        """
         distances = measure_distances(self.healer, self.held_out)
         if self.step == 0 and not distances.finite:
             problem = "The training loss of the swapped model is not finite, so the model cannot be healed."

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: per key head or shared, and of keys after or before rotation."""
+    """Return the forms of latents to compare: one per key head or shared, for keys after or before the rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -41,8 +41,8 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     return [_with(kernel, group=group, rotation=rotation) for rotation in rotations for group in groups]
 
 
-def by_output(form: Kernel) -> Kernel:
-    """Return a copy of the form that weights pairs by their effect on the output."""
+def weight_by_output(form: Kernel) -> Kernel:
+    """Return a copy of the form that weights each pair of tokens by its effect on the output."""
     return _with(form, metric=OUTPUT)
 
 
@@ -106,8 +106,8 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: Tell) -> Forms:
     """Fit each form of latents in one pass of the original model over these batches; each batch has one text.
 
-    If pairs are weighted by the output, the weights for a text come from gradients on this text alone, so that maps
-    fitted without a text do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
+    If pairs are weighted by the output, the weights for a text come from gradients on that text alone: maps fitted
+    without a text do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
@@ -160,7 +160,7 @@ def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, 
     return kv_heads
 
 
-LEVELS = 16  # evenly spaced ranks from 0 to full rank at which the loss is estimated; between them it is linear
+LEVELS = 16  # number of evenly spaced ranks at which the loss is estimated; between them it is interpolated linearly
 
 
 def sensitivities(
@@ -183,7 +183,7 @@ def sensitivities(
             with torch.no_grad():
                 totals[site] = totals[site] + _squares(bases[site], kernel, calls[site], outputs[site], gradient).cpu()
         progress(texts.sequences_in(fed.inputs))
-    return {site: _between(total / (2 * count), bases[site].sizes) for site, total in totals.items()}
+    return {site: _interpolate(total / (2 * count), bases[site].sizes) for site, total in totals.items()}
 
 
 def levels(size: int) -> list[int]:
@@ -213,7 +213,7 @@ def _squares(
     return squares
 
 
-def _between(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
+def _interpolate(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
     """Interpolate linearly between the levels of rank, and set ranks beyond a latent's full rank to ∞, in place."""
     for row, size in zip(costs, sizes, strict=True):
         row[size + 1 :] = torch.inf

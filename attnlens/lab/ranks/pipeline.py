@@ -17,7 +17,7 @@ from attnlens.choices import Intervals
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
 from attnlens.lab.ranks.bases import Basis, form_name, mean_rank
-from attnlens.lab.ranks.search import Budgeting, Choice, Losses, Sample, by_text, rise_of
+from attnlens.lab.ranks.search import BudgetSearch, Choice, Losses, Sample, rise_of, split_by_text
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
@@ -38,8 +38,8 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
     """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks.
 
     The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
-    finished work is stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError,
-    IdentityError, and Interrupted, which contains the finished results.
+    finished work is stored, and a repeated call resumes from this work. Raises UsageError, ModelError, TextError,
+    OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return rank_work(model, request, progress).finish()
 
@@ -63,9 +63,9 @@ class RankSearch:
     plan: Plan | None  # plan whose ranks are used instead of a search
     intervals: Intervals | None
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
-    samples: tuple[Sample, ...] = ()  # to fit, to choose and to estimate the rise; for a plan, only the first
+    samples: tuple[Sample, ...] = ()  # texts to fit, choose and estimate the rise on; for a plan, only the first
     choice: Choice | None = None
-    chosen: Callable[[Plan], None] | None = None  # receives the plan before it is measured on the evaluated text
+    chosen: Callable[[Plan], None] | None = None  # receives the plan before its rise is measured on the evaluated text
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -83,20 +83,20 @@ class RankSearch:
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search for ranks, or fit the maps for the ranks of a plan; return the swaps with these ranks."""
         session, swaps = run.session, run.last.swaps
-        start = partial(Budgeting, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
+        start = partial(BudgetSearch, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
         if self.plan is not None:
             run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
-            budgeting = start(progress=run.teller("fit rank", fitting.batches.sequences))
-            # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
+            budget_search = start(progress=run.teller("fit rank", fitting.batches.sequences))
+            # fit to the same part of the text as a search does: on the same model and texts, a plan reproduces its swap
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel
-            budgeting.use_form(budgeting.fit([form], by_text(fed, fitting)), form)
-            bases = budgeting.bases
+            budget_search.use_form(budget_search.fit([form], split_by_text(fed, fitting)), form)
+            bases = budget_search.bases
             _check_plan(self.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
             by_key = {(key.site, key.kv_head): key.rank for key in self.plan.ranks}
             ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in bases.items()}
-            self.choice = Choice(bases, ranks, budgeting.build_swaps(ranks))
+            self.choice = Choice(bases, ranks, budget_search.build_swaps(ranks))
         else:
             fitting, choosing, promising = self.samples
             fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
@@ -168,10 +168,10 @@ class SiteSizes:
     value_dim: int  # size of a value
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
-    folds: bool  # True if maps can be multiplied into W_Q and W_K: there is no rotation or norm between them
-    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: no norm is between
+    folds: bool  # True if maps can be multiplied into W_Q and W_K: no rotation or norm lies between
+    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: no norm lies between
     keys_seen: float  # keys that a query sees, mean over the sequence
-    keys_a_query: float  # keys computed per computed query: 1 except in cross-attention
+    keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
     cached: bool  # True if a key-value cache stores a key per token: in a decoder's self-attention
 
@@ -210,8 +210,8 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Add up costs: columns of W_Q per head and of W_K, products per score, entries of A, key maps and offsets."""
-        made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
+        """Compute costs from the columns of W_Q per head and of W_K, the products per score, and the maps' entries."""
+        made = heads * (size.query_width * query + query_map) + size.keys_per_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
             parameters=parameters + (size.key_width + size.key_bias) * key + key_map + offset,
@@ -275,7 +275,7 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
         folds=factors.rotation is None and not factors.qk_norm and not site.repeated,
         folds_before=not factors.qk_norm and not site.repeated,
         keys_seen=float(keys if visible is None else visible.double().sum(-1).mean()),
-        keys_a_query=keys / call.query.shape[2],
+        keys_per_query=keys / call.query.shape[2],
         number_bytes=call.key.element_size(),
         cached=site.part == "decoder",
     )
@@ -342,18 +342,18 @@ def _list_ranks(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]
 
 
 def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
-    """Raise UsageError if the plan differs from the model's latents at full rank in more than the ranks."""
+    """Raise UsageError unless the plan lists the same latents as `full`, the model's latents at full rank."""
     remaining, problems = {(key.site, key.kv_head): key for key in full}, list[str]()
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
         if model is None:
-            problems.append(f"there is a rank for {name}, which the model lacks")
+            problems.append(f"it contains a rank for {name}, which the model lacks")
             continue
         for field in ("kv_heads", "heads", "head_dim", "layer", "part"):
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
                 problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
-    problems += [f"no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    problems += [f"it lacks a rank for key head {kv_head} of {site}" for site, kv_head in remaining]
     if problems:
         raise UsageError(
             f"The plan does not fit this model: {problems[0]}.",
@@ -362,7 +362,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
 
 
 def _compare_models(planned: ModelInfo, model: ModelInfo) -> list[str]:
-    """Return a note if the plan was made for another model than `model`; otherwise, return no note."""
+    """Return one note if the plan was made for a model other than `model`; otherwise, return an empty list."""
     if all(getattr(planned, name) == getattr(model, name) for name in ("id", "revision", "files")):
         return []
     same = bool(model.files) and [f.sha256 for f in planned.files] == [f.sha256 for f in model.files]

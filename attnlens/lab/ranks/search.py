@@ -18,7 +18,16 @@ from attnlens.arguments import Budget
 from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
-from attnlens.lab.ranks.bases import Basis, Forms, by_output, fit_forms, form_name, list_forms, mean_rank, sensitivities
+from attnlens.lab.ranks.bases import (
+    Basis,
+    Forms,
+    fit_forms,
+    form_name,
+    list_forms,
+    mean_rank,
+    sensitivities,
+    weight_by_output,
+)
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
@@ -38,9 +47,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 SEQUENCES = 192  # number of calibration windows for a budget, over all texts and parts
-USES = ("fitting", "choosing ranks", "estimating the rise")  # uses of the parts of the calibration text, in turn
+USES = ("fitting", "choosing ranks", "estimating the rise")  # use of each part of the calibration text
 PARTS = len(USES)
-DEFAULT_WINDOWS = 32  # evaluated windows from which on a search reads all of its calibration windows
+DEFAULT_WINDOWS = 32  # a search reads SEQUENCES calibration windows if at least this many windows are evaluated
 LEAST = 4  # minimum number of windows per text and part: one or two do not represent a text
 
 
@@ -52,9 +61,9 @@ class Sample(NamedTuple):
 
 
 def count_windows(contents: Sequence[Content], evaluated: int) -> int:
-    """Return the number of windows of a search: SEQUENCES, or a share of it if fewer than 32 windows are evaluated.
+    """Return the number of calibration windows of a search: at least LEAST per text and part.
 
-    There are at least LEAST per text and part.
+    Otherwise it is SEQUENCES, or proportionally less if fewer than DEFAULT_WINDOWS windows are evaluated.
     """
     share = min(1.0, evaluated / DEFAULT_WINDOWS)
     return max(round(share * SEQUENCES), PARTS * LEAST * len(contents))
@@ -68,7 +77,7 @@ def cut_samples(
     intervals: Intervals | None,
     count: int = PARTS,
 ) -> tuple[Sample, ...]:
-    """Return the first `count` parts of the calibration text, without windows used for evaluation.
+    """Return the first `count` parts of the calibration text, leaving out windows used for evaluation.
 
     Part i has windows i, i + 3, i + 6 … of those chosen from each text. Raises TextError if a text has too few windows
     that are not evaluated, or if a part repeats tokens of earlier parts. Raises UsageError for intervals over fewer
@@ -110,7 +119,7 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
         )
 
 
-def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
+def split_by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
     """Split the batches of a part so that each batch has windows of one text; return (text name, batch) pairs."""
     pairs, start = [], 0
     for batch in fed:
@@ -126,7 +135,7 @@ UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambd
 
 
 class Losses(NamedTuple):
-    """Losses of the sequences with predictions."""
+    """Mean loss of each sequence that has predictions."""
 
     means: Float[Tensor, " some"]  # nats per prediction
     counts: Float[Tensor, " some"]  # number of predictions
@@ -143,7 +152,7 @@ class Losses(NamedTuple):
         return float((self.means * self.counts).sum() / self.counts.sum())
 
 
-def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
+def measure_losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
     """Compute the current model's loss on each sequence that has predictions; `design` describes all sequences."""
     by_batch, predicted = [], []
     for fed in batches:
@@ -158,14 +167,14 @@ def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
     """Compute after / before − 1 for the mean loss over tokens, or for perplexity; None if a loss is not finite.
 
-    `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design; if there are
-    several, the rise on each text is computed too.
+    `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design. If there are
+    several, the rise on each text is also computed.
     """
     if not bool(after.isfinite().all()):
         return None
 
     def measure(rows: list[int], design: Design) -> tuple[float, tuple[float, float] | None]:
-        """Compute the rise over these sequences, and its interval; the interval is None if its spread is unknown."""
+        """Compute the rise over the sequences `rows`, and its 95 % interval; None if the spread is unknown."""
         pair, counts = (before.means[rows], after[rows]), before.counts[rows]
         share, low, high = map(math.expm1, paired_difference(*pair, design, weights=counts, of=UNITS[unit], seed=seed))
         return share, None if math.isnan(low) else (low, high)
@@ -189,10 +198,11 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
 
 
 MARGIN = 2
-"""Half-widths of its interval by which a plan's estimated rise must lie below the budget. With 1, the rise over all
-windows meets the budget too, but the promise from an equal amount of other text exceeds it in a third of the runs;
-with 2, in 5 % of the runs (benchmarks/promises.py), with ranks that are larger by 0.4 to 0.6 of 16."""
-TRIES = 7  # maximum number of nested plans measured
+"""A plan's estimated rise must lie below the budget by this many half-widths of its interval. With 1, the rise over all
+windows also meets the budget, but the promised rise, measured on an equal amount of other text, exceeds the budget in a
+third of the runs. With 2, it exceeds the budget in 5 % of the runs, and ranks are larger by 0.4 to 0.6 of 16
+(benchmarks/promises.py)."""
+TRIES = 7  # maximum number of nested plans that are measured
 FORMS = 5  # maximum number of forms of latents compared
 
 
@@ -212,8 +222,8 @@ class Choice:
 
 
 @dataclass(kw_only=True)
-class Budgeting(SwapSetup):
-    """A search for ranks."""
+class BudgetSearch(SwapSetup):
+    """A search for the smallest ranks within a loss budget."""
 
     progress: Tell
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
@@ -234,7 +244,7 @@ class Budgeting(SwapSetup):
         self.unit = budget.unit
         fed = feed(self.loaded, fitting.batches, self.task, self.seed)
         trial = Trial.of(self, choosing)
-        forms = self._choose_form(by_text(fed, fitting), trial)
+        forms = self._choose_form(split_by_text(fed, fitting), trial)
 
         def measure() -> Tensor:
             costs = sensitivities(self, self.bases, fed, self.progress)
@@ -254,7 +264,7 @@ class Budgeting(SwapSetup):
             estimated=steps[best].rise,
             promised=Trial.of(self, promising).rise(ranks),
             steps=[steps[number] for number in sorted(steps) if number],
-            reason=None if best else "none of the plans tried with smaller ranks stayed well within the budget",
+            reason=None if best else "no tried plan with smaller ranks was clearly within the budget",
             forms=forms,
             held_out=bool(self.bases_without),
         )
@@ -268,7 +278,7 @@ class Budgeting(SwapSetup):
         forms = list_forms(self.loaded, self.swaps)
         fits = self.fit(forms, fed)
         tried = [(form, self._try_form(fits, form, trial)) for form in forms]
-        best = by_output(min(tried, key=_rise_share)[0])
+        best = weight_by_output(min(tried, key=_rise_share)[0])
         fits |= self.fit([best], fed)
         tried.append((best, self._try_form(fits, best, trial)))
         self.use_form(fits, min(tried, key=_rise_share)[0])
@@ -290,7 +300,7 @@ class Budgeting(SwapSetup):
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last step whose rise plus margin meets the budget; return its number and all tried steps."""
+        """Find the last step whose rise plus margin is within the budget; return its number, and all tried steps."""
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=no_rise)}
@@ -371,32 +381,32 @@ class Budgeting(SwapSetup):
 class Trial:
     """One part of the calibration text, on which the rise in the loss is measured for given ranks."""
 
-    search: Budgeting
+    search: BudgetSearch
     part: Sample
     fed: list[Fed]  # batches of the part with targets
     original: Losses  # losses of the original model
 
     @classmethod
-    def of(cls, search: Budgeting, part: Sample) -> Trial:
+    def of(cls, search: BudgetSearch, part: Sample) -> Trial:
         """Create a trial with the losses of the original model; raise TextError if their mean is 0."""
         fed = feed(search.loaded, part.batches, search.task, search.seed)
-        original = losses(search.loaded, fed, search.task, part.design)
+        original = measure_losses(search.loaded, fed, search.task, part.design)
         if not original.mean > 0:
             raise TextError("The model's loss is 0 on the calibration text.", "Give another --calibration text.")
         return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """Measure the rise for these ranks, with maps not fitted to the text measured; None if a loss is not finite."""
+        """Measure the rise for these ranks, with maps not fitted to the measured text; None if a loss is not finite."""
         search, means = self.search, []
         by_site = search.split_by_site(ranks)
-        for name, pairs in groupby(by_text(self.fed, self.part), key=itemgetter(0)):
+        for name, pairs in groupby(split_by_text(self.fed, self.part), key=itemgetter(0)):
             fed = [batch for _, batch in pairs]
             swaps = search.build_swaps(by_site, search.bases_without.get(name))
 
             def measure(swaps: hooks.Swaps = swaps, fed: list[Fed] = fed) -> Tensor:
                 design = Design.plain(sum(texts.sequences_in(batch.inputs) for batch in fed))
                 with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
-                    return losses(search.loaded, fed, search.task, design).means
+                    return measure_losses(search.loaded, fed, search.task, design).means
 
             facts = [digest_of(batch.inputs) for batch in fed], digests_of(swaps)
             means.append(search.keep(f"losses on {name} {key_of(facts)}", measure))

@@ -215,7 +215,8 @@ def train_cells(
 ) -> list[studies.StudyCell]:
     """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
-    In the first seed's run, heads are measured, and the model is saved at every evaluation if `folder` is given.
+    In the first seed's run, heads are measured, and the model is saved at every evaluation if `folder` is given. `make`
+    builds the tasks again in worker processes. Raises ModelError if a run fails.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
@@ -286,13 +287,13 @@ def slug(name: str) -> str:
 def prepare_training(
     make: Callable[[], Sequence[StudyTask]], units: Mapping[str, TrainingUnit], store: Store
 ) -> tuple[Mapping[str, object], Compute]:
-    """Return the store's facts and the function that trains a unit; `make` rebuilds tasks, too large to send."""
+    """Return the store's facts and a function that trains a unit by name; `make` builds the tasks it needs."""
     task_of = {task.name: task for task in make()}
     return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 
 
 def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:
-    """Train the cells of a table, or of all tables, with several seeds, and compare the cells."""
+    """Train the cells of the table `name`, or of all tables, with several seeds; compare the cells in a report."""
     jobs = request.jobs or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
     if request.engine == "local" and "-" in request.text:
         jobs = 1  # only this process can read stdin
@@ -310,7 +311,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     tasks = make()
     task_names = [task.name for task in tasks]  # cells are matched to tasks by name
     if twice := [name for name in task_names if task_names.count(name) > 1]:
-        raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Give one of the files another name.")
+        raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Rename one of the files.")
     tables = []
     store = Store(work.root / "study", {"command": "study"})
     for table_name, cells in chosen.items():
@@ -344,7 +345,10 @@ DATA: dict[str, TaskForm] = {  # Option → form of the task that uses the optio
 
 
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:
-    """Return the cells of each table that have data and match `cells`. Raises UsageError if a pattern has no match."""
+    """Return each table's cells that have data and match a pattern of `request.cells` (default: all).
+
+    Raise UsageError if a pattern matches no cell, or if no selected cell uses a file that was given.
+    """
 
     def matches(cell: PaperCell, pattern: str) -> bool:
         return any(fnmatchcase(row, pattern) for row in (cell.name, f"{cell.task}/{cell.name}"))

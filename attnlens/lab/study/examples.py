@@ -53,7 +53,7 @@ class Cases(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StudyTask:
-    """Task with examples for training (`training`, which depends only on the seed) and for evaluation (`held_out`)."""
+    """Task with examples for training (`training`, in an order set by the seed) and for evaluation (`held_out`)."""
 
     name: str  # names of its texts or files
     form: TaskForm
@@ -69,7 +69,7 @@ class StudyTask:
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
         """Yield shuffled batches endlessly; examples of similar length share a batch."""
-        return (self.batch("training", chosen) for chosen in endless(self.lengths("training"), size, seed))
+        return (self.batch("training", chosen) for chosen in draw_batches(self.lengths("training"), size, seed))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
         """Return each example of a part once, shortest first, in batches of `size`; the last batch may be smaller."""
@@ -78,7 +78,7 @@ class StudyTask:
         return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
 
     def lengths(self, part: str) -> list[int]:
-        """Return the numbers of input and target tokens of each example of a part, by which examples are sorted."""
+        """Return the number of input plus target tokens of each example of a part, by which examples are sorted."""
         inputs, targets = self.cases[part]
         if self.form == "language":
             return [2 * self.length] * len(inputs)
@@ -119,8 +119,8 @@ POOL = 32  # maximum number of batches per pool of a shuffled epoch; a pool is s
 POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, batches would always be the same
 
 
-def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of example indices forever, in a new order each epoch; an incomplete batch is dropped."""
+def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+    """Yield batches of `size` example indices endlessly, in a new order each epoch; incomplete batches are dropped."""
     draws = torch.Generator().manual_seed(seed)
     while True:
         order: list[int] = torch.randperm(len(lengths), generator=draws).tolist()
@@ -139,8 +139,9 @@ HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out
 class Reversal(StudyTask):
     """Task of reversing random letters; a letter becomes a capital if the letter before it in the source is odd.
 
-    Without positions in the encoder and across, the decoder's output depends only on the source's bag of letters (Tsai
-    et al. 2019, Proposition 1). This is not sufficient, because sources with the same bag have different targets.
+    Without positions in the encoder and in cross-attention, the decoder's output depends only on which letters the
+    source contains and how often (Tsai et al. 2019, Proposition 1). Such a model cannot solve the task, because sources
+    with the same letters have different targets.
     """
 
     def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
@@ -176,10 +177,10 @@ class Reversal(StudyTask):
 def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
     """Score `model` on a part of the task, in evaluation mode and in batches of `size` examples.
 
-    All forms have `loss`, the mean over all targets (tokens or classes) in nats; with `loss_only`, nothing else.
-    Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
-    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] of beam search; NaN without a
-    finite loss.
+    Every result contains `loss`, the mean over all targets (tokens or classes) in nats; with `loss_only`, it contains
+    nothing else. For language, it also contains `perplexity` = exp(loss), and `bits_per_byte`, which is comparable
+    across vocabularies; for classification, `accuracy` in [0, 1]; for translation, `BLEU` and `chrF` in [0, 100] of
+    beam search, or NaN if the loss is not finite.
     """
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
@@ -256,11 +257,11 @@ def beam_search(
     finished when `width` sentences have ended.
     """
 
-    def bar(written: Tensor, scores: Tensor) -> Tensor:
+    def forbid_tokens(written: Tensor, scores: Tensor) -> Tensor:
         places = torch.arange(scores.shape[1], device=scores.device)
         last = written.shape[1] == most
-        barred = places != END if last else (places == BEGIN) | (places == PADDING)
-        return scores.masked_fill(barred, -torch.inf)
+        forbidden = places != END if last else (places == BEGIN) | (places == PADDING)
+        return scores.masked_fill(forbidden, -torch.inf)
 
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=most,
@@ -275,7 +276,7 @@ def beam_search(
     rows: Tensor = generator.generate(
         encoder_outputs=BaseModelOutput(model.encode(inputs, mask)),
         attention_mask=torch.ones_like(inputs) if mask is None else mask,
-        logits_processor=LogitsProcessorList([bar]),
+        logits_processor=LogitsProcessorList([forbid_tokens]),
         generation_config=config,
     )
     return [[number for number in row if number not in (BEGIN, END, PADDING)] for row in rows.tolist()]

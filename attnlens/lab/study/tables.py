@@ -53,11 +53,11 @@ SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most hea
 
 @dataclass(frozen=True)
 class PaperCell:
-    """Cell of a table: attention trained on one form of task."""
+    """Cell of a table: the attention of its row, trained on the form of task of its column."""
 
     name: str  # row
     task: TaskForm  # column
-    forms: tuple[AttentionForm, ...]  # forms of attention; the best of several is chosen with the learning rate
+    forms: tuple[AttentionForm, ...]  # forms of attention; the best is chosen together with the learning rate
     published: float | None = None  # published value; None if the paper did not train this cell or it did not converge
     diverged: bool = False  # True if the paper reports that training did not converge
 
@@ -95,7 +95,7 @@ def _kernels() -> Iterator[PaperCell]:
 
 
 SYMMETRIC_PRODUCT = AttentionForm(positions="symmetric product")
-PLACINGS = {  # Name → form, BLEU and perplexity with and without positions in the values (Table 4)
+PLACINGS = {  # name → form, BLEU and perplexity with and without positions in the values (Table 4)
     "direct sum (Eq. 4)": (SUM, (33.98, 34.02), (30.97, 30.50)),
     "look-up table (Eq. 6)": (AttentionForm(positions="table"), (34.04, 34.12), (27.56, 27.45)),
     "product, asymmetric (Eq. 5)": (PRODUCT, (33.32, 33.62), (24.18, 24.10)),
@@ -113,11 +113,11 @@ def _positions() -> Iterator[PaperCell]:
 
 def _order() -> Iterator[PaperCell]:
     product, unplaced = SYMMETRIC_PRODUCT, (AttentionForm(symmetric=True),)
-    yield PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", (product,), 34.71)
+    yield PaperCell("in the encoder, in cross-attention and in the decoder (Eq. 9)", "translation", (product,), 34.71)
     yield PaperCell(
         "not in the decoder (Eq. 9)", "translation", (replace(product, places=("encoder", "cross")),), 34.49
     )
-    yield PaperCell("not across (Eq. 9)", "translation", (replace(product, places=("encoder", "decoder")),))
+    yield PaperCell("not in cross-attention (Eq. 9)", "translation", (replace(product, places=("encoder", "decoder")),))
     yield PaperCell("not in the encoder (Eq. 9)", "translation", (replace(product, places=("decoder", "cross")),))
     # W_Q = W_K as in Eq. 9, so that only the positions are removed
     yield PaperCell("nowhere", "translation", unplaced, 14.47)
@@ -165,7 +165,7 @@ def _primal() -> Iterator[PaperCell]:
 
 
 def describe_features(form: AttentionForm, d: int) -> str:
-    """Format the number of features Φ of a head's kernel k(q, k) = ⟨Φ(q), Φ(k)⟩ in d dimensions; empty if unknown."""
+    """Format the number of features Φ of a kernel k(q, k) = ⟨Φ(q), Φ(k)⟩ of d dimensions: `64` or `∞`; else empty."""
     name, _, parameter = form.kernel.partition(":")
     number = int(parameter) if parameter.isdigit() else 0
     features = {
@@ -182,8 +182,8 @@ TSAI, CHEN = "Tsai et al. 2019, Table", "Chen et al. 2023"
 WRIGHT = "Wright & Gonzalez 2021, their table of kernels"
 TSAI_DATA: dict[TaskForm, str] = {"translation": "IWSLT'14 de-en, BLEU", "language": "WikiText-103, perplexity"}
 WRIGHT_DATA: dict[TaskForm, str] = {
-    "translation": "IWSLT'14 de-en, BLEU, as recalled",
-    "classification": "SST-2, accuracy in %, as recalled",
+    "translation": "IWSLT'14 de-en, BLEU, quoted from memory",
+    "classification": "SST-2, accuracy in %, quoted from memory",
 }
 CHEN_DATA: dict[TaskForm, str] = {
     "classification": "UEA archive, mean accuracy in %",

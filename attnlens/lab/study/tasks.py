@@ -52,7 +52,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read tab-separated lines with a number of columns from `columns`; also return the SHA-256 by file name."""
+    """Read tab-separated lines whose number of columns is one of `columns`; also return {file name: SHA-256}."""
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
@@ -73,7 +73,7 @@ SHARE = 0.05  # share of validation examples; test examples have the same share
 
 
 def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
-    """Cut the numbers below `count` into stretches, and each stretch into blocks for training, validation and test.
+    """Cut range(count) into stretches, and each stretch into blocks for training, validation and test.
 
     Blocks are contiguous because neighbours are related: random windows would divide sentences between the parts.
     """
@@ -89,7 +89,7 @@ def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> d
 
 
 def space_evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers below `count`, as evenly spaced as possible."""
+    """Return at most `most` numbers from range(count), as evenly spaced as possible."""
     chosen = min(count, most)
     return [int((number + 0.5) * count / chosen) for number in range(chosen)]
 
@@ -153,7 +153,7 @@ def split_text(text: str) -> dict[str, list[str]]:
 
 
 def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[str, str], scale: Scale) -> StudyTask:
-    """Build a language task from texts already split into parts; its windows predict every next token."""
+    """Build a language task from texts already split into parts: each token of a window predicts the next token."""
     tokenizer = train_byte_pairs(
         (line for block in parts["training"] for line in block.splitlines(keepends=True)), scale.vocabulary
     )
@@ -183,7 +183,8 @@ def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[st
     )
 
 
-HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}  # no parallels
+# books without parallel passages in other books
+HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
 VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
 PAIRS_REMEDY = "Give a UTF-8 file with one pair per line: source and target, optionally after an id, separated by tabs."
 
@@ -357,7 +358,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     files = {first_name: digest} | {second_name if first_name != second_name else str(test): test_digest}
     channels, others = (cases[0][0].shape[1] for cases in (first, second))
     if channels != others:
-        problem = f"{first_name} has {channels} channels and {second_name} has {others}."
+        problem = f"{first_name} has {channels} channels, but the test file {second_name} has {others}."
         raise TextError(problem, "Give the training and test files of one dataset.")
     labels = [label for _, label in first]
     if len(set(labels)) < 2:

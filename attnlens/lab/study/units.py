@@ -48,7 +48,7 @@ class RunOutcome:
     """Result of a training run, updated at each step."""
 
     curve: list[tuple[int, float]]  # (step, validation loss in nats), starting at step 0
-    watched: list[dict[str, float]]  # medians over heads by measure, at each of these steps; empty if not measured
+    watched: list[dict[str, float]]  # medians over heads by measure, at each step of `curve`; empty if not measured
     problem: str = ""  # reason for not converging; empty if the run converged
     scores: dict[str, float] = field(default_factory=dict)  # on the test set; empty if not tested or not converged
     parameters: int = 0  # number of parameters of the model
@@ -104,7 +104,7 @@ def train(
     """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
 
     At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
-    which the same call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
+    which a repeated call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
     validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
@@ -184,7 +184,7 @@ def build_accelerator() -> Accelerator:
 def take_step(
     accelerator: Accelerator, model: nn.Module, optimiser: torch.optim.Optimizer, batch: Examples, eta: float
 ) -> tuple[float, int]:
-    """Run one step on the loss plus `eta` times the primal regulariser; return the loss and the number of tokens."""
+    """Take one step on the loss plus `eta` times the primal regulariser; return the loss and the number of tokens."""
     model.train()
     examples = batch.to(accelerator.device)
     with accelerator.autocast():
@@ -282,7 +282,7 @@ def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> di
 
 
 def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
-    """Compute each measure of all heads, concatenated over modules."""
+    """Compute each of MEASURES for all heads, concatenated over modules."""
     by_module: dict[str, list[Tensor]] = {}
     for query_key in query_keys:
         for analyzer in registry.select_analyzers(("symmetry", "spectrum"), query_key.source):
@@ -309,7 +309,7 @@ def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequ
 
 
 def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
-    """Return s W_Q W_Kᵀ of a module with a kernel, in float64."""
+    """Return the factors of s W_Q W_Kᵀ of a module with a kernel, in float64."""
     query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
         part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
         for part in (module.query, module.key or module.query)
@@ -320,7 +320,7 @@ def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
 
 
 def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
-    """Run one sequence and return a QueryKey, whose logits are log k, for every module that has a kernel."""
+    """Run one sequence; return for every module that has a kernel a QueryKey whose logits are log k."""
     query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:

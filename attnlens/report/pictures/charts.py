@@ -300,7 +300,11 @@ def caption_panels(
         lines = [line for line in panel.caption.splitlines() if line not in known] or [panel.note]
         letters = f"({letter}) " * (len(panels) > 1)
         paragraphs.append(" ".join([f"{letters}{panel.title}{name}:", *map(_end, lines)]))
-    remarks = [*notes, f"input: {report.settings.fed}" * bool(report.settings.fed), population(report)]
+    remarks = [
+        *notes,
+        f"input: {report.settings.input_summary}" * bool(report.settings.input_summary),
+        population(report),
+    ]
     paragraphs += map(capitalise, remarks)
     paragraphs += _explain_measures(report, {panel.stem for panel in panels})
     return "".join(f"{_end(clean(paragraph))}\n" for paragraph in paragraphs if paragraph)
@@ -347,7 +351,7 @@ def overview(
     caption = caption_panels(report, panels, title, facts, [*more, hint])
     if bare:
         return _bare_figure(rows, caption)
-    fed, tool = clean(report.settings.fed), report.tool
+    fed, tool = clean(report.settings.input_summary), report.tool
     footnote = [*more, f"input: {fed}" * bool(fed), f"{clean(tool.name)} {clean(tool.version)}"]
     height = HEAD + sum(row.total for row in rows) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
@@ -377,7 +381,7 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
     """Draw one panel or its parts, with a caption below unless `bare`; the figure's label is the whole caption."""
     parts = panel.parts or [panel]
-    facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
+    facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.input_summary)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
     caption = caption_panels(report, [panel], report.model.title, model_facts(report))
     if bare:

@@ -148,7 +148,7 @@ def shares_caption(shapes: Shapes, whole: str) -> str:
 def source_heading(shapes: Shapes, name: str) -> str:
     """Format the source of a measure: `weights`, `tokens – 8 × 32 tokens of …`."""
     settings, group = shapes.report.settings, group_of(shapes.info(name))
-    return f"{group} – {clean(settings.fed)}" if group == "tokens" and settings.fed else group
+    return f"{group} – {clean(settings.input_summary)}" if group == "tokens" and settings.input_summary else group
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:

@@ -171,7 +171,7 @@ def _head_table(cells: list[StudyCell]) -> Table:
 
     def format_change(cell: StudyCell, name: str) -> str:
         looks = cell.heads[name].median if name in cell.heads else []
-        ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
+        ends = [looks[0], looks[cell.tested_evaluation]] if cell.tested_evaluation < len(looks) else []
         return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
 
     names = dict.fromkeys(name for cell in cells for name in cell.heads)

@@ -123,7 +123,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
         f"revision {model.revision[:12]}" if model.revision else "",
         f"kernel {report.swaps[0].kernel}" if len(report.swaps) == 1 else "",
         f"{len(report.swaps)} kernels" if len(report.swaps) > 1 else "",
-        settings.fed,
+        settings.input_summary,
         f"{settings.dtype} on {settings.device}" * (whole or not usual),
         "" if error is None else f"verified: recomputed attention changes the outputs by {error:.0e}",
     ]
