@@ -21,9 +21,9 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
     `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
     return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, its module's
     path (`site.path`), its layer (`site.layer`) and the property `attention`; analyzers accept it. The model runs
-    without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
-    Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
-    recomputing attention from the capture changes the model's outputs.
+    without dropout and cache and is not changed. A warning reports attention that ran but can't be read.
+    Raise UsageError if an argument is invalid, ModelError if the model can't run or has no attention that can be read,
+    and IdentityError if recomputing attention from the capture changes the model's outputs.
     """
     loaded = require_model(model)
     inputs = tensors(loaded.model, batch)

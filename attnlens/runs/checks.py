@@ -1,4 +1,4 @@
-"""Check that a model has the requested sites, runs, lacks no weights, and is reproduced by recomputed attention."""
+"""Check that a model runs, has the requested sites and all weights, and that recomputed attention reproduces it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
-Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function of a forward pass on inputs
+Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function that runs a model
 
 
 def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -49,14 +49,14 @@ def predictions(task: Task) -> Measured:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError if measured values depend on a weight that the checkpoint lacks, which would be random."""
+    """Raise ModelError if measured values depend on a weight that is random because the checkpoint lacks it."""
     if random := random_weights(loaded, inputs, measured):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
         raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """If a missing weight affects predictions, return its module and why there is no loss; otherwise None."""
+    """Return the module of a missing weight that affects predictions, and why there is no loss; otherwise None."""
     random = random_weights(loaded, inputs, predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
@@ -99,7 +99,7 @@ NOT_RUN = "it does not run on this input"
 
 
 def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """Survey the model on inputs. Raise ModelError if it can't run on them."""
+    """List the attention that a pass on `inputs` reaches. Raise ModelError if the model can't run on them."""
     try:
         return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
@@ -150,7 +150,7 @@ def _reach_by_ids(
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Measure how much recomputing the attention changes the model's outputs. Raise ModelError if it can't run."""
+    """Measure how much recomputing attention changes the model's outputs. Raise ModelError if the model can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _convert_errors(loaded, inputs):
@@ -197,7 +197,7 @@ def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | 
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head; `hidden` if the model sees the tokens that it predicts (PaliGemma)."""
+    """Return the task of the model's head, but `hidden` if it predicts tokens that it can see (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -215,7 +215,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the relative error of outputs with recomputed attention; raise ModelError if a weight is not finite."""
+    """Return the error of `prove_identity`; raise ModelError if the error is NaN because a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."
@@ -224,7 +224,7 @@ def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> fl
 
 
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List the attention that can't be read or does not run on this input, and layers that only the checkpoint has."""
+    """List attention that can't be read or does not run on this input, and layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
@@ -262,7 +262,7 @@ def _list_layers(reached: Sequence[SiteCall]) -> str:
 
 
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
-    """Describe the properties of the attention in a pass that readers need to interpret the numbers."""
+    """Describe the properties of the model's attention that readers need to interpret the measures."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased = any(call.bias is not None for call in calls)
     untested = "absolute" if len(site_traits) == len(reached) else "unknown"
@@ -274,7 +274,7 @@ def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Trait
             each.site.part == "decoder" for each in reached
         ),
         f"At {traced} of {len(reached)} sites the module has its own attention code: queries, keys and scale are "
-        "traced from its softmax, whose argument changed as predicted for other queries and keys.": traced,
+        "traced from its softmax, and a pass with other queries and keys confirmed them.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,
         "Latent attention (MLA): the length of each token's latent sets the relative weight of its key's part without "

@@ -53,7 +53,7 @@ class Continued:
     """Prompts with the original model's continuations."""
 
     prompts: Prompts
-    tokens: Int[Tensor, "steps prompts"]
+    tokens: Int[Tensor, "steps prompts"]  # generated tokens
     ends: Int[Tensor, " ids"]  # ids of the tokens that end a text
 
 
@@ -64,9 +64,9 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
     """
     reason = ""
     if task != "causal":
-        reason = NOT_CAUSAL if prompts is None else "it does more than predict next tokens"
+        reason = NOT_CAUSAL if prompts is None else "its task is not to predict the next token"
     elif set(fed[0].inputs) - TEXT:
-        reason = "the model takes more than text"
+        reason = "the model has inputs other than text"
     elif "past_key_values" not in inspect.signature(model.forward).parameters:
         reason = "the model keeps no key-value cache"
     if reason and prompts is not None:
@@ -85,7 +85,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize a file's lines. Raise TextError if it has none or one is too long, UsageError without a tokenizer."""
+    """Tokenize a file's lines. Raise TextError if it is empty or a line is too long, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -94,7 +94,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
-        problem = f"The model, which accepts {limit} tokens, can't continue a prompt of {longest} in {content.name}."
+        problem = f"{content.name} contains a prompt of {longest} tokens, but the model's context has only {limit}."
         raise TextError(problem, f"Shorten the prompts to at most {limit - 1} tokens.")
     # the mask hides padding, so any id can be the padding
     ids, mask = (
@@ -123,7 +123,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
 
 
 def agreement(model: PreTrainedModel, original: Continued | str, variant: Variant) -> Agreement | str:
-    """Count generated tokens until the models' likeliest tokens differ, or return why they can't be counted."""
+    """Count the tokens that both models generate before their first difference, or return why they can't be counted."""
     if isinstance(original, str):
         return original
     try:
@@ -135,7 +135,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
         if is_memory(error):
             raise
         problem = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
-        return f"the kernel does not run with a key-value cache here ({problem.rstrip('.')})"
+        return f"the kernel does not run with a key-value cache ({problem.rstrip('.')})"
     total, ordered = len(original.tokens), sorted(until)
     # quartiles are counts that occur, without interpolation
     low, middle, high = (ordered[(len(ordered) - 1) * part // 4] for part in (1, 2, 3))
@@ -154,7 +154,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count the tokens of each prompt before the first difference; all of them if both texts end at the same token."""
+    """Count, per prompt, the tokens before the first difference; count all if both texts end at the same token."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):
@@ -192,7 +192,7 @@ DIVERGED = "the changed model diverged: its predictions are not finite"
 
 @dataclass
 class Differences:
-    """Differences between one variant and the original, collected batch by batch."""
+    """Differences between one variant of a model and the original, collected batch by batch."""
 
     task: Task  # what is predicted
     noise: bool  # True if the input is noise: predictions are then compared without a loss
@@ -200,7 +200,7 @@ class Differences:
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    predicting: list[Tensor] = field(default_factory=list)  # False for sequences that `before`, … omit: no predictions
+    predicting: list[Tensor] = field(default_factory=list)  # False for sequences without predictions, omitted above
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
     agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
@@ -209,15 +209,15 @@ class Differences:
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence with hidden states
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
-    likeness: LinearCKA | None = None
-    seconds: list[float] = field(default_factory=list)  # of each forward pass of the variant
-    own_seconds: list[float] = field(default_factory=list)  # of each forward pass of the original
+    likeness: LinearCKA | None = None  # of the hidden states; None if there are none
+    seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the variant
+    own_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
 
     def add(
         self, original: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
     ) -> None:
-        """Add one batch; `ids` are the tokens of a causal model."""
+        """Add one batch of `sizes` tokens; `ids` are the input tokens, needed for causal models."""
         self.seconds.append(new.seconds)
         self.own_seconds.append(original.seconds)
         self.sizes.append(sizes)
@@ -257,7 +257,7 @@ class Differences:
         self.likeness.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
-        """Build the record of all differences; `window`: width of the kernel's window, or why it is unknown."""
+        """Build the record; `window`: width beyond which losses are reported, or why there is none (None: omit both)."""
         fields, reasons = self._prediction_fields(seed, texts)
         state_fields, state_reasons = self._state_fields(seed, texts)
         fields |= state_fields
@@ -362,7 +362,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare the loss of another changed model (before) with this one's (after); None if either has no loss."""
+        """Compare the losses of another variant (before) and of this one (after); return None if either has no loss."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
@@ -390,7 +390,7 @@ class Differences:
 def _mean(
     means: Tensor, counts: Tensor, design: Design, bounds: tuple[float, float], seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """Return the mean over the tokens of all sequences, and its 95 % interval, clipped to `bounds`, if there is one."""
+    """Return the mean weighted by `counts`, and its 95 % interval clipped to `bounds` (None for a single unit)."""
     value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=counts, seed=seed)
     return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
@@ -442,7 +442,7 @@ COLUMNS = {  # Columns of each window, in this order, with the fields of Differe
 
 
 def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return losses, KL, hidden cosines and numbers of tokens by name, as tables with a column per Differences."""
+    """Return tables (windows, differences) of losses, KL, hidden cosines and numbers of tokens, by name."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

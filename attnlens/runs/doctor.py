@@ -26,7 +26,7 @@ from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.backends import check_backends
 from attnlens.runs.inspect.pipeline import inspect
-from attnlens.runs.progress import Progress, silent, telling
+from attnlens.runs.progress import Progress, silent, start_stage
 from attnlens.runs.provenance import report_of
 
 WEIGHTS_TOLERANCE = 1e-6
@@ -39,9 +39,10 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
-    Each call draws different heads, so that a forger can't predict them. tokens.* can differ by √ε of the model's type,
-    weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or another text.
+    Return one check for the files, the architecture and each measure. Each call draws other heads, which a forger can't
+    predict. tokens.* may differ by √ε of the model's type, weights.* by WEIGHTS_TOLERANCE, relative to the larger
+    value. `more` are options of `inspect` that a report does not contain: the text, and options of `load`. Raise
+    UsageError if the report has no heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -110,9 +111,9 @@ def doctor(
 
     P is computed twice: from captured queries and keys, and from weights × inputs. P_model are the attention
     probabilities that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
-    model is copied), which takes twice the memory, so that errors are not due to rounding. The tolerance is the same
-    for another `dtype`, and for float32, which is used if float64 fails. Raise UsageError for invalid arguments,
-    TextError, and ModelError if the model can't be loaded or analysed.
+    model is copied), which takes twice the memory, so that errors are not due to rounding. If float64 fails, float32 is
+    used. The tolerance does not depend on the type. Raise UsageError for invalid arguments, TextError for an invalid
+    text, and ModelError if the model can't be loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -125,7 +126,7 @@ def doctor(
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, requested.length)
-    settings = feeding.of_model(requested, loaded)
+    settings = feeding.add_model_settings(requested, loaded)
     # placeholder ids without a tokenizer, since any input proves identity
     batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
@@ -203,7 +204,7 @@ def _summary(loaded: loading.Loaded, reached: Sequence[SiteCall], identity: floa
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: heads without any error are not analysed; heads with one error lack the other source."""
+    """Summarise the coverage: a head is analysed if an error is known for its tokens, its weights, or both."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
@@ -225,7 +226,7 @@ def check_sites(
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check the `reached` sites in these layers and heads; `first` has the same sites' calls on one token."""
+    """Check the `reached` sites in these layers and heads; `first` has the calls of the same sites on one token."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)
@@ -234,7 +235,7 @@ def check_sites(
         and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
-    results, tell = list[SiteCheck](), telling(progress, "doctor", len(pairs))
+    results, tell = list[SiteCheck](), start_stage(progress, "doctor", len(pairs))
     for (_, each, chosen), factors in zip(pairs, all_factors, strict=True):
         rounded = any(result.rounding is not None for result in results)
         results.append(_check(each, factors, probabilities[each.site], chosen, rounded=rounded))
@@ -273,9 +274,9 @@ def _check(
     *,
     rounded: bool,
 ) -> SiteCheck:
-    """Compute both errors of a site's heads, or state why one is missing; `probabilities` can be such a reason.
+    """Compute the errors of a site's heads from tokens and from weights, or state why one is missing.
 
-    `rounded`: the model's rounding at an earlier site changed the inputs of this site.
+    `probabilities` are the model's own, or why they are unknown. `rounded`: an earlier site's rounding changed inputs.
     """
     errors, rebuilt = dict[str, float](), dict[str, QueryKey]()
     reason = factors.problem if isinstance(factors, UnreadableError) else None
@@ -315,8 +316,8 @@ def _check(
 def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, *, rounded: bool) -> str:
     """Return a sentence if the model's own rounding of its scores explains the error; "" if it does not.
 
-    The rounding of float32 softmax in a float64 model is repeated exactly; otherwise, and if an earlier site `rounded`,
-    the error is explained if it is at most twice the rounding of the largest score.
+    For a float64 model without sinks, softmax in float32 must give the model's probabilities. For other models, and if
+    an earlier site `rounded`, the error must be at most twice the rounding of the largest score.
     """
     largest = query_key.largest_logit
     exact = probabilities.dtype == torch.float64 and query_key.sinks is None and not rounded

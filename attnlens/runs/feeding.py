@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOSS = "loss"  # measure that is skipped if a model's predictions depend on weights that the checkpoint lacks
+LOSS = "loss"  # name of the skipped measure if predictions depend on weights that the checkpoint lacks
 
 
 def predicts_text(loaded: Loaded) -> bool:
@@ -97,7 +97,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     return {}
 
 
-def of_model(settings: Settings, loaded: Loaded) -> Settings:
+def add_model_settings(settings: Settings, loaded: Loaded) -> Settings:
     """Add the model's device, dtype, notes and window length to settings; raise UsageError for an invalid length."""
     device, dtype = loading.format_devices(loaded.model), str(loaded.dtype).removeprefix("torch.")
     length = texts.window_length(loaded.model, settings.length)
@@ -167,7 +167,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
-    """Return the settings; if the input is noise, set the length to the largest number of tokens in any attention."""
+    """Return the settings; if the input is noise, set `length` to the largest number of queries at any site."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
@@ -183,7 +183,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
-    """Move a batch's tensors to the model's device. Raise UsageError if the batch is empty or has other values."""
+    """Return a batch on the model's device. Raise UsageError if it is empty or contains anything but tensors."""
     remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)
@@ -202,7 +202,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
 def wrap_model(
     model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str | os.PathLike[str] | Loaded:
-    """Wrap a transformers model and its tokenizer like a result of `load`; return anything else unchanged."""
+    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged."""
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
         if hooks.is_answered(weights):
@@ -247,7 +247,7 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_work(request: Request) -> None:
-    """Raise UsageError for options that keep or distribute work, because no file identifies a model in memory."""
+    """Raise UsageError for options that store or distribute work: a model in memory has no files that identify it."""
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:

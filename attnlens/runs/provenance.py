@@ -58,11 +58,11 @@ def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
-STATUS = Path("/proc/self/status")  # file of Linux with this process's high-water mark of memory
+STATUS = Path("/proc/self/status")  # on Linux, contains this process's peak memory
 
 
 def report_of(command: str, kind: Kind, **results: Any) -> Report:
-    """Build the report of a command; `results` are the fields that do not describe the run."""
+    """Build the report of a command from its results; add versions, platform, peak memory and findings."""
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}

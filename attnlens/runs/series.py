@@ -32,7 +32,7 @@ from attnlens.runs import checks, feeding
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, survey
-from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling, time_stage
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage, time_stage
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
@@ -55,7 +55,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, parts skipped at any, and unread checkpoints."""
+    """Combine coverages: the fewest heads analysed at a checkpoint, all that was skipped, and unread checkpoints."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -73,7 +73,7 @@ def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread:
 
 
 def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:
-    """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
+    """Build an experiment from the checkpoints' readings: trajectories of heads, and quartiles over heads."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
     reports = [reading["report"] for reading in readings]
@@ -141,11 +141,11 @@ class Checkpoint:
     model: str  # name as passed to `load`
     revision: str | None  # revision of a hub model
     place: Location  # location of the model's files
-    step: int | None  # training step in the name; None if the name has none
+    step: int | None  # training step in the name; None if the name has none, or if steps are missing or repeated
 
 
 def of_demo() -> list[str]:
-    """Return the checkpoints included in attnlens, and the trained model itself."""
+    """Return the folders of the demo model's checkpoints, and `demo`, the trained model."""
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
@@ -206,11 +206,12 @@ def converge_checkpoints(
     """Measure every head at each checkpoint; the report has one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); without them, 0,
-    1, 2 … in the given order. By default, the analyzers of `inspect` and `selection` run. All checkpoints use the
-    tokenizer of the last that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from
-    finished units. Raise UsageError, ModelError (if a checkpoint is missing, or shapes differ), TextError, and
-    Interrupted, which contains the finished checkpoints.
+    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); if a name has no
+    number, or two have the same, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default
+    analyzers of `inspect` and the analyzer `selection` run. All checkpoints use the tokenizer of the last checkpoint
+    that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from finished units.
+    Raise UsageError, TextError, ModelError if a checkpoint is missing or shapes differ, and Interrupted, which contains
+    the finished checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -225,7 +226,7 @@ def follow(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function that removes the finished units, to be called once the report is written."""
+    """Return the report, and a function that removes the stored units, to be called once the report is written."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -235,8 +236,8 @@ def follow(
 class Series:
     """A run over checkpoints. Its constructor finds the checkpoints and reads the texts."""
 
-    names: Sequence[str] | None
-    revisions: Sequence[str]
+    names: Sequence[str] | None  # models or checkpoints; None: the checkpoints of demo
+    revisions: Sequence[str]  # revisions of a single hub model, or empty
     request: CheckpointsRequest
     progress: Progress = silent
 
@@ -259,7 +260,7 @@ class Series:
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
-        """Checkpoints by the names of their units: a readable name and a hash of the files."""
+        """Checkpoints by unit name, which consists of the checkpoint's name and a hash of its files."""
         return {f"{each.name} {digest_of(each.place)}": each for each in self.checkpoints}
 
     @cached_property
@@ -295,10 +296,10 @@ class Series:
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
+        """Read the checkpoints; return the report, and a function that removes the finished units."""
         self.plan.check(self.request.text)
         units = list(self.units)
-        tell = telling(self.progress, "checkpoints", len(self.plan.select_units(units)))
+        tell = start_stage(self.progress, "checkpoints", len(self.plan.select_units(units)))
         outcome = run_units(
             units,
             self.read_unit,
@@ -345,7 +346,7 @@ class Series:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """Tokenizer of all checkpoints, as fields of `Loaded`; empty if no text is read."""
+        """Fields of `Loaded` with the tokenizer for all checkpoints; empty if no text is read."""
         if not self.contents:
             return {}
         last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
@@ -358,7 +359,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Read one checkpoint; finished parts are stored until the whole checkpoint is finished."""
+        """Read one checkpoint; its finished parts are stored until all of it is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:
@@ -366,7 +367,7 @@ class Series:
 
         with time_stage(self.timings, checkpoint.name):
             loaded = replace(self._load(checkpoint), **self.tokenizer)
-            settings = feeding.of_model(self.settings, loaded)
+            settings = feeding.add_model_settings(self.settings, loaded)
             run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
             try:
                 report, results = compute(survey(run), store=self.store and self.store.inside(name))
@@ -398,6 +399,6 @@ class Series:
 def open_in_worker(
     names: tuple[str, ...] | None, revisions: tuple[str, ...], request: CheckpointsRequest
 ) -> tuple[Mapping[str, object], Compute]:
-    """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
+    """Prepare a series again in a worker process; return its facts, and the function that reads a checkpoint."""
     series = Series(names, revisions, request)
     return series.facts, series.read_unit

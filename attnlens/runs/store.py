@@ -77,7 +77,7 @@ class Store:
 
     folder: Path  # folder as a path, or a `UPath`, which has the same methods
     facts: Mapping[str, object]  # facts that determine the numbers of the run, as JSON
-    resume: bool = True  # True if files of an earlier run are used
+    resume: bool = True  # True if files of an earlier run are reused
 
     def path(self, name: str) -> Path:
         """Return the path of a unit's file."""
@@ -88,7 +88,7 @@ class Store:
         return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return the value of a unit, or None; a damaged or foreign file is reported, renamed and ignored."""
+        """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file."""
         path = self.path(name)
         with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:
@@ -105,14 +105,14 @@ class Store:
         self.begin()
 
     def begin(self) -> None:
-        """Write the facts of the run if they are missing. Raise OutputError if the folder can't be written."""
+        """Write the run's facts to run.json unless it exists. Raise OutputError if the folder can't be written."""
         with output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
-        """Return a unit's stored value, or compute and store the value with `make`."""
+        """Return a unit's stored value; if there is none, call `make` and store the result."""
         value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()
@@ -120,11 +120,11 @@ class Store:
         return value
 
     def keep(self, name: str, value: object) -> None:
-        """Write a unit's value; if that fails, log a warning, because the run can continue."""
+        """Write a unit's value; if writing fails, log a warning, because the run can continue."""
         try:
             self.save(name, value)
         except OutputError as error:
-            LOG.warning("%s is not kept. %s", clean(name), error.problem)
+            LOG.warning("The result of %s is not stored. %s", clean(name), error.problem)
 
     def clear(self) -> None:
         """Remove the run's files after its report is written; other files are not touched."""
@@ -158,18 +158,18 @@ class Store:
 
 def _set_aside(path: Path, name: str) -> None:
     aside = path.with_name(path.name + ".damaged")
-    what = f"it is kept as {aside.name} and computed again"
+    what = f"the file is renamed to {aside.name}, and the unit is computed again"
     try:
         path.rename(aside)
     except FileNotFoundError:  # another process has renamed it
         return
     except OSError as error:
-        what = f"it cannot be renamed: {error.strerror or error}"
-    LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
+        what = f"the file cannot be renamed: {error.strerror or error}"
+    LOG.warning("%s is damaged or does not contain the unit %s: %s.", path, clean(name), what)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file; retry if another run that has written its report removes the folder meanwhile."""
+    """Write a file; retry if another run removes the folder in the meantime because its report is finished."""
     for attempt in range(8):
         try:
             with output_errors(path, "written"):
@@ -187,7 +187,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def output_errors(path: Path, what: str) -> Iterator[None]:
-    """Context manager: turn errors of the system or of a remote store's library into an OutputError."""
+    """Context manager: convert system errors, and errors of a remote store's library, to OutputError."""
     try:
         yield
     except AttnlensError:
@@ -206,7 +206,7 @@ def file_stem(name: str) -> str:
 
 
 def difference(first: object, second: object, where: str = "") -> str | None:
-    """Describe the first place at which two values differ; return None if they are equal."""
+    """Describe the first difference between two nested values; return None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in first | second)
         return next(filter(None, inner), None)

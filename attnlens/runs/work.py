@@ -33,14 +33,14 @@ V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
 Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
 Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
-RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that may not recur at a second try
+RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that a second attempt may avoid
 LOST = (
     "the worker process ended twice: it was killed (perhaps for lack of memory), or the main script calls attnlens "
     "outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # read at import
-RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
+RAY_HERE = "local"  # address that makes Ray start a cluster on this machine
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
 ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL) whose users must not be forked
 
@@ -55,10 +55,10 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason for a missing value of a unit."""
+    """Reason why a unit has no value."""
 
     reason: str
-    error: BaseException | None = None
+    error: BaseException | None = None  # None if the worker could not return it
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class WorkPlan(SharedRequest):
         return names[int(index) - 1 :: int(count)]
 
     def check(self, texts: Collection[object] = ()) -> None:
-        """Raise UsageError if the plan contradicts itself or `texts`, OutputError if no unit can be kept."""
+        """Raise UsageError if options contradict each other or `texts`, OutputError if units can't be stored."""
         if self.address is not None and self.engine != "ray":
             raise errors.UsageError("address applies only to engine='ray'.", "Omit address, or pass engine='ray'.")
         if self.engine == "ray":
@@ -114,7 +114,8 @@ class WorkPlan(SharedRequest):
         if self.elsewhere and "-" in map(str, texts):
             raise errors.UsageError("Only one process can read a text from stdin.", "Save the text to a file.")
         if self.elsewhere and str(self.work).startswith("memory:"):
-            raise errors.UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
+            problem = f"Other processes cannot access {self.work}, which is in this process's memory."
+            raise errors.UsageError(problem, OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
             raise errors.OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
 
@@ -149,9 +150,9 @@ def run_units(
     """Compute the unfinished units of a run, and return the results of all units.
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
-    the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns True
-    if a stored value is complete. Raise ShardFinished at the end of a shard, a unit's AttnlensError, which concerns all
-    units, and the first error if no unit could be computed.
+    the same run in another process. `tell` is called with the name of each unit that finishes or fails. `usable`
+    returns True if a stored value is complete. Raise ShardFinished at the end of a shard, any unit's AttnlensError,
+    because it affects all units, and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -230,7 +231,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Compute a unit and return its value, or a Failure after two attempts; a user's error is not retried."""
+    """Compute a unit and return its value, or a Failure after two attempts; wrong options or texts are not retried."""
     for _ in range(2):
         try:
             return compute(name)
@@ -244,11 +245,11 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     return failure
 
 
-_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []  # this worker's run: its opener, facts, function
+_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []  # this worker's run: opener, facts, function
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
-    """Compute a unit in another process and write its file. Return the reason of a failure in picklable form."""
+    """Compute a unit in another process and write its file. Return a picklable Failure, or None on success."""
 
     def compute(name: str) -> None:
         if not _prepared or _prepared[0][0] != (opener, arguments):

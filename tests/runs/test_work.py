@@ -196,7 +196,8 @@ def test_a_file_that_is_not_the_units_is_named_set_aside_and_computed_again(stor
     computes()
     path = store.path(NAMES[1])
     aside, content = path.with_name(path.name + ".damaged"), path.read_bytes()
-    problem = f"{path} is damaged or not the unit {NAMES[1]}: it is kept as {aside.name} and computed again."
+    action = f"the file is renamed to {aside.name}, and the unit is computed again"
+    problem = f"{path} is damaged or does not contain the unit {NAMES[1]}: {action}."
     for name, damage in DAMAGE.items():
         harmed = damage(content, store)
         path.write_bytes(harmed)
@@ -221,7 +222,7 @@ def test_folders_and_pipes_in_a_units_place_are_set_aside_or_named_and_files_of_
     assert computes() == NAMES
     assert "and computed again" in caplog.messages[0]
     assert "it cannot be renamed" in caplog.messages[1]
-    assert f"{NAMES[1]} is not kept." in caplog.messages[2]
+    assert f"The result of {NAMES[1]} is not stored." in caplog.messages[2]
     store.inside(NAMES[0]).save("part", 1)
     store.clear()
     assert set(store.folder.iterdir()) == {*aside, *mine[:2], mine[2].parent, paths[1]}
@@ -286,7 +287,9 @@ def test_a_full_disk_is_named_and_the_run_goes_on_but_a_shard_ends(plan, store, 
     full = OutputError("It can't be written: No space left on device.", "Make room.")
     monkeypatch.setattr(store_module, "write_atomically", Mock(side_effect=full))
     assert computes() == NAMES[1:]
-    assert [message.split(" is not kept")[0] for message in caplog.messages] == NAMES[1:]
+    assert [message.split(" is not stored")[0] for message in caplog.messages] == [
+        f"The result of {name}" for name in NAMES[1:]
+    ]
     assert "No space left on device" in caplog.messages[0]
     units, shard = Units(), WorkPlan(work=plan.work, shard="1/1")
     refused(OutputError, lambda: run_units(NAMES, units, shard, store), "No space left on device")
@@ -343,7 +346,7 @@ def test_units_are_kept_at_an_address_as_in_a_folder(tmp_path, caplog, monkeypat
     memory.pipe_file(path, memory.cat_file(path)[:-1])
     assert same(run_units(NAMES, units, plan, store).values, VALUES)
     assert units.computed[3:] == NAMES[1:2]
-    assert f"it is kept as {file_stem(NAMES[1])}.safetensors.damaged" in caplog.text
+    assert f"the file is renamed to {file_stem(NAMES[1])}.safetensors.damaged" in caplog.text
     run_units(NAMES[:1], units, plan, plan.store(OTHER))
     assert "settings.seed is 1 here and 0 there" in caplog.text
     store.clear()

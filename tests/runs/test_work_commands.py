@@ -237,7 +237,7 @@ def test_healing_begins_anew_if_its_state_is_damaged_or_with_resume_false(tmp_pa
         with counted(Descent, "advance", fails=stop) as calls, pytest.raises(KeyboardInterrupt):
             heal(resume=resume)
         assert [descent.step for (descent,) in calls] == [0]
-    assert f"it is kept as {state.name}.damaged" in caplog.text
+    assert f"the file is renamed to {state.name}.damaged" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])

@@ -39,7 +39,7 @@ from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
 from attnlens.requests.swap import Amount, heal_kernels
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.outputs import enough_memory, peak_of, tokens_in
+from attnlens.runs.outputs import enough_memory, measure_peak, tokens_in
 from attnlens.runs.progress import Progress, Tell, silent
 from attnlens.runs.store import Store, key_of
 from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, changed_weights, digests_of, map_kernels
@@ -144,7 +144,7 @@ def train_swap(
     evaluate = partial(mean_loss, model, session.fed, session.task)
     tell, stages = run.teller(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
-    peak = peak_of(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
+    peak = measure_peak(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
     return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 

@@ -26,7 +26,7 @@ from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, Chan
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
-from attnlens.runs.progress import Progress, telling
+from attnlens.runs.progress import Progress, start_stage
 from attnlens.wording import format_count, join_items
 
 Tensors = Mapping[str, Tensor]
@@ -37,7 +37,7 @@ ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which t
 GAUGE_FACTOR = 100
 """Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as the rounding of
 another basis. Training steps change M about as much as W_Q and W_K."""
-NEAR_FACTOR = 10  # ratio of this change to the change at equal positions (due to rounding) that is required in addition
+NEAR_FACTOR = 10  # the change must also exceed this multiple of the change at equal positions, which is rounding
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 NOTES_ON_FORMS = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "
@@ -56,11 +56,11 @@ NOTES_ON_FORMS = {
     "small change, other attention": "W_Q and W_K of {heads} have a product M that changed by less than "
     f"{SMALLEST[FORMS]:g} of its norm, but attention changed by more than the practical size: {{names}}.",
 }
-"""Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K are others."""
+"""Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K differ."""
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
-    """Return the counterpart of each head of the first report, and the relation between their forms."""
+    """Return the partner of each head of the first report, and the relation between the forms of both heads."""
     sites, changes = {site.name: site for site in pairing.sites}, []
     for name, heads in groupby(enumerate(pairing.first.report.heads), lambda pair: pair[1].site):
         site, pair = sites[name], pairing.ordered_forms(sites[name])
@@ -106,7 +106,7 @@ def _relation(
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
 
     def are_within(limit: float) -> bool:
-        """Return True if both factors changed by at most this share of their norm."""
+        """Return True if W_Q and W_K each changed by at most this share of their norm."""
         # no division: a factor of zeros is close only to zeros
         return all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
 
@@ -151,9 +151,9 @@ def describe(
 def _classify_form(
     head: records.HeadChange, form: records.MeasureChange, own: records.MeasureChange | None, *, is_turned: bool
 ) -> str:
-    """Return the key in NOTES_ON_FORMS of a head whose M is the same, or changed by less than the practical size.
+    """Return the key in NOTES_ON_FORMS for a head whose M is the same, or changed by less than the practical size.
 
-    `form` and `own` are the changes of M and of attention to the same inputs; `own` is missing if no text was read.
+    `form` and `own` are the changes of M and of attention to equal inputs; `own` is None if no text was read.
     """
     beyond_rounding = None if own is None else own.beyond_rounding
     attends_differently = own is not None and beyond_rounding and not own.negligible
@@ -185,7 +185,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare loss, KL, agreement and hidden states of both models; return the outcome, or None and the reasons."""
+    """Compare loss, KL, agreement and hidden states of both models; return the outcome, or None and a note why."""
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
     if batches is None:
@@ -236,7 +236,7 @@ class Changes:
         if self.pairing.first.batches:
             distances |= self._row_distances()
         tests = self._test_measures(distances, rounding)
-        rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on this is not simulated")
+        rows = significance.build_rows(self.heads, tests, self.fdr, "rounding is not simulated for this measure")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
         sides = self.pairing.first, self.pairing.second
@@ -295,7 +295,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test each measure's changes; None for categories and for measures without windows or simulated rounding."""
+        """Test each measure's changes; return None for categories, and for measures without windows and rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)
@@ -317,7 +317,7 @@ class Changes:
         return tests
 
     def _row_distances(self) -> dict[str, Tensor]:
-        """Compute the distances between attention rows (windows, heads) and between block outputs (windows, blocks)."""
+        """Compute distances per window between attention rows, by head, and between block outputs, by block."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
         values, block_changes = SequenceValues(total), list[Tensor]()
@@ -335,8 +335,8 @@ class Changes:
         return rows | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
     def _draw_rounding(self) -> dict[str, Rounding]:
-        """Estimate the effect of rounding both models on each measure from random draws."""
-        tell = telling(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
+        """Estimate from random draws how much the rounding of both models' weights changes each measure."""
+        tell = start_stage(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)

@@ -46,12 +46,12 @@ def inspect(
     progress: Progress = silent,
     request: InspectRequest,
 ) -> Report:
-    """Measure symmetry, definiteness and spectrum per head of a model, from its weights and from real text.
+    """Measure the symmetry, definiteness and spectrum of each attention head, from weights and from real text.
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
     `tokenizer` (without a tokenizer, only weights are analysed); a model in memory is not changed. Measures are
     float64; tokens.* have standard errors, weights.* a null. `select` is an option of the analyzer selection:
-    `top-p:0.9` selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError,
+    `top-p:0.9` selects the fewest tokens with 90 % of the attention. Raise ModelError, TextError, UsageError,
     IdentityError, and Interrupted, which contains the finished part.
     """
     report, clear_work = run_inspect(model, request, tokenizer, progress)
@@ -62,7 +62,7 @@ def inspect(
 def run_inspect(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function to call once it is written: it removes the units, unless one failed."""
+    """Return the report, and a function that removes the stored units, to be called once the report is written."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
@@ -79,7 +79,7 @@ def run_inspect(
 
 
 def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple[Mapping[str, object], Compute]:
-    """Prepare an inspection inside a worker process; return the run's facts and the function that computes a unit."""
+    """Prepare an inspection again in a worker process; return its facts and the function that computes a unit."""
     run = prepare(model, request)
     run.loaded.model.train(False)
     inspection = survey(run)
@@ -89,7 +89,7 @@ def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple
 def prepare(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> PreparedRun:
-    """Read the texts and load the model; if memory is too small and only weights are read, leave them in the files."""
+    """Read the texts and load the model; leave it in its files if it exceeds the memory and only weights are read."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -108,7 +108,7 @@ def prepare(
         settings = settings.model_copy(update={"notes": [*settings.notes, TOO_LARGE]})
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, files, settings.length)
-    settings = feeding.of_model(settings, loaded)
+    settings = feeding.add_model_settings(settings, loaded)
     contents = (named or texts.sample(loaded.info.id)) if settings.source != "weights" else ()
     cut = feeding.cut_of(settings, request)
     return PreparedRun(loaded, settings, analyzers, contents, cut, progress, timings, request.show)
@@ -137,7 +137,7 @@ def compute(
 
 
 def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable[[str], None]:
-    """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
+    """Start the progress of each stage and of all units; return a function to call with each finished unit's name."""
     totals, done = Counter[str](), Counter[str]()
     for unit in units.values():
         totals[unit.stage] += unit.size
@@ -160,13 +160,13 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
 
 
 def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
-    """Measure some `sites` of a verified model on `inputs`, in this process."""
+    """Measure `sites` of a verified model on `inputs`, in this process."""
     inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, verify that recomputed attention changes nothing; units add to `factors`."""
+    """Cut the texts, find the sites, and verify recomputed attention; units store weights in `factors` if given."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
@@ -203,7 +203,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Return the inspection of a verified model's `reached` sites, with every site's calls on ids without media."""
+    """Build the inspection of a verified model's `reached` sites; add every site's calls on ids without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
@@ -241,7 +241,7 @@ def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks
         result = hooks.run_survey(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
-        raise ModelError(f"{problem}its forward pass depends on actual values ({first})", remedy) from error
+        raise ModelError(f"{problem}its forward pass depends on actual values ({first}).", remedy) from error
     if any(each.site.traced for each in result.sites):
         raise ModelError(f"{problem}{BY_HAND}.", remedy)
     return result

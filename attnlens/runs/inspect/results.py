@@ -34,7 +34,7 @@ ALONE = "only one window or one text has a value, so the spread is unknown"
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an inspection, derived from the values of its units. The same values give the same results."""
+    """Results of an inspection, computed from the values of its units alone."""
 
     inspection: Inspection
     values: Mapping[str, Unit]  # values of the finished units by name
@@ -48,7 +48,7 @@ class Results:
 
     @cached_property
     def finished(self) -> list[int]:
-        """Numbers of the sequences whose batches have a value."""
+        """Numbers of the sequences in finished batches."""
         starts = list(accumulate((batch.size for batch in self.inspection.batches), initial=0))
         batches = [unit.batch or 0 for unit in self._units("tokens")]
         return [number for batch in batches for number in range(starts[batch], starts[batch + 1])]
@@ -169,7 +169,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads with a value, and how many of these lack the values of each source."""
+        """Count the requested heads with a value and, for each source, those of them that have no value from it."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -264,10 +264,10 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads with extreme values of a measure, by decreasing distance from the median in spreads.
+    """Return up to eight heads with an extreme value of any measure, by decreasing robust z-score.
 
-    Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so weights.*
-    list them once.
+    Heads are ranked within their part (encoder, decoder, cross). If a module is called several times, its heads are
+    listed once for weights.*, because all calls share the weights.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
@@ -286,7 +286,7 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return (distance from the median, head) for a measure's extreme heads; `heads` lists the calls of each head."""
+    """Return (|robust z-score|, head) for a measure's extreme heads; `heads` lists the calls of each head."""
     by_head = [(calls[0].measures[info.name].value, calls) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for value, calls in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -321,7 +321,7 @@ NEVER_RUN = "the model was read from its files and not run; each site was checke
 
 
 def summarise(results: Results) -> records.Summary:
-    """Compute medians over the model, each layer and each text, and the extreme heads."""
+    """Compute medians over all heads, each layer's heads and each text's windows, and list the extreme heads."""
     heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(heads):

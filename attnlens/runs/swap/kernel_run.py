@@ -44,12 +44,12 @@ from attnlens.requests import SwapRequest
 from attnlens.runs import checks
 from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
 from attnlens.runs.feeding import guess_notes
-from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, tokens_in
-from attnlens.runs.progress import Progress, Tell, telling, time_stage
+from attnlens.runs.outputs import Variant, enough_memory, measure_peak, run, speed, tokens_in
+from attnlens.runs.progress import Progress, Tell, start_stage, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
 from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites, refuse_random
-from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
+from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, find_predictors, head_measures, sweep, units
 from attnlens.runs.work import Stopped
 
 
@@ -67,8 +67,8 @@ class SwapSession:
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
-    ranks: RankStep | None = None  # chooses the ranks instead of a fit
-    train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`
+    ranks: RankStep | None = None  # chooses the ranks; None: the kernel is fitted
+    train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`; None: no training
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # parts of the calibration text used to choose ranks
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
@@ -76,15 +76,15 @@ class SwapSession:
     sites: tuple[Site, ...] = ()
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # shapes of the chosen heads
-    missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
+    missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
-    identity_error: float = 0.0
+    identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
     timings: dict[str, float] = field(default_factory=dict)
-    measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
+    measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify the sites, and select those requested. Raise UsageError if any kernel is undefined there."""
+        """Find, verify and select the requested sites. Raise UsageError if a kernel is undefined at a site."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -97,11 +97,11 @@ class SwapSession:
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
-        """Return a SwapSetup of the model with these kernels."""
+        """Build the SwapSetup of the model with these kernels."""
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
-        """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's `path`."""
+        """Return a function whose context manager swaps in kernels and weights; `path` overrides `changed.path`."""
 
         @contextmanager
         def replace_attention() -> Iterator[None]:
@@ -129,8 +129,8 @@ class SwapSession:
 
     @property
     def peak(self) -> int | None:
-        """Peak memory in bytes of a pass over the first batch with the model in its current state; None if unknown."""
-        return peak_of(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
+        """Peak memory in bytes of a pass over the first batch under the current attention; None if unknown."""
+        return measure_peak(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
 
     @cached_property
     def own_peak(self) -> int | None:
@@ -139,7 +139,7 @@ class SwapSession:
 
     @cached_property
     def continuation(self) -> tuple[Continued | str, list[str]]:
-        """The original model's continuations of the prompts (or why they are missing), and notes."""
+        """The original model's continuations of the prompts, or why they are missing; and notes for the report."""
         if isinstance(self.prompts, str):
             return self.prompts, []
         requested, limit = self.options.generate, position_limit(self.loaded.model)  # which includes the longest prompt
@@ -188,9 +188,9 @@ class ChangedModel:
 
     swaps: hooks.Swaps
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name
-    path: Route | None = None  # None: the requested one
+    path: Route | None = None  # None: the requested path
     differences: Differences | None = None
-    agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: nothing generated
+    agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
         """Return the record of the measurements."""
@@ -203,11 +203,11 @@ class ChangedModel:
 
 @dataclass
 class ControlSwap:
-    """A control of one kernel."""
+    """A simple alternative to one kernel, measured for comparison."""
 
     role: ControlRole
     model: ChangedModel | None  # None if the control does not exist
-    state: float | None = None  # numbers stored per head, mean over sites
+    state: float | None = None  # numbers stored per head, mean over sites; None if unknown
     reason: str = ""  # why the control does not exist
 
     def record(self, swapped: Differences, seed: int, texts: Sequence[str], window: int | str) -> Control:
@@ -250,7 +250,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Return how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
+    """Compute how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -258,7 +258,7 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 
 def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[ControlSwap]:
-    """Build the controls of an unhealed kernel, except those equal to this kernel or to the model's own kernel."""
+    """Build the controls of an unhealed kernel, except those equal to this kernel or to the model's own."""
     controls = [
         _same_size(swaps, shapes),
         map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
@@ -273,7 +273,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the first known window width: the kernel's, its same-size control's, or 64; or why no window applies."""
+    """Return the first known window width (the kernel's, its same-size control's, 64), or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -327,7 +327,7 @@ class KernelResult(TypedDict):
 
     swap: Swap
     plan: Plan | None
-    window: int | str  # keys beyond which losses are reported for this kernel, or why it is unknown
+    window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
     notes: list[str]  # notes for the settings of the report
     losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
@@ -356,7 +356,7 @@ class KernelRun:
     store: Store | None = None  # stores parts of long computations
     controls: list[ControlSwap] = field(default_factory=list)
     window: int | str = ""  # keys beyond which losses are reported, or why there is no number
-    state: float | None = None  # numbers kept per swapped head
+    state: float | None = None  # numbers stored per swapped head; None if there is no attention matrix
     healing: Healing | None = None
     notes: list[str] = field(default_factory=list)  # for the settings of the report
     rank_notes: list[str] = field(default_factory=list)  # for the record of the kernel
@@ -423,9 +423,9 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def teller(self, stage: str, total: int) -> Tell:
-        """Return a function that reports the progress of a stage, prefixed with the kernel if there are several."""
+        """Start a stage, named after the kernel if there are several; return the function that reports its progress."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
-        return telling(self.session.progress, label, total)
+        return start_stage(self.session.progress, label, total)
 
     def _fit(self) -> None:
         """Choose ranks, or fit the kernel: its stage is `swapped` if it requires a fit, otherwise `fitted`."""
@@ -441,7 +441,7 @@ class KernelRun:
         self.stages["swapped" if kernel.needs_fit else "fitted"] = ChangedModel(fitted)
 
     def _compare(self) -> None:
-        """Measure the stages so far, and the controls."""
+        """Build the controls, and measure them and the stages so far."""
         session, swaps = self.session, self.last.swaps
         controls, self.state = build_controls(swaps, session.shapes), mean_state(swaps, session.shapes)
         self.window = choose_window(swaps, controls, session.shapes)
@@ -456,7 +456,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse an equal control of another kernel; run a pass, and store the reason if a site refuses the control."""
+        """Reuse an equal control of another kernel; run one pass, and store the reason if the control is refused."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -473,7 +473,7 @@ class KernelRun:
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
-        """Measure the differences between models and the original on the evaluated text, unless they are known."""
+        """Measure the differences from the original on the evaluated text, for models without `differences`."""
         session = self.session
         variants = {model: session.variant(model) for model in models if model.differences is None}
         tell = self.teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
@@ -482,7 +482,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Measure for how many tokens the greedy continuations of each stage and control equal the original's."""
+        """Count the tokens for which greedy continuations of each stage and control equal the original model's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         tell = self.teller("generate", len(models) + 1)
         original, notes = self.session.continuation
@@ -581,5 +581,5 @@ class KernelRun:
             return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})
         update: dict[str, object] = {"sweep": alone.effects(seed)}
         if correlated and session.measures is not None:
-            update["predictors"], update["prediction"] = predicted_by(alone, session.measures, seed)
+            update["predictors"], update["prediction"] = find_predictors(alone, session.measures, seed)
         return swap.model_copy(update=update)
