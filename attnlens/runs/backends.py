@@ -43,7 +43,7 @@ Outputs = dict[Site, Tensor]
 
 
 @contextmanager
-def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
+def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
     """Yield the model, or a copy, with the attention backend `name`; raise ValueError if the backend is unsupported."""
     # private: transformers has no public test
     if model._can_set_attn_implementation():
@@ -117,7 +117,7 @@ def tolerance_between_passes(tolerance: float, error: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedCase:
     """A mask test with the results expected from the model in float64."""
 
     case: Case
@@ -155,7 +155,7 @@ class Comparison:
         self.tokens = main_output(result).argmax(-1) if hasattr(result, "logits") else None
         self.some_layers = request.layers is not None
         self.cases: Cases | None = None
-        self.prepared, self.refused = list[Prepared](), dict[str, str]()
+        self.prepared, self.refused = list[PreparedCase](), dict[str, str]()
         self._prepare()
 
     @contextmanager
@@ -188,7 +188,7 @@ class Comparison:
             if prepared is not None:
                 self.prepared.append(prepared)
 
-    def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
+    def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
         """Compute the expected results; return None if the model ignores packing, and no tests were requested."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
@@ -219,7 +219,7 @@ class Comparison:
         with self._recomputing():
             for _, start, end, alone in case.pieces:
                 expected.append(main_output(hooks.forward(self.reference, alone))[0, : end - start])
-        return Prepared(case, targets, allowed, attention, expected)
+        return PreparedCase(case, targets, allowed, attention, expected)
 
     def names(self) -> Iterator[str]:
         """Yield the requested backends; by default eager and sdpa, and on a CUDA device also all others."""
@@ -241,7 +241,7 @@ class Comparison:
             try:
                 if dtype != model.dtype:
                     model = nn.Module.to(copy.deepcopy(model), dtype)
-                with torch.no_grad(), switch(model, name) as running:
+                with torch.no_grad(), use_backend(model, name) as running:
                     return self._check_running(name, running)
             except (*FAILURES, ImportError, AttnlensError) as error:
                 if is_memory(error):
@@ -281,7 +281,7 @@ class Comparison:
         if math.isfinite(error):
             masks += [self._check_mask(prepared, model, most, error) for prepared in self.prepared]
             masks += self._check_cache(model, tolerance_between_passes(most, error), against_itself=not close)
-        masks += [not_checked(mask, why) for mask, why in self.refused.items()]
+        masks += [build_unchecked(mask, why) for mask, why in self.refused.items()]
         verdict: Literal["agrees", "rounds", "differs"] = "agrees" if close else "rounds" if explained else "differs"
         if any(mask.verdict == "differs" for mask in masks):
             verdict = "differs"
@@ -317,7 +317,7 @@ class Comparison:
         return most, f"its softmax rounds scores of up to {largest:.1e} to {name} (first at {first.site})"
 
     def _check_mask(
-        self, prepared: Prepared, model: PreTrainedModel, tolerance: float, output_error: float
+        self, prepared: PreparedCase, model: PreTrainedModel, tolerance: float, output_error: float
     ) -> MaskCheck:
         """Run one mask test; repeat it in float32 if the outputs in float64 are not finite."""
         try:
@@ -328,10 +328,12 @@ class Comparison:
         except (*FAILURES, ImportError) as error:
             if is_memory(error):
                 raise
-            return not_checked(prepared.case.name, loading.first_line(error))
+            return build_unchecked(prepared.case.name, loading.first_line(error))
         return check
 
-    def _try_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float, output_error: float) -> MaskCheck:
+    def _try_mask(
+        self, prepared: PreparedCase, model: PreTrainedModel, tolerance: float, output_error: float
+    ) -> MaskCheck:
         """Run one mask test in the model's type; the error is None if outputs of real tokens are not finite.
 
         `output_error` is the backend's error on the ordinary inputs. If it exceeds the tolerance, the backend may round
@@ -376,7 +378,7 @@ class Comparison:
         )
 
     def _probe_outputs(
-        self, prepared: Prepared, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
+        self, prepared: PreparedCase, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
     ) -> list[Sight]:
         """Find outputs of the model that depend on a token although no chain of attention sites connects them.
 
@@ -412,7 +414,7 @@ class Comparison:
 
     def _probe(
         self,
-        prepared: Prepared,
+        prepared: PreparedCase,
         target: SiteCall,
         module: nn.Module,
         calls: Mapping[Site, dict[str, Any]],
@@ -458,13 +460,13 @@ class Comparison:
         if (self.named_masks is not None and not named) or self.cases is None:
             return []
         if not self.cases.causal or not {"past_key_values", "use_cache"} <= self.cases.parameters.keys():
-            return [not_checked("cache", "the model has no cache")] if named else []
+            return [build_unchecked("cache", "the model has no cache")] if named else []
         try:
             return [self._decode(model, self.cases.cache_inputs(), tolerance, against_itself=against_itself)]
         except (*FAILURES, ImportError) as error:
             if is_memory(error):
                 raise
-            return [not_checked("cache", loading.first_line(error))]
+            return [build_unchecked("cache", loading.first_line(error))]
 
     def _decode(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float, *, against_itself: bool
@@ -495,7 +497,7 @@ class Comparison:
                 return MaskCheck(mask="cache", verdict="differs", reason=reason)
             cache = result.past_key_values
             if cache is None:
-                return not_checked("cache", "the model returns no cache")
+                return build_unchecked("cache", "the model returns no cache")
             errors.append(relative_error(expected[:, start:end], main_output(result)))
             for site, output in outputs.items():
                 error = relative_error(whole[site][:, start:end], output)
@@ -525,7 +527,7 @@ class Comparison:
         )
 
 
-def not_checked(mask: str, reason: str) -> MaskCheck:
+def build_unchecked(mask: str, reason: str) -> MaskCheck:
     """Build the record of a mask test that can't run."""
     return MaskCheck(mask=mask, verdict="not checked", reason=reason)
 

@@ -11,7 +11,7 @@ from attnlens.arguments import public
 from attnlens.models import loading
 from attnlens.records import QueryKey
 from attnlens.runs import checks
-from attnlens.runs.feeding import at_rest, require_model, tensors
+from attnlens.runs.feeding import convert_batch, evaluation_mode, require_model
 
 
 @public
@@ -26,8 +26,8 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
     and IdentityError if recomputing attention from the capture changes the model's outputs.
     """
     loaded = require_model(model)
-    inputs = tensors(loaded.model, batch)
-    with at_rest(loaded.model):
+    inputs = convert_batch(loaded.model, batch)
+    with evaluation_mode(loaded.model):
         survey = checks.survey_model(loaded, inputs)
         checks.prove_identity(loaded, inputs)
         missed = [f"{path}, because {reason}" for path, reason in survey.missed.items() if reason is not None]

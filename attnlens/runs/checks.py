@@ -22,10 +22,10 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
-Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function that runs a model
+Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function that runs a model
 
 
-def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+def measure_attention_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the queries, keys and values of every attention computation as one flat list."""
     tensors: list[Tensor] = []
 
@@ -38,7 +38,7 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
     return tensors
 
 
-def predictions(task: Task) -> Measured:
+def measure_predictions(task: Task) -> Measurement:
     """Return a function that computes a model's logits, or its hidden states if the task is `hidden`."""
 
     def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -48,20 +48,22 @@ def predictions(task: Task) -> Measured:
     return measure
 
 
-def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
+def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement) -> None:
     """Raise ModelError if measured values depend on a weight that is random because the checkpoint lacks it."""
-    if random := random_weights(loaded, inputs, measured):
+    if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
         raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
 
 
-def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
+def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
     """Return the module of a missing weight that affects predictions, and why there is no loss; otherwise None."""
-    random = random_weights(loaded, inputs, predictions(task))
+    random = find_random_weights(loaded, inputs, measure_predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
 
-def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
+def find_random_weights(
+    loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
+) -> tuple[str, str] | None:
     """Return the module and the name (`name and 3 more`) of missing weights that affect the measured values, or None.
 
     A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
@@ -78,7 +80,7 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
     slopes: Sequence[Tensor | None] = [None] * len(leaves)
     try:
         with remove_hooks(handles), torch.enable_grad():
-            outputs = [output.sum() for output in measured(loaded.model, inputs) if output.requires_grad]
+            outputs = [output.sum() for output in measure(loaded.model, inputs) if output.requires_grad]
             if outputs:
                 slopes = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
     finally:
@@ -121,16 +123,16 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
         raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
-def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
+def survey_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
     """Return the sites with their calls in a pass over a single token, for reading the weights."""
     return _reach_by_ids(loaded, reached, 1, seed)
 
 
-def without_media(
+def survey_without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token and on random ids, both without media (whose positions are special)."""
-    one_token = of_one_token(loaded, reached, seed)
+    one_token = survey_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
     return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(loaded, reached, tokens, seed, bare=True)
@@ -196,7 +198,7 @@ def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | 
     return f"q·k reaches {largest:.1e}, which overflows {name} (largest number {limit:.0f})"
 
 
-def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
+def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
     """Return the task of the model's head, but `hidden` if it predicts tokens that it can see (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
@@ -223,7 +225,7 @@ def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> fl
     return error
 
 
-def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
+def list_skipped(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     """List attention that can't be read or does not run on this input, and layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
@@ -238,7 +240,9 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
 
 
-def check_chosen(layers: Sequence[int | str] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
+def check_selection(
+    layers: Sequence[int | str] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]
+) -> None:
     """Raise UsageError if the model lacks any of the chosen layers or heads."""
     for layer in layers or ():
         if not any(each.site.is_among([layer]) for each in reached):
@@ -261,7 +265,7 @@ def _list_layers(reached: Sequence[SiteCall]) -> str:
     return " and ".join(f"{sites[0].layer_name} to {sites[-1].layer_name}" for sites in ordered)
 
 
-def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
+def describe_conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
     """Describe the properties of the model's attention that readers need to interpret the measures."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased = any(call.bias is not None for call in calls)

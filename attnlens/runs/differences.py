@@ -49,7 +49,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Continued:
+class Continuations:
     """Prompts with the original model's continuations."""
 
     prompts: Prompts
@@ -57,7 +57,7 @@ class Continued:
     ends: Int[Tensor, " ids"]  # ids of the tokens that end a text
 
 
-def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
+def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
     """Return the prompts (default: first halves of inputs of at least median length), or why they can't be continued.
 
     Raise UsageError if the model can't continue `prompts`.
@@ -84,7 +84,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
     return Prompts(ids, torch.ones_like(ids), "windows")
 
 
-def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
+def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
     """Tokenize a file's lines. Raise TextError if it is empty or a line is too long, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
@@ -104,7 +104,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     return Prompts(ids, mask, content.name)
 
 
-def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
+def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continuations | str:
     """Return the original model's greedy continuations, or why it can't continue the prompts."""
     if tokens < 1:
         return "the prompts fill the model's context"
@@ -119,10 +119,10 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
     # the ids that end a text are in the generation settings, else in the config
     ends = [getattr(each, "eos_token_id", None) for each in (getattr(model, "generation_config", None), model.config)]
     end: int | list[int] = next((each for each in ends if each is not None), [])
-    return Continued(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
+    return Continuations(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
 
 
-def agreement(model: PreTrainedModel, original: Continued | str, variant: Variant) -> Agreement | str:
+def measure_agreement(model: PreTrainedModel, original: Continuations | str, variant: Variant) -> Agreement | str:
     """Count the tokens that both models generate before their first difference, or return why they can't be counted."""
     if isinstance(original, str):
         return original
@@ -211,7 +211,7 @@ class Differences:
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
     likeness: LinearCKA | None = None  # of the hidden states; None if there are none
     seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the variant
-    own_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
+    original_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
 
     def add(
@@ -219,7 +219,7 @@ class Differences:
     ) -> None:
         """Add one batch of `sizes` tokens; `ids` are the input tokens, needed for causal models."""
         self.seconds.append(new.seconds)
-        self.own_seconds.append(original.seconds)
+        self.original_seconds.append(original.seconds)
         self.sizes.append(sizes)
         if original.logits is not None and new.logits is not None:
             self._add_predictions(original.logits, new.logits, targets, ids)
@@ -257,7 +257,11 @@ class Differences:
         self.likeness.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
-        """Build the record; `window`: width beyond which losses are reported, or why there is none (None: omit both)."""
+        """Build the record of the collected differences.
+
+        `window` is the width beyond which losses are reported, or the reason why there is none. If it is None, losses
+        by position and beyond a window are omitted.
+        """
         fields, reasons = self._prediction_fields(seed, texts)
         state_fields, state_reasons = self._state_fields(seed, texts)
         fields |= state_fields
@@ -441,7 +445,7 @@ COLUMNS = {  # Columns of each window, in this order, with the fields of Differe
 }
 
 
-def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
+def tabulate_windows(differences: Sequence[Differences]) -> dict[str, Tensor]:
     """Return tables (windows, differences) of losses, KL, hidden cosines and numbers of tokens, by name."""
 
     def column(each: Differences, name: str) -> Tensor:

@@ -27,7 +27,7 @@ from attnlens.runs import checks, feeding
 from attnlens.runs.backends import check_backends
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.progress import Progress, silent, start_stage
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 
 WEIGHTS_TOLERANCE = 1e-6
 """Relative tolerance of weights.*: float64 from the same stored numbers, written with nine digits. Another BLAS sums in
@@ -132,7 +132,7 @@ def doctor(
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
         # images share no pass, and only one is compared; any text is fine
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
-        cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
+        cut = feeding.build_cut(settings, request.with_options(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
     settings = feeding.describe_input(settings, batches, loaded)
     settings = settings.model_copy(update={"windows": batches.batches[0].size})
@@ -172,19 +172,19 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     """Build the report of the model on these inputs, without its timings."""
     survey = checks.survey_model(loaded, inputs)
     reached = survey.sites
-    checks.check_chosen(settings.layers, settings.heads, reached)
-    checks.refuse_initialised(loaded, inputs, checks.attention)
+    checks.check_selection(settings.layers, settings.heads, reached)
+    checks.refuse_initialised(loaded, inputs, checks.measure_attention_inputs)
     identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
-    first = checks.of_one_token(loaded, reached, settings.seed)
+    first = checks.survey_one_token(loaded, reached, settings.seed)
     results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
-    coverage = _coverage(results, checks.out_of_reach(loaded, survey))
+    coverage = _coverage(results, checks.list_skipped(loaded, survey))
     # the rounding that explains a site's error changes the outputs, too
     sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
     sound = sound and all(check.passed for check in results)
     verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"
-    return report_of(
+    return assemble_report(
         "doctor",
         "doctor",
         model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in reached)}),
@@ -227,7 +227,7 @@ def check_sites(
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
     """Check the `reached` sites in these layers and heads; `first` has the calls of the same sites on one token."""
-    probabilities = own_probabilities(model, inputs, reached)
+    probabilities = collect_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)
         for single, each in zip(first, reached, strict=True)
@@ -243,7 +243,7 @@ def check_sites(
     return results
 
 
-def own_probabilities(
+def collect_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
     """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.

@@ -55,7 +55,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
     return [torch.cat(column) for column in zip(*parts, strict=True)], logits.shape[-1]
 
 
-def guess_notes(
+def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose loss exceeds random guessing; `names` gives the text of each sequence."""
@@ -105,7 +105,7 @@ def add_model_settings(settings: Settings, loaded: Loaded) -> Settings:
     return settings.model_copy(update={"device": device, "dtype": dtype, "length": length, "notes": notes})
 
 
-def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
+def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
     """Return the parameters for cutting the texts, from settings and options."""
     return texts.Cut(
         tokens=settings.length,
@@ -121,7 +121,7 @@ def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
     )
 
 
-def design_of(requested: Settings, inputs: texts.Batches) -> Design:
+def build_design(requested: Settings, inputs: texts.Batches) -> Design:
     """Return the sampling design of the sequences. Raise UsageError if intervals over texts have too few texts."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
@@ -141,7 +141,7 @@ def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -
             "text": text,
             "texts": list(inputs.texts),
             "windows_requested": requested.windows if inputs.sequences < (requested.windows or 0) else None,
-            "intervals": design_of(requested, inputs).over,
+            "intervals": build_design(requested, inputs).over,
             "notes": [*requested.notes, *_window_notes(requested, inputs, loaded)],
         }
         return requested.model_copy(update=windows | update)
@@ -182,7 +182,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     raise UsageError(problem, "Leave out --text, --calibration and --length.")
 
 
-def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
+def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
     """Return a batch on the model's device. Raise UsageError if it is empty or contains anything but tensors."""
     remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
@@ -229,7 +229,7 @@ def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 @contextmanager
-def at_rest(model: PreTrainedModel) -> Iterator[None]:
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: put the model in evaluation mode without gradients; restore modes and gradients afterwards."""
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again

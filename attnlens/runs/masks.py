@@ -43,7 +43,7 @@ class Rule:
         return self.window if self.window is None or not self.causal else self.window - 1
 
 
-def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
+def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
     """Return the rule that the configuration declares for a site; if it declares none, the site's part decides."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
@@ -133,7 +133,7 @@ class Cases:
         named: Sequence[str] | None,
     ) -> None:
         self.model, self.named = model, named
-        self.rules = {target.site: rule_of(model, target) for target in reached}
+        self.rules = {target.site: find_rule(model, target) for target in reached}
         self.parameters = inspect.signature(model.forward).parameters
         self.main_input = main_input(inputs)
         self.most = min(ORDERED, position_limit(model) or ORDERED)

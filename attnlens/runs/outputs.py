@@ -186,7 +186,7 @@ class TokenLosses:
 
     before: list[Float[Tensor, " predicted"]] = field(default_factory=list)  # one tensor per sequence; can end in NaN
     after: list[Float[Tensor, " predicted"]] = field(default_factory=list)  # losses of the changed model
-    back: list[Int[Tensor, " predicted"]] = field(default_factory=list)  # distances in tokens, see `evidence`
+    back: list[Int[Tensor, " predicted"]] = field(default_factory=list)  # see `repetition_distances`
 
     def add(
         self,
@@ -196,7 +196,7 @@ class TokenLosses:
     ) -> None:
         """Add a batch; `losses` are the losses of the predicted tokens in the original and in the changed model."""
         predicted = (targets != NOTHING).cpu()
-        values = *(loss.double().cpu() for loss in losses), evidence(ids, targets)[predicted]
+        values = *(loss.double().cpu() for loss in losses), repetition_distances(ids, targets)[predicted]
         for rows, part in zip((self.before, self.after, self.back), values, strict=True):
             rows += torch.split(part, predicted.sum(1).tolist())
 
@@ -218,11 +218,11 @@ class TokenLosses:
         return changes
 
     def count(self, window: int) -> int:
-        """Count the predicted tokens with `evidence` more than `window` tokens back."""
+        """Count the predicted tokens that repeat a pair last seen more than `window` tokens earlier."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
-        """Return the change in loss on tokens with `evidence` more than `window` tokens back, or why it is missing."""
+        """Return the change in loss on tokens that need more than `window` keys (see `count`), or why it is missing."""
         if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
             repeat = "repeats" if count == 1 else "repeat"
@@ -233,7 +233,7 @@ class TokenLosses:
         return BeyondWindow(window=window, tokens=tokens, change=change)
 
 
-def evidence(
+def repetition_distances(
     ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
 ) -> Int[Tensor, "batch positions"]:
     """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 if it never did.

@@ -33,12 +33,12 @@ from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage, time_stage
-from attnlens.runs.provenance import code_of, report_of
+from attnlens.runs.provenance import assemble_report, read_code
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 
-def digest_of(place: Location) -> str:
+def hash_checkpoint(place: Location) -> str:
     """Hash a checkpoint's weights, configs, tokenizers and code."""
     patterns = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
     others = (path for pattern in patterns for path in place.folder.glob(pattern))
@@ -144,12 +144,12 @@ class Checkpoint:
     step: int | None  # training step in the name; None if the name has none, or if steps are missing or repeated
 
 
-def of_demo() -> list[str]:
+def demo_checkpoints() -> list[str]:
     """Return the folders of the demo model's checkpoints, and `demo`, the trained model."""
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Parse the training step in a name; return None if the name contains none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
@@ -176,7 +176,7 @@ def find_checkpoints(
     """Find checkpoints (None: those of demo); sort them by step unless steps are missing or repeated."""
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
-    models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
+    models = demo_checkpoints() if names is None or (list(names) == ["demo"] and not revisions) else names
     all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
     for model, revision in product(models, all_revisions):
@@ -184,7 +184,7 @@ def find_checkpoints(
         name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
         if any((place.folder, place.file) == (each.place.folder, each.place.file) for each in checkpoints):
             raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
-        checkpoints.append(Checkpoint(name, model, revision, place, step_of(revision or model)))
+        checkpoints.append(Checkpoint(name, model, revision, place, parse_step(revision or model)))
     if len(checkpoints) < 2:
         raise UsageError("A series needs at least two checkpoints.", "Give more --checkpoints, or --revisions.")
     steps = [each.step for each in checkpoints]
@@ -254,14 +254,14 @@ class Series:
         self.contents: Sequence[texts.Content] = texts.read_each(reading.files(request), offline=request.offline)
         if self.settings.source != "weights" and not self.contents:
             self.contents = texts.sample(self.checkpoints[-1].model)
-        self.cut = feeding.cut_of(self.settings, request)
+        self.cut = feeding.build_cut(self.settings, request)
         self.plan = WorkPlan.of(request)
         self.timings: dict[str, float] = {}
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
         """Checkpoints by unit name, which consists of the checkpoint's name and a hash of its files."""
-        return {f"{each.name} {digest_of(each.place)}": each for each in self.checkpoints}
+        return {f"{each.name} {hash_checkpoint(each.place)}": each for each in self.checkpoints}
 
     @cached_property
     def facts(self) -> Mapping[str, object]:
@@ -286,7 +286,7 @@ class Series:
             "fed": [sha256(path) for path in files if path.is_file()],
             "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
             "device": str(choose_device(self.request.device)),
-            "code": [code_of(each).hex() for each in self.analyzers],
+            "code": [read_code(each).hex() for each in self.analyzers],
             "checkpoints": list(self.units),
         }
 
@@ -334,7 +334,7 @@ class Series:
             for file in report.model.files
         ]
         names = [checkpoint.name for checkpoint in done]
-        return report_of(
+        return assemble_report(
             "converge",
             "experiments",
             model=reports[-1].model.model_copy(update={"files": files}),
@@ -385,12 +385,12 @@ class Series:
         if loaded.tokenizer is None:
             return f"the text cannot be tokenized: {loaded.tokenizer_problem}"
         inputs = texts.batches(loaded, self.contents, self.cut)
-        task = checks.task_on(loaded, inputs.batches[0].inputs)
+        task = checks.find_task(loaded, inputs.batches[0].inputs)
         if task == "hidden":
             return "the model can attend to the tokens that it predicts"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask token"
-        if lacking := checks.no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
+        if lacking := checks.explain_missing_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
             return lacking[1]
         loss = mean_loss(loaded.model, feed(loaded, inputs, task, settings.seed), task)
         return "the loss is NaN, or the text has nothing to predict" if loss is None else loss

@@ -50,7 +50,7 @@ def keep_nothing(_name: str, make: Callable[[], T]) -> T:
 def versions() -> dict[str, str | None]:
     """Return the versions of the libraries used, and a hash of attnlens's code, which changes between releases."""
     libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
-    return {"code": own_code()} | {name: _version(name) for name in libraries}
+    return {"code": hash_code()} | {name: _version(name) for name in libraries}
 
 
 def _version(name: str) -> str | None:
@@ -61,7 +61,7 @@ def _version(name: str) -> str | None:
 
 
 @cache
-def own_code() -> str:
+def hash_code() -> str:
     """Return a hash of the paths and contents of all modules of attnlens."""
     return key_of([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
 
@@ -90,7 +90,7 @@ class Store:
     def load(self, name: str) -> Any:
         """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file."""
         path = self.path(name)
-        with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
+        with convert_output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:
                 # do not open a folder, or a pipe, which may never end
                 other = isinstance(path, Path) and path.exists() and not path.is_file()
@@ -106,7 +106,7 @@ class Store:
 
     def begin(self) -> None:
         """Write the run's facts to run.json unless it exists. Raise OutputError if the folder can't be written."""
-        with output_errors(self.folder / RUN, "read"):
+        with convert_output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
@@ -172,7 +172,7 @@ def _write(path: Path, content: bytes) -> None:
     """Write a file; retry if another run removes the folder in the meantime because its report is finished."""
     for attempt in range(8):
         try:
-            with output_errors(path, "written"):
+            with convert_output_errors(path, "written"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(path, Path):
                     write_atomically(path, content)
@@ -186,7 +186,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def output_errors(path: Path, what: str) -> Iterator[None]:
+def convert_output_errors(path: Path, what: str) -> Iterator[None]:
     """Context manager: convert system errors, and errors of a remote store's library, to OutputError."""
     try:
         yield

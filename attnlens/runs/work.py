@@ -218,7 +218,7 @@ def _compute_units(
             yield name, try_twice(compute_and_keep, name)
     if not waiting or elsewhere is None:
         return
-    engine = _in_processes if plan.engine == "local" else _on_ray
+    engine = _run_in_processes if plan.engine == "local" else _run_on_ray
     for name, failure in engine(waiting, partial(_compute_in_worker, *elsewhere, store), plan):
         if failure is not None:
             yield name, failure
@@ -288,7 +288,7 @@ def start_server(jobs: int, module: str) -> None:
 Work = Callable[[str], Failure | None]  # function that computes a unit in another process
 
 
-def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
+def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Yield names and results from `plan.jobs` pools of one process each, so that a killed process loses one unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
@@ -377,10 +377,10 @@ def check_cluster(address: str | None) -> None:
                 if connection.recv(9)[3:4] != b"\x04":  # the type of a SETTINGS frame
                     raise OSError("the server at this address is not a Ray server")  # noqa: TRY301
     except OSError as error:
-        raise _no_cluster(place, error) from error
+        raise _build_cluster_error(place, error) from error
 
 
-def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
+def _run_on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Call a function with each name in a Ray cluster, by default on this machine; Ray retries a lost task once."""
     import torch
 
@@ -389,7 +389,7 @@ def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tu
     if started:
         _start_ray(ray, plan)
     gpus = int(plan.device.startswith("cuda") or (plan.device == "auto" and torch.cuda.is_available()))
-    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1, retry_exceptions=False)(_call_in)
+    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1, retry_exceptions=False)(_call_in_folder)
     pending = {task.remote(str(Path.cwd()), function, name): name for name in names}
     try:
         while pending:
@@ -415,20 +415,20 @@ def _start_ray(ray: Any, plan: WorkPlan) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except Exception as error:  # Ray raises plain Exception if its programs do not start
-        raise _no_cluster(address, error) from error
+        raise _build_cluster_error(address, error) from error
     worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
     if printed := getattr(worker, "print_to_stdstream", None):
         worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
 
 
-def _call_in(folder: str, function: Work, name: str) -> Failure | None:
+def _call_in_folder(folder: str, function: Work, name: str) -> Failure | None:
     """Call a function in a Ray worker after changing to the folder that relative paths start from."""
     with suppress(OSError):  # on a node without that folder, the function itself reports missing files
         os.chdir(folder)
     return function(name)
 
 
-def _no_cluster(address: str, error: Exception) -> errors.UsageError:
+def _build_cluster_error(address: str, error: Exception) -> errors.UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
     return errors.UsageError(
         f"No Ray cluster {where}: {errors.reason_of(error).rstrip('.')}.",

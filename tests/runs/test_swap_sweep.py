@@ -125,7 +125,7 @@ def count_calls(model):
         for name, module in model.model.named_modules()
         if hooks.is_attention(module)
     ]
-    setup, units = SwapSetup(model, sites, swaps, task), sweeping.units(swaps, "layers", {})
+    setup, units = SwapSetup(model, sites, swaps, task), sweeping.list_units(swaps, "layers", {})
     sweeping.sweep(setup, units, fed, Design.of(cut.parts), lambda _: None)
     for handle in handles:
         handle.remove()

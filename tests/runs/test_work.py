@@ -488,7 +488,7 @@ def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp
 
 
 def test_a_unit_that_another_run_has_cleared_is_computed_here_but_not_for_ray(tmp_path, store, monkeypatch):
-    for name in ("_in_processes", "_on_ray"):
+    for name in ("_run_in_processes", "_run_on_ray"):
         monkeypatch.setattr(work, name, lambda names, *_: [(name, None) for name in names])
     run = partial(run_units, NAMES, Units(), store=store, elsewhere=(work_units.opened, (str(tmp_path),)))
     assert same(run(plan=WorkPlan(work=tmp_path, jobs=2)).values, VALUES)

@@ -365,7 +365,7 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
 
     def edit_code(text: str) -> None:
         code.write_text(text)
-        store.own_code.cache_clear()
+        store.hash_code.cache_clear()
         monkeypatch.setattr(store, "PACKAGE", code.parent)
 
     changes = {
@@ -380,7 +380,7 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
     }
     check_keys(lambda: pipeline.open_in_worker(folder, InspectRequest(**options))[0], changes)
     monkeypatch.undo()
-    store.own_code.cache_clear()
+    store.hash_code.cache_clear()
 
 
 def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatch, tmp_path):
@@ -401,7 +401,7 @@ def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatc
         "calibration": lambda: calibration.write_text("a mad boxer shot a quick gloved jab. " * 40),
         "prompts": lambda: prompts.write_text("0\n0z\n"),
         "boundary of prompts": lambda: prompts.write_text("00\n0z\n"),
-        "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed"),
+        "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "read_code", lambda _kernel: b"changed"),
     }
     check_keys(lambda: swap_pipeline.open_run(str(folder), tuple(kernels), SwapRequest(**options))[0], changes)
     requests = [RanksRequest(**BUDGET | {"latents": form}) for form in (None, "group=1")]
@@ -415,7 +415,7 @@ def test_parts_of_a_sweep_are_used_with_the_same_fit_alone(monkeypatch, tmp_path
         with counted(SweptBatch, "losses", most=3), pytest.raises(KeyboardInterrupt):
             attnlens.swap_kernel("demo", "rbf", **options, resume=False)
         if another_fit:  # as on another machine, whose sums are rounded differently
-            monkeypatch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
+            monkeypatch.setattr("attnlens.runs.swap.kernel_run.hash_tensors", lambda _fitted: "another")
         with counted(SweptBatch, "losses") as calls:
             attnlens.swap_kernel("demo", "rbf", **options)
         assert len(calls) == left

@@ -150,7 +150,7 @@ def tasks() -> list[int]:
     below = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    name = f"ray::{work._call_in.__name__}".encode()  # Ray's agents are called ray::… too
+    name = f"ray::{work._call_in_folder.__name__}".encode()  # Ray's agents are called ray::… too
     return [pid for pid in below if words.get(pid, b"").startswith(name)]
 
 

@@ -42,7 +42,14 @@ from attnlens.runs.differences import mean_loss
 from attnlens.runs.outputs import enough_memory, measure_peak, tokens_in
 from attnlens.runs.progress import Progress, Tell, silent
 from attnlens.runs.store import Store, key_of
-from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, changed_weights, digests_of, map_kernels
+from attnlens.runs.swap.kernel_run import (
+    NO_PEAK,
+    ChangedModel,
+    KernelRun,
+    changed_weights,
+    hash_parameters,
+    map_kernels,
+)
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
@@ -139,10 +146,10 @@ def train_swap(
     model = session.loaded.model
     healer = Healer(**vars(session.setup(swaps)), options=options)
     # facts that determine the result besides the model, texts and options of the run
-    facts = [digests_of(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
+    facts = [hash_parameters(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
     state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")
     evaluate = partial(mean_loss, model, session.fed, session.task)
-    tell, stages = run.teller(name, int(options.train.number)), STAGES[1:] if control else STAGES
+    tell, stages = run.start_stage(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
     peak = measure_peak(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}

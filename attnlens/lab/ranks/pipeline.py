@@ -87,7 +87,7 @@ class RankSearch:
         if self.plan is not None:
             run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
-            budgeting = start(progress=run.teller("fit rank", fitting.batches.sequences))
+            budgeting = start(progress=run.start_stage("fit rank", fitting.batches.sequences))
             # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel

@@ -33,7 +33,7 @@ from attnlens.records.provenance import File
 from attnlens.report.report import Report
 from attnlens.requests.experiments import ALL, StudyRequest
 from attnlens.runs.progress import Progress, silent
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.wording import join_items
@@ -322,7 +322,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         missing = sorted({cell.task for cell in table.cells} - forms)
         tables.append(build_table(table, request.scale, scales, present, trained, missing))
     largest = max(cell.parameters for table in tables for cell in table.cells)
-    return report_of(
+    return assemble_report(
         "reproduce",
         "studies",
         model=ModelInfo(

@@ -72,7 +72,7 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
     """Yield the causes of the difference between two layers, and what is left unexplained."""
-    first, second = with_missing(first, second)
+    first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
         errors: list[float] = []
@@ -116,13 +116,13 @@ def describe_unexplained(names: Sequence[str], change: float, near: str, reshape
     return words + (f"; other shapes: {join_items(reshaped, 3)}" if reshaped else "")
 
 
-def with_spacing(layer: Layer) -> Layer:
+def add_spacing(layer: Layer) -> Layer:
     """Return the layer with the relative spacing of each part's stored number type."""
     spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
 
-def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
+def add_call_properties(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
     """Return both layers with what their calls show of norms, softcaps, sinks and biases of positions not their own.
 
     A bias that differs between heads, and has the same heads in both models, counts as a tensor by head: T5 keeps its
@@ -197,7 +197,7 @@ def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None
     return summaries, summaries[nearest]
 
 
-def with_missing(first: Layer, second: Layer) -> tuple[Layer, Layer]:
+def add_missing_parts(first: Layer, second: Layer) -> tuple[Layer, Layer]:
     """Return both layers with zeros for biases, and ones for gains, that only one of them has."""
     sides = []
     for side, other in ((first, second), (second, first)):

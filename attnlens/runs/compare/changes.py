@@ -22,7 +22,7 @@ from attnlens.runs import checks
 from attnlens.runs.compare import diagnosis, significance
 from attnlens.runs.compare.causes import are_equal
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
-from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, ChangeTest, Rounding, number_of
+from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, ChangeTest, Rounding, finite_or_none
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
@@ -192,9 +192,9 @@ def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[
         return None, []
     inputs = batches.batches[0].inputs
     try:
-        tasks = [checks.task_on(side.loaded, inputs) for side in sides]
+        tasks = [checks.find_task(side.loaded, inputs) for side in sides]
         for side, task in zip(sides, tasks, strict=True):
-            checks.refuse_initialised(side.loaded, texts.first(inputs, 2), checks.predictions(task))
+            checks.refuse_initialised(side.loaded, texts.first(inputs, 2), checks.measure_predictions(task))
         fed = feed(sides[0].loaded, batches, tasks[0], seed)
     except AttnlensError as error:
         return None, [f"Predictions are not compared: {error.problem}"]
@@ -283,10 +283,10 @@ class Changes:
             records.BlockChange(
                 path=path,
                 layers=[site.layer for site in self.pairing.sites if site.path.startswith(f"{path}.")],
-                change=number_of(test.delta[place]),
-                rounding=None if test.rounding is None else number_of(test.rounding.size[place]),
-                p=number_of(test.p[place]),
-                q=number_of(q[place]),
+                change=finite_or_none(test.delta[place]),
+                rounding=None if test.rounding is None else finite_or_none(test.rounding.size[place]),
+                p=finite_or_none(test.p[place]),
+                q=finite_or_none(q[place]),
                 smallest=significance.SMALLEST_BLOCK,
                 negligible=negligible[place],
                 named=q[place] <= self.fdr and not negligible[place],

@@ -25,6 +25,8 @@ from attnlens.models.hooks import SiteCall
 from attnlens.records import Site
 from attnlens.runs.compare.causes import (
     Unexplained,
+    add_call_properties,
+    add_spacing,
     are_equal,
     build_unexplained,
     compare_calls,
@@ -33,8 +35,6 @@ from attnlens.runs.compare.causes import (
     diagnose_layers,
     find_norm,
     have_same_heads,
-    with_calls,
-    with_spacing,
 )
 from attnlens.runs.compare.moves import Samples, describe_moves, find_source, sample_matrices
 from attnlens.runs.compare.significance import stored_type
@@ -72,7 +72,11 @@ def describe_models(
     walk = Walk(sides, order, visit)
     walk.read(sites)
     config = compare_configs(sides[0].loaded.model, sides[1].loaded.model)
-    return {"config": config, "tensors": walk.tensors, "diagnosis": [*_compare_sizes(config), *_group(walk.found)]}
+    return {
+        "config": config,
+        "tensors": walk.tensors,
+        "diagnosis": [*_compare_sizes(config), *_merge_causes(walk.found)],
+    }
 
 
 def match_sites(sides: Sides) -> dict[Site, Site]:
@@ -121,7 +125,7 @@ def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCause:
     """A cause found in a layer."""
 
     layer: int | None  # None outside of layers
@@ -138,7 +142,7 @@ class Walk:
     sides: Sides
     order: Orders
     visit: Visit
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundCause] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
     samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # of both models
     _types: list[str] = field(default_factory=list)  # number types of the first layer's largest matrices
@@ -153,7 +157,7 @@ class Walk:
                 continue  # a module that several layers share
             with ExitStack() as stack:
                 for side, place in zip(self.sides, (site, other), strict=True):
-                    stack.enter_context(present(side, weights.block_path(place.path)))
+                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
                 factors = self._read_factors(0, site), self._read_factors(1, other)
                 self.visit(site, factors)
                 causes = [(cause, list[float]()) for cause in compare_calls(reached[site], others[other])]
@@ -165,7 +169,7 @@ class Walk:
                 for samples, block in zip(self.samples, blocks, strict=True):
                     samples[weights.block_path(site.path)] = sample_matrices(block)
                 self.found += [
-                    Found(layer, cause, errors, site, _concerns_all(cause, causes, blocks))
+                    FoundCause(layer, cause, errors, site, _rounds_all_matrices(cause, causes, blocks))
                     for cause, errors in causes
                     for layer in by_path[site.path]
                 ]
@@ -223,10 +227,10 @@ class Walk:
         layers = self._read_layers(sites, factors, in_block)
         if layers is None:
             return
-        layers = with_calls(layers, reached)
+        layers = add_call_properties(layers, reached)
         order = self.order.get(sites[0], ())
         moved = () if list(order) == sorted(order) else order
-        yield from diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1]), moved)
+        yield from diagnose_layers(add_spacing(layers[0]), add_spacing(layers[1]), moved)
 
     def _read_layers(
         self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
@@ -241,7 +245,7 @@ class Walk:
         if calls[0] is None or calls[1] is None:
             return None
         roles = weights.locate_roles(models[0], calls[0])
-        other_roles = roles if _alike(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
+        other_roles = roles if _have_same_parameters(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
         if not have_same_heads(calls[0], calls[1]):
             roles = other_roles = None  # then tensors are compared by name: no head has a counterpart
         rest, norms = in_block[0] == sites[0].path, self._find_norms(in_block)
@@ -282,17 +286,17 @@ class Walk:
             pair = source, sites[site]
             with ExitStack() as stack:
                 for side, place in zip(self.sides, pair, strict=True):
-                    stack.enter_context(present(side, weights.block_path(place.path)))
+                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
                 factors = self._read_factors(0, pair[0]), self._read_factors(1, pair[1])
                 layers = self._read_layers(pair, factors, in_block[weights.block_path(source.path)])
                 if layers is None or not layers[0].parts.keys() >= names:
                     continue
                 blocks = [self._tensors_of(number, place) for number, place in enumerate(pair)]
                 others = {name: part for name, part in layers[1].parts.items() if name not in names}
-                first, second = (with_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
+                first, second = (add_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
                 causes = [*diagnose_layers(first, second)]
                 changes = [
-                    replace(entry, cause=cause, errors=errors, whole=_concerns_all(cause, causes, blocks))
+                    replace(entry, cause=cause, errors=errors, whole=_rounds_all_matrices(cause, causes, blocks))
                     for cause, errors in causes
                 ]
             left = {name for cause, _ in causes if isinstance(cause, Unexplained) for name in cause.parts}
@@ -300,7 +304,7 @@ class Walk:
                 self.found.remove(entry)
                 self.found += changes
                 moves[site] = source, [name for name in entry.cause.parts if name not in left]
-        self.found += [Found(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
+        self.found += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
         """Diagnose the tensors outside of layers: the output matrix with the norms, all others one at a time."""
@@ -340,8 +344,8 @@ class Walk:
             causes = [*_diagnose_together({name: sides for name, sides in pairs.items() if name not in tied})]
             for name in tied:
                 first, second = (side.parts[name] for side in pairs[name])
-                self.found.append(Found(None, _compare_tied(name, sources[name], first, second)))
-        self.found += [Found(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes]
+                self.found.append(FoundCause(None, _compare_tied(name, sources[name], first, second)))
+        self.found += [FoundCause(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
@@ -366,7 +370,7 @@ def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[C
         parts = {name: part for layer in each for name, part in layer.parts.items()}
         gains = frozenset(name for layer in each for name in layer.gains)
         offsets = {name: offset for layer in each for name, offset in layer.offsets.items()}
-        sides.append(with_spacing(Layer(parts, gains, offsets=offsets)))
+        sides.append(add_spacing(Layer(parts, gains, offsets=offsets)))
     yield from diagnose_layers(sides[0], sides[1])
 
 
@@ -390,7 +394,7 @@ def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> 
     owner, _, own_name = source.rpartition(".")
     module = side.weights_model.model.get_submodule(owner)
     is_norm = "Norm" in type(module).__name__
-    stack.enter_context(present(side, owner, None if is_norm else own_name))
+    stack.enter_context(tensors_in_memory(side, owner, None if is_norm else own_name))
     part = list_tensors(module)[own_name]
     offsets = dict(weights.norm_offsets(module)) if is_norm else {}
     if own_name not in offsets:
@@ -414,7 +418,7 @@ def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Te
     return Cause(hypothesis, f"{text} (changed by {short(change)})", repair, (), change, (name,))
 
 
-def present(side: Inspection, path: str, name: str | None = None) -> AbstractContextManager[None]:
+def tensors_in_memory(side: Inspection, path: str, name: str | None = None) -> AbstractContextManager[None]:
     """Return a context in which a module's tensors (or the one called `name`) are in memory."""
     deferred = side.weights_model.deferred
     if deferred is None:
@@ -435,7 +439,9 @@ def _type_of(tensors: Iterable[Tensor]) -> str:
     return str(stored_type(max(tensors, key=Tensor.numel))).removeprefix("torch.")
 
 
-def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]) -> bool:
+def _rounds_all_matrices(
+    cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
+) -> bool:
     """Return True if a cause is a rounding that holds for all matrices of a layer, whichever of them it changes."""
     if cause.hypothesis == "rounding":
         return len(causes) == 1
@@ -450,18 +456,18 @@ def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: 
     )
 
 
-def _alike(first: SiteCall, second: SiteCall) -> bool:
+def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
     """Return True if both modules are of one class, with parameters of the same shapes."""
     shapes = ({name: part.shape for name, part in each.module.named_parameters()} for each in (first, second))
     return type(first.module) is type(second.module) and next(shapes) == next(shapes)
 
 
-def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
+def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
     """Merge equal causes of several layers; unexplained ones, and roundings of some tensors, if the tensors are equal.
 
     Outside the layers, all unexplained tensors are merged. Roundings of whole layers are merged whatever their tensors.
     """
-    groups: dict[tuple[object, ...], list[Found]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[FoundCause]] = defaultdict(list)
     for entry in found:
         cause, inside = entry.cause, entry.layer is not None
         name, key = cause.hypothesis, (inside, cause.text)
@@ -499,12 +505,12 @@ def _without_names(cause: Cause) -> str:
     return f"are {rest}" if verb and not before else cause.text
 
 
-def _list_parts(entries: Iterable[Found]) -> list[str]:
+def _list_parts(entries: Iterable[FoundCause]) -> list[str]:
     """Return the parts that causes concern, each once."""
     return list(dict.fromkeys(name for entry in entries for name in entry.cause.parts))
 
 
-def _describe(entries: Sequence[Found], typical: Cause) -> str:
+def _describe(entries: Sequence[FoundCause], typical: Cause) -> str:
     """Return one text for equal causes of several layers, whose tensors and ranks can differ."""
     causes = [entry.cause for entry in entries]
     if len({cause.text for cause in causes}) == 1:

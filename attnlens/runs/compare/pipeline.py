@@ -31,11 +31,11 @@ from attnlens.runs.compare.diagnosis import describe_models, match_sites
 from attnlens.runs.compare.sides import ComparedModel, Pairing
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
 from attnlens.runs.compare.stored import compare_stored
-from attnlens.runs.feeding import at_rest, wrap_model
+from attnlens.runs.feeding import evaluation_mode, wrap_model
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, inspect, prepare, survey
 from attnlens.runs.progress import Progress, silent
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 from attnlens.runs.swap.saved import restore_saved
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def compare(
         comparison = compare_reports(before, report, request.fdr)
     else:
         runs = _prepare_sides(models, option_sets, tokenizer, progress)
-        with at_rest(runs[0][0].loaded.model), at_rest(runs[1][0].loaded.model):
+        with evaluation_mode(runs[0][0].loaded.model), evaluation_mode(runs[1][0].loaded.model):
             if any(run.loaded.deferred is not None for run, _ in runs):
                 comparison, report = compare_files(runs[0][0], runs[1][0], request.fdr)
             else:
@@ -238,7 +238,7 @@ def compare(
         comparison = comparison.model_copy(update={"notes": [*runs[0][0].loaded.notes, *comparison.notes]})
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
     timings = {"all": time.perf_counter() - start}
-    return report_of("compare", "comparison", **fields, comparison=comparison, timings=timings)
+    return assemble_report("compare", "comparison", **fields, comparison=comparison, timings=timings)
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:

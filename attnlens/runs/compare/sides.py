@@ -22,7 +22,7 @@ from attnlens.models.hooks.survey import hide_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
-from attnlens.runs.feeding import at_rest
+from attnlens.runs.feeding import evaluation_mode
 from attnlens.runs.inspect import sequences
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
 from attnlens.runs.inspect.pipeline import compute, survey
@@ -93,7 +93,7 @@ class ComparedModel(Inspection):
     @classmethod
     def of(cls, run: PreparedRun, swaps: hooks.Swaps) -> ComparedModel:
         """Inspect a model and keep the factors of its weights; with `swaps`, tokens.* have no value."""
-        with at_rest(run.loaded.model):
+        with evaluation_mode(run.loaded.model):
             inspection = survey(run, factors={})
             report, results = compute(inspection)
         report = _remove_token_measures(report) if swaps else report
@@ -110,7 +110,7 @@ class ComparedModel(Inspection):
         report = self.report.model_copy().with_windows(Windows([], [], {}))
         return replace(self, inputs=None, report=report)
 
-    def factors_of(self, site: Site) -> SiteFactors | None:
+    def get_factors(self, site: Site) -> SiteFactors | None:
         """Return the factors of a site's weights, or why they are unknown; None if the run did not read weights."""
         return (self.factors or {}).get(site)
 
@@ -154,7 +154,7 @@ class Pairing:
         """Return both models' forms, with the second's heads in the first's order, or why they can't be compared."""
         forms = []
         for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
-            factors = side.factors_of(place)
+            factors = side.get_factors(place)
             if isinstance(factors, UnreadableError):
                 return f"the form M of the {which} model can't be computed: {factors.problem}"
             if factors is None:

@@ -132,7 +132,7 @@ def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Flo
     return torch.where(rounding.size > 0, p, torch.nan)
 
 
-def number_of(value: float | Tensor) -> float | None:
+def finite_or_none(value: float | Tensor) -> float | None:
     """Convert a value to float; return None if it is NaN or infinite."""
     return float(value) if math.isfinite(value) else None
 
@@ -190,11 +190,11 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
         reason = "categories have no differences" if name in categories else next(iter(gaps), None)
         fields: dict[str, float | None] = {}
         if test is not None:
-            fields = {"delta": number_of(test.delta[place]), "p": number_of(row_p)}
-            fields["se"] = None if test.se is None else number_of(test.se[place])
-            fields["rounding"] = None if test.rounding is None else number_of(test.rounding.size[place])
+            fields = {"delta": finite_or_none(test.delta[place]), "p": finite_or_none(row_p)}
+            fields["se"] = None if test.se is None else finite_or_none(test.se[place])
+            fields["rounding"] = None if test.rounding is None else finite_or_none(test.rounding.size[place])
             if not math.isnan(row_p):
-                fields["least"] = number_of(least[name][place])
+                fields["least"] = finite_or_none(least[name][place])
             elif fields["delta"] is not None and reason is None:
                 unmoved = "rounding never changed the measure, so the size of its effect is unknown"
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
@@ -208,7 +208,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
                 measure=name,
                 before=before,
                 after=after,
-                q=number_of(row_q),
+                q=finite_or_none(row_q),
                 smallest=smallest[name],
                 negligible=small,
                 beyond_rounding=beyond[name][place] if test is not None else None,
@@ -323,10 +323,10 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Simulate how rounding changes weights.* and forms, by measure: (draws, heads), NaN for heads without a form."""
-    analyzers = side.analyzers_of("weights")
+    analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
-        factors = side.factors_of(site)
+        factors = side.get_factors(site)
         if isinstance(factors, weights.Factors):
             changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), draws, generator)
             tables |= {(site.name, name): values for name, values in changes.items()}
@@ -370,7 +370,8 @@ def draw_tokens(
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
-    identity, analyzers = Pairing(side, side, {site: site for site in order}, order, []), side.analyzers_of("tokens")
+    identity = Pairing(side, side, {site: site for site in order}, order, [])
+    analyzers = side.select_analyzers("tokens")
 
     def measure(passes: Sequence[Pass], compared: Mapping[str, Sequence[Pass]]) -> dict[str, Tensor]:
         """Compute tokens.* in `passes`, and divergences of `compared` from the recorded passes: (windows, heads)."""

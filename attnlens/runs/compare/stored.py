@@ -10,7 +10,7 @@ from attnlens.records import Comparison, HeadChange, HeadId, MeasureChange, Rela
 from attnlens.report.report import Report
 from attnlens.runs.compare.diagnosis import Sides, describe_models
 from attnlens.runs.compare.sides import form_distances
-from attnlens.runs.compare.significance import build_rows, number_of
+from attnlens.runs.compare.significance import build_rows, finite_or_none
 from attnlens.runs.inspect.inspection import SiteFactors
 
 UNTESTED = "the effect of rounding is not simulated for weights that are read from files"
@@ -37,7 +37,7 @@ def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> 
         table = form_distances(*forms)
         for name, values in table.items():
             for head, value in enumerate(values):
-                distances[site.name, head, name] = number_of(value)
+                distances[site.name, head, name] = finite_or_none(value)
         pairs = [(getattr(form, name) for form in forms) for name in ("query", "paired_key")]
         equal = [[torch.equal(*parts) for parts in zip(*pair, strict=True)] for pair in pairs]
         for head, same in enumerate(map(all, zip(*equal, strict=True))):

@@ -29,7 +29,7 @@ from attnlens.runs.feeding import measure_losses
 from attnlens.runs.inspect import sequences
 from attnlens.runs.inspect.sequences import Place
 from attnlens.runs.progress import Progress, silent, time_stage
-from attnlens.runs.provenance import content_of
+from attnlens.runs.provenance import hash_content
 from attnlens.runs.store import versions
 from attnlens.runs.work import Stopped
 
@@ -124,7 +124,7 @@ class PreparedRun:
         """Model whose weights are read: on the meta device if the model is spread over devices."""
         return self.loaded.shapes or self.loaded
 
-    def analyzers_of(self, source: str) -> list[Analyzer]:
+    def select_analyzers(self, source: str) -> list[Analyzer]:
         """Return the analyzers that read one QueryKey of this source at a time."""
         return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
@@ -173,7 +173,7 @@ class Inspection(PreparedRun):
     @property
     def reads_weights(self) -> bool:
         """True if weights are measured, or if their factors are kept."""
-        return self.factors is not None or bool(self.analyzers_of("weights"))
+        return self.factors is not None or bool(self.select_analyzers("weights"))
 
     @cached_property
     def facts(self) -> Mapping[str, object]:
@@ -192,7 +192,7 @@ class Inspection(PreparedRun):
             "key_heads": list(self.key_heads.values()),
             "parts": self.window_texts,
             "batches": [batch.size for batch in self.batches],
-            "content": content_of(self.loaded, self.reached, self.inputs, self.analyzers),
+            "content": hash_content(self.loaded, self.reached, self.inputs, self.analyzers),
         }
 
     @cached_property
@@ -223,7 +223,7 @@ class Inspection(PreparedRun):
         factors, base = next(self.read_factors([site]))
         if self.factors is not None:
             self.factors[site] = factors
-        if not self.analyzers_of("weights"):
+        if not self.select_analyzers("weights"):
             return {}
         if isinstance(factors, UnreadableError):
             return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem)]}
@@ -243,7 +243,7 @@ class Inspection(PreparedRun):
         keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
         norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
         nulls = self._draw_nulls(query_key)
-        for analyzer in self.analyzers_of("weights"):
+        for analyzer in self.select_analyzers("weights"):
             readings, bases = {name: part.cpu() for name, part in analyzer.read(query_key).items()}, {}
             if query_key.base is not None and not analyzer.needs_base:
                 unchanged = base is not None and base.query is whole.query
@@ -262,7 +262,7 @@ class Inspection(PreparedRun):
 
     def _read_tokens(self, inputs: texts.Batches, number: int) -> Unit:
         """Compute the tokens.* measures of a batch; release each site's queries and keys after their analysis."""
-        batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
+        batch, analyzers = inputs.batches[number], self.select_analyzers("tokens")
         # lines differ in length, and so do their curves
         values = sequences.SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
         rows, skipped = list[AttentionRows](), list[Skipped]()
@@ -280,7 +280,7 @@ class Inspection(PreparedRun):
                 numbers = sequences.sequence_numbers(len(call.query), batch, 0)
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
-                sentence = sequences.sentence_of(site.part, self.loaded, inputs.batches, 0)
+                sentence = sequences.decode_sentence(site.part, self.loaded, inputs.batches, 0)
                 heads = self.select_requested(finite)
                 rows.extend(sequences.attention_rows(query_key.select(heads), sentence) if heads else [])
 
@@ -390,7 +390,7 @@ class Inspection(PreparedRun):
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             analyzers, layout, draws = (
-                self.analyzers_of("weights"),
+                self.select_analyzers("weights"),
                 replace(query_key, base=None),
                 NULL_DRAWS["factors"],
             )

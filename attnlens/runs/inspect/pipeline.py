@@ -23,7 +23,7 @@ from attnlens.records import Settings, Site, Skipped
 from attnlens.report.report import Report
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
-from attnlens.runs.feeding import at_rest, refuse_work, wrap_model
+from attnlens.runs.feeding import evaluation_mode, refuse_work, wrap_model
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors, WorkUnit, merge_skipped
 from attnlens.runs.inspect.results import Results
 from attnlens.runs.inspect.sequences import refuse_many_rows
@@ -69,7 +69,7 @@ def run_inspect(
     else:
         refuse_work(request)
     run = prepare(model, request, tokenizer, progress)
-    with at_rest(run.loaded.model):
+    with evaluation_mode(run.loaded.model):
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
@@ -110,7 +110,7 @@ def prepare(
     feeding.refuse_text(loaded, files, settings.length)
     settings = feeding.add_model_settings(settings, loaded)
     contents = (named or texts.sample(loaded.info.id)) if settings.source != "weights" else ()
-    cut = feeding.cut_of(settings, request)
+    cut = feeding.build_cut(settings, request)
     return PreparedRun(loaded, settings, analyzers, contents, cut, progress, timings, request.show)
 
 
@@ -182,18 +182,18 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
             if broken is not None:
                 why = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified"
                 skipped.append(Skipped(site=broken, reason=why))
-        checks.refuse_initialised(weights_model, sample, checks.attention)
+        checks.refuse_initialised(weights_model, sample, checks.measure_attention_inputs)
         if inputs is not None and feeding.predicts_text(loaded):
-            lacking = checks.no_loss(weights_model, sample, "causal")
+            lacking = checks.explain_missing_loss(weights_model, sample, "causal")
             skipped += [] if lacking is None else [Skipped(site=lacking[0], measure=feeding.LOSS, reason=lacking[1])]
-        checks.check_chosen(settings.layers, settings.heads, result.sites)
+        checks.check_selection(settings.layers, settings.heads, result.sites)
         run = replace(run, settings=feeding.record_length(settings, loaded, result.sites))
         reached = [each for each in result.sites if each.site.is_among(settings.layers)]
         if run.show == ATTENTION:
             refuse_many_rows(reached, settings.heads)
         if no_text:
             skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
-        for entry in checks.out_of_reach(loaded, result):
+        for entry in checks.list_skipped(loaded, result):
             unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
             skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
         inspection = inspect_sites(run, result.sites, reached, inputs)
@@ -212,7 +212,7 @@ def inspect_sites(
         if calls != others:
             raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
-    one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
+    one_token, window = checks.survey_without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 
 
@@ -229,7 +229,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
         if readable or settings.source == "tokens":
             raise
         return without_input, None, error.problem
-    feeding.design_of(settings, batches)  # refuses too few texts
+    feeding.build_design(settings, batches)  # refuses too few texts
     return feeding.describe_input(settings, batches, loaded), batches, None
 
 

@@ -126,11 +126,11 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})
-    sentences = (sentence_of(shown.part, loaded, batches, number) for number in numbers)
+    sentences = (decode_sentence(shown.part, loaded, batches, number) for number in numbers)
     return shown.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
-def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
+def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
     """Return the tokens of a sequence that this part of the model reads, decoded; None if the part reads no text."""
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:

@@ -210,7 +210,7 @@ SEQUENCES = 16  # maximum number of sequences per text for the gradients of the 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
     """Set the rotation of fits that use keys before rotation. Raise UsageError if a site's rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
-    by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
+    by_site = find_turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
@@ -233,7 +233,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
 
 
-def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
+def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     """Return the rotation of each site's keys as frequencies, or the reason why it can't be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]

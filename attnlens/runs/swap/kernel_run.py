@@ -42,14 +42,22 @@ from attnlens.records import (
 )
 from attnlens.requests import SwapRequest
 from attnlens.runs import checks
-from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
-from attnlens.runs.feeding import guess_notes
+from attnlens.runs.differences import (
+    Continuations,
+    Differences,
+    Prompts,
+    compare,
+    continue_prompts,
+    measure_agreement,
+    tabulate_windows,
+)
+from attnlens.runs.feeding import describe_guessing
 from attnlens.runs.outputs import Variant, enough_memory, measure_peak, run, speed, tokens_in
 from attnlens.runs.progress import Progress, Tell, start_stage, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites, refuse_random
-from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, find_predictors, head_measures, sweep, units
+from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, measure_leaks, measure_sites, refuse_random
+from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, find_predictors, list_units, measure_heads, sweep
 from attnlens.runs.work import Stopped
 
 
@@ -88,7 +96,7 @@ class SwapSession:
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
-            checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
+            checks.refuse_initialised(self.loaded, self.probe, checks.measure_predictions(self.task))
             self.sites = tuple(each.site for each in survey.sites)
             self.model_heads = sum(each.call.query.shape[1] for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
@@ -133,12 +141,12 @@ class SwapSession:
         return measure_peak(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
 
     @cached_property
-    def own_peak(self) -> int | None:
+    def original_peak(self) -> int | None:
         """Peak memory in bytes of the original model; None if unknown."""
         return self.peak
 
     @cached_property
-    def continuation(self) -> tuple[Continued | str, list[str]]:
+    def continuation(self) -> tuple[Continuations | str, list[str]]:
         """The original model's continuations of the prompts, or why they are missing; and notes for the report."""
         if isinstance(self.prompts, str):
             return self.prompts, []
@@ -167,15 +175,15 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
         assign(before)
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of the names, types, shapes and values of tensors: 16 hex digits of SHA-256."""
     content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     return sha256(content).hexdigest()[:16]
 
 
-def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
+def hash_parameters(swaps: hooks.Swaps) -> dict[str, str]:
     """Return a hash of the fitted parameters at every site."""
-    return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
+    return {site.name: hash_tensors(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
 EXACT: Route = "auto"  # path of the controls; the `path` option applies only to the kernel
@@ -366,7 +374,7 @@ class KernelRun:
         """Run and measure all stages; raise Stopped with the result if the user interrupted healing or the sweep."""
         session = self.session
         with enough_memory(session.fed[0].inputs):
-            _ = session.own_peak  # measured first, before anything keeps memory allocated
+            _ = session.original_peak  # measured first, before anything keeps memory allocated
             swap, plan = self._run_stages()
         controls = {str(number): control.model for number, control in enumerate(self.controls)}
         measured = {name: model and model.differences for name, model in (self.stages | controls).items()}
@@ -376,7 +384,7 @@ class KernelRun:
             "window": self.window,
             "notes": self.notes,
             "losses": {name: each.by_token.join() for name, each in measured.items() if each and each.by_token.before},
-            "windows": windows_of(list(self.measured.values())),  # one column per stage
+            "windows": tabulate_windows(list(self.measured.values())),  # one column per stage
         }
         if self.interrupted:
             raise Stopped(self.kernel.spelling, value)
@@ -388,7 +396,9 @@ class KernelRun:
             self._fit()
         user = "" if self.kernel.info.built_in else self.kernel.info.name
         refuse_random(session.setup(self.last.swaps), session.probe)
-        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user)
+        errors = measure_leaks(
+            session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user
+        )
         with time_stage(timings, "compare"):
             self._compare()
         if session.train is not None and session.calibrated is not None:
@@ -422,7 +432,7 @@ class KernelRun:
         """Function that stores and reuses parts of long computations."""
         return keep_nothing if self.store is None else self.store.compute
 
-    def teller(self, stage: str, total: int) -> Tell:
+    def start_stage(self, stage: str, total: int) -> Tell:
         """Start a stage, named after the kernel if there are several; return the function that reports its progress."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
@@ -437,7 +447,7 @@ class KernelRun:
         if source is None or not kernel.fits or not (kernel.needs_fit or session.options.fit):
             return
         text, passes = source.some(MOST_FITTED), 1 if kernel.needs_fit or kernel.near is not None else 2
-        fitted = fit(session.setup(swaps), text, self.teller("fit", text.sequences * passes))
+        fitted = fit(session.setup(swaps), text, self.start_stage("fit", text.sequences * passes))
         self.stages["swapped" if kernel.needs_fit else "fitted"] = ChangedModel(fitted)
 
     def _compare(self) -> None:
@@ -453,7 +463,7 @@ class KernelRun:
             first = next(iter(self.measured.values()))
             names = [session.settings.texts[number].name for number in first.sampled.texts]
             vocabulary = texts.vocabulary(session.loaded.model) or math.inf
-            self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
+            self.notes += describe_guessing(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
         """Reuse an equal control of another kernel; run one pass, and store the reason if the control is refused."""
@@ -476,7 +486,7 @@ class KernelRun:
         """Measure the differences from the original on the evaluated text, for models without `differences`."""
         session = self.session
         variants = {model: session.variant(model) for model in models if model.differences is None}
-        tell = self.teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
+        tell = self.start_stage("compare", len(variants) * sum(map(tokens_in, session.fed)))
         measured = compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
         for model, differences in measured.items():
             model.differences = differences
@@ -484,12 +494,12 @@ class KernelRun:
     def _generate(self) -> None:
         """Count the tokens for which greedy continuations of each stage and control equal the original model's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
-        tell = self.teller("generate", len(models) + 1)
+        tell = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation
         tell(1)
         for model in models:
             variant = self.session.variant(model, EXACT)
-            model.agreement = agreement(self.session.loaded.model, original, variant)
+            model.agreement = measure_agreement(self.session.loaded.model, original, variant)
             tell(1)
         self.notes += notes
 
@@ -520,8 +530,10 @@ class KernelRun:
             sites=sites,
             **fields | {"reasons": reasons | fields["reasons"]},
             off_simplex=sum(shares) / len(shares) if shares else None,
-            tokens_per_second=Pair(before=speed(last.sizes, last.own_seconds), after=speed(last.sizes, last.seconds)),
-            peak_memory_bytes=Pair(before=session.own_peak, after=peak),
+            tokens_per_second=Pair(
+                before=speed(last.sizes, last.original_seconds), after=speed(last.sizes, last.seconds)
+            ),
+            peak_memory_bytes=Pair(before=session.original_peak, after=peak),
             stages=[Stage(name=stage, **fields) for stage, fields in outcomes.items()],
             healing=self.healing,
             state=self.state,
@@ -561,20 +573,20 @@ class KernelRun:
     def _sweep(self, swap: Swap) -> Swap:
         """Add the effect of each head or layer, and predictors; if the user interrupts, add only a note."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
-        fitted = key_of(digests_of(swaps))
+        fitted = key_of(hash_parameters(swaps))
 
         def keep(name: str, make: Callable[[], Result]) -> Result:
             return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
 
-        chosen = units(swaps, str(options.sweep), {site: shape.heads for site, shape in session.shapes.items()})
+        chosen = list_units(swaps, str(options.sweep), {site: shape.heads for site, shape in session.shapes.items()})
         correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
         try:
             if correlated and session.measures is None:
-                tell = self.teller("predictors", 1)
+                tell = self.start_stage("predictors", 1)
                 with time_stage(session.timings, "predictors"):
-                    session.measures = head_measures(session.loaded, session.evaluated, session.settings, chosen)
+                    session.measures = measure_heads(session.loaded, session.evaluated, session.settings, chosen)
                 tell(1)
-            tell = self.teller("sweep", len(chosen) * len(session.fed))
+            tell = self.start_stage("sweep", len(chosen) * len(session.fed))
             alone = sweep(session.setup(swaps), chosen, session.fed, session.design, tell, keep)
         except KeyboardInterrupt:
             self.interrupted = True

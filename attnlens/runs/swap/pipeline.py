@@ -28,10 +28,10 @@ from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, reads_calibration, swap_kernels
 from attnlens.runs import checks, feeding
-from attnlens.runs.differences import COLUMNS, of_file, prompts_of
+from attnlens.runs.differences import COLUMNS, choose_prompts, tokenize_prompts
 from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage
-from attnlens.runs.provenance import code_of, content_of, report_of
+from attnlens.runs.provenance import assemble_report, hash_content, read_code
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.swap.kernel_run import ChangedModel, KernelResult, KernelRun, RankStep, SwapSession, changed_weights
 from attnlens.runs.swap.saved import UnsavedError, save_swapped
@@ -62,9 +62,9 @@ class SwapWork(SwapSession):
         if not isinstance(prompts, str):
             prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
         content = {
-            "fed": [content_of(self.loaded, (), part, analyzers) for part in batches],
+            "fed": [hash_content(self.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in self.kernels.values()],
+            "code": [read_code(kernel.info).hex() for kernel in self.kernels.values()],
             "generation": str(getattr(self.loaded.model, "generation_config", None)),
             "plan": str(getattr(self.request, "ranks", None)),
             "sites": [[site.name, heads] for site, heads in self.chosen.items()],
@@ -196,10 +196,10 @@ def prepare(
     if repeated is not None:
         problem = f"The calibration text ({repeated.name}) is the same as the evaluation text."
         raise TextError(problem, "Omit --calibration to use windows that are not evaluated, or choose another text.")
-    prompts = None if lines is None else of_file(loaded, lines)
-    cut = feeding.cut_of(settings, request)
+    prompts = None if lines is None else tokenize_prompts(loaded, lines)
+    cut = feeding.build_cut(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
-    task = checks.task_on(loaded, evaluated.batches[0].inputs)
+    task = checks.find_task(loaded, evaluated.batches[0].inputs)
     options = SwapRequest(**{name: v for name, v in request.explicit().items() if name in SwapRequest.model_fields})
     work = SwapWork(
         command=command,
@@ -210,7 +210,7 @@ def prepare(
         task=task,
         evaluated=evaluated,
         fed=feed(loaded, evaluated, task, settings.seed),
-        design=feeding.design_of(settings, evaluated),
+        design=feeding.build_design(settings, evaluated),
         progress=progress,
         ranks=ranks,
         train=train,
@@ -223,7 +223,7 @@ def prepare(
         _cut_calibration(work, others or contents, cut, named=bool(others))
     work.settings = feeding.describe_input(work.settings, evaluated, loaded)
     if request.generate:
-        work.prompts = prompts_of(loaded.model, work.fed, task, prompts)
+        work.prompts = choose_prompts(loaded.model, work.fed, task, prompts)
     work.survey()
     return work
 
@@ -309,7 +309,7 @@ def build_report(
     by_measure = {name: torch.cat([each["windows"][name] for each in results], 1) for name in measures}
     notes = dict.fromkeys(chain.from_iterable(each["notes"] for each in results))
     heads = sum(shape.heads for shape in session.shapes.values())
-    return report_of(
+    return assemble_report(
         session.command,
         "swap",
         model=session.model_info,

@@ -27,7 +27,7 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Call, Site, SiteSwap, Task
 from attnlens.runs import checks
-from attnlens.runs.feeding import at_rest, require_model, tensors
+from attnlens.runs.feeding import convert_batch, evaluation_mode, require_model
 from attnlens.runs.outputs import Variant
 
 
@@ -71,7 +71,7 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
         hooks.forward(setup.loaded.model, inputs)
 
 
-def leaks(
+def measure_leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> dict[str, float | str]:
     """Measure `causality_error` and `mask_error`, or explain why either does not apply. Raise IdentityError on a leak.
@@ -221,14 +221,14 @@ def replaced(
     if part is not None:
         checked_name("part", part, PARTS)
     loaded = require_model(model)
-    with at_rest(loaded.model), torch.no_grad():
+    with evaluation_mode(loaded.model), torch.no_grad():
         if batch is None:
             try:
                 inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
             except TextError as error:
                 raise UsageError(error.problem, "Pass batch=, a dict of inputs for this model.") from None
         else:
-            inputs = tensors(loaded.model, batch)
+            inputs = convert_batch(loaded.model, batch)
         survey = checks.survey_model(loaded, inputs)
         checks.require_identity(loaded, inputs)
         chosen = choose_sites(survey, [new], layers, heads, part)
@@ -249,7 +249,7 @@ def choose_sites(
 ) -> dict[Site, tuple[int, ...] | None]:
     """Return the chosen sites with heads (None: all); raise UsageError or ModelError if a site can't be swapped."""
     heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
-    checks.check_chosen(layers, heads, survey.sites)
+    checks.check_selection(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
     for site, count in heads_of.items():
         if site.is_among(layers) and part in (None, site.part):

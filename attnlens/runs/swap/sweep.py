@@ -45,7 +45,7 @@ class SweptMeasures:
     reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
-def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, units: Sequence[Unit]) -> SweptMeasures:
+def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, units: Sequence[Unit]) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from the weights."""
     analyzers = registry.select_sweep_analyzers()
     sites = checks.survey_model(loaded, batches.batches[0].inputs).sites
@@ -135,7 +135,7 @@ def _predictor(name: str, alone: UnitEffects, measures: SweptMeasures, p: tuple[
 Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or None for all
 
 
-def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
+def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
     """List the units to swap individually: the chosen layers or, unless `what` is `layers`, heads."""
     if what == "layers":
         return [(site, None) for site in swaps]
