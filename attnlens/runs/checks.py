@@ -1,4 +1,4 @@
-"""Check that a model runs, has the requested sites and all weights, and that recomputed attention reproduces it."""
+"""Check that a model runs, has all weights and requested sites, and can be reproduced by recomputed attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
-Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function that runs a model
+Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # runs a model on inputs
 
 
 def measure_attention_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -56,7 +56,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module of a missing weight that affects predictions, and why there is no loss; otherwise None."""
+    """Return a module whose missing weight affects predictions, and why there is no loss; None if there is a loss."""
     random = find_random_weights(loaded, inputs, measure_predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
@@ -77,16 +77,18 @@ def find_random_weights(
     leaves = {name: parameters[name].requires_grad_() for name in missing if name in parameters}
     owners = {path: loaded.model.get_submodule(path) for path in map(_owner, leaves)}
     handles = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
-    slopes: Sequence[Tensor | None] = [None] * len(leaves)
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
     try:
         with remove_hooks(handles), torch.enable_grad():
             outputs = [output.sum() for output in measure(loaded.model, inputs) if output.requires_grad]
             if outputs:
-                slopes = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
+                gradients = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
     finally:
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-    excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
+    excused = {
+        name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None and _owner(name) in ran
+    }
     random = [name for name in missing if name not in excused]
     more = f" and {len(random) - 1} more" if len(random) > 1 else ""
     return (_owner(random[0]), random[0] + more) if random else None
@@ -124,14 +126,14 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
 
 
 def survey_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites with their calls in a pass over a single token, for reading the weights."""
+    """Return the sites with their calls in a pass over one token, which suffices to read the weights."""
     return _reach_by_ids(loaded, reached, 1, seed)
 
 
 def survey_without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and on random ids, both without media (whose positions are special)."""
+    """Return the sites' calls on one token and on random ids, both without media, whose positions are special."""
     one_token = survey_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
@@ -141,7 +143,7 @@ def survey_without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites' calls on random ids (without media if `bare`); keep known calls of sites not reached."""
+    """Return the sites' calls on random ids (without media if `bare`); keep the known calls of other sites."""
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}

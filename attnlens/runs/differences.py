@@ -116,7 +116,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
             raise
         return f"the model can't continue a text with a key-value cache ({first_line(error).rstrip('.')})"
     chosen = torch.cat(parts, 1)
-    # the ids that end a text are in the generation settings, else in the config
+    # the ids that end a text are in the generation settings or, without them, in the config
     ends = [getattr(each, "eos_token_id", None) for each in (getattr(model, "generation_config", None), model.config)]
     end: int | list[int] = next((each for each in ends if each is not None), [])
     return Continuations(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
@@ -200,7 +200,7 @@ class Differences:
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    predicting: list[Tensor] = field(default_factory=list)  # False for sequences without predictions, omitted above
+    predicting: list[Tensor] = field(default_factory=list)  # False for sequences without predictions
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
     agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
@@ -209,7 +209,7 @@ class Differences:
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence with hidden states
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
-    likeness: LinearCKA | None = None  # of the hidden states; None if there are none
+    cka: LinearCKA | None = None  # similarity of the hidden states; None without hidden states
     seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the variant
     original_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
@@ -253,8 +253,8 @@ class Differences:
         means, counts = outputs.average_by_sequence(cosines, owners, int(owners.max()) + 1)
         self.cosines.append(means)
         self.real.append(counts)
-        self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)
-        self.likeness.add(original, new)
+        self.cka = self.cka or LinearCKA(original.shape[-1], original.device)
+        self.cka.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
         """Build the record of the collected differences.
@@ -346,7 +346,7 @@ class Differences:
 
     def _state_fields(self, seed: int, texts: Sequence[str]) -> Fields:
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
-        if self.likeness is None:
+        if self.cka is None:
             return {}, dict.fromkeys(names, "the model returns no hidden states")
         cosines, real = torch.cat(self.cosines), torch.cat(self.real)
         if not cosines.isfinite().all():
@@ -358,7 +358,7 @@ class Differences:
         for name, rows in _by_text(self.design, texts):
             mean, ci95 = _mean(cosines[rows], real[rows], Design.plain(len(rows)), (-1.0, 1.0), seed)
             by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=ci95))
-        cka = self.likeness.value
+        cka = self.cka.value
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         if interval is None:
             reasons["hidden_cosine_ci95"] = self._no_interval

@@ -127,10 +127,10 @@ def doctor(
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, requested.length)
     settings = feeding.add_model_settings(requested, loaded)
-    # placeholder ids without a tokenizer, since any input proves identity
+    # without a tokenizer, use placeholder ids: any input suffices for the comparison
     batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        # images share no pass, and only one is compared; any text is fine
+        # compare only one image, because images do not share a pass; any text suffices
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
         cut = feeding.build_cut(settings, request.with_options(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
@@ -156,7 +156,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        # None: weights are not finite
+        # `changed` is None if weights are not finite
         if changed is None or changed <= TOLERANCE or report.summary.verdict != "differs":
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
@@ -180,7 +180,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     first = checks.survey_one_token(loaded, reached, settings.seed)
     results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(results, checks.list_skipped(loaded, survey))
-    # the rounding that explains a site's error changes the outputs, too
+    # rounding that explains the error of a site also explains a change of the outputs
     sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
     sound = sound and all(check.passed for check in results)
     verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"

@@ -232,7 +232,7 @@ def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenize
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: put the model in evaluation mode without gradients; restore modes and gradients afterwards."""
     training = [module for module in model.modules() if module.training]
-    # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
+    # tensors created in inference mode never have a gradient, and don't allow setting requires_grad
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
     try:
         model.train(False)

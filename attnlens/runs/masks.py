@@ -56,10 +56,12 @@ def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
         return Rule(causal)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     chunked = kinds is not None and layer is not None and kinds[layer : layer + 1] == ["chunked_attention"]
-    return Rule(causal, _window_of(module, config), getattr(config, "attention_chunk_size", None) if chunked else None)
+    return Rule(
+        causal, _find_window(module, config), getattr(config, "attention_chunk_size", None) if chunked else None
+    )
 
 
-def _window_of(module: nn.Module, config: object) -> int | None:
+def _find_window(module: nn.Module, config: object) -> int | None:
     """Return the width of the window that the configuration declares for a module; None without a window."""
     if getattr(module, "attention_type", None) == "local":  # GPT-Neo
         return getattr(config, "window_size", None)
@@ -181,7 +183,8 @@ class Cases:
         """Return `rows` copies of the other ids of an encoder–decoder (not `perturbed`); {} for other models."""
         return {name: self.row(name, PROBED).expand(rows, -1) for name in self.ids if name != perturbed}
 
-    def _whole(self, name: str, perturbed: str, tokens: int, probes: list[int]) -> Case:
+    def _build_unmasked(self, name: str, perturbed: str, tokens: int, probes: list[int]) -> Case:
+        """Build a test on sequences without padding or a mask, one row for each perturbed token."""
         ids, rows = self.row(perturbed, tokens), len(probes)
         inputs = {perturbed: ids.expand(rows, -1), **self._others(perturbed, rows)}
         alone = {perturbed: ids, **self._others(perturbed, 1)}
@@ -192,12 +195,12 @@ class Cases:
     def _causal(self) -> Case | str:
         if not self.causal:
             return "the model has no causal attention"
-        return self._whole("causal", self.main_input, self.most, list(range(self.most)))
+        return self._build_unmasked("causal", self.main_input, self.most, list(range(self.most)))
 
     def _bidirectional(self) -> Case | str:
         if not self.bidirectional:
             return "the model has no bidirectional attention"
-        return self._whole("bidirectional", "input_ids", self.most, list(range(self.most)))
+        return self._build_unmasked("bidirectional", "input_ids", self.most, list(range(self.most)))
 
     def _window(self) -> Case | str:
         if not self.windows:
@@ -209,14 +212,14 @@ class Cases:
         tokens = width + 2 + width * (not self.causal)
         if limit is not None and tokens > limit:
             return f"the test of a window of {width} tokens needs {tokens} positions, but the model has {limit}"
-        return self._whole("window", self.main_input, tokens, [0, 1])
+        return self._build_unmasked("window", self.main_input, tokens, [0, 1])
 
     def _prefix(self) -> Case | str | None:
         if self.named is None:
             return None  # no configuration declares a prefix
         if not self.causal or self.main_input != "input_ids":
             return "only causal models without an encoder can read a prefix"
-        case, first = self._whole("prefix", "input_ids", PROBED, list(range(PROBED))), PROBED // 2
+        case, first = self._build_unmasked("prefix", "input_ids", PROBED, list(range(PROBED))), PROBED // 2
         place = torch.arange(PROBED)
         seen = (place[:, None] >= place) | (place < first)
         added = torch.zeros(PROBED, PROBED, dtype=self.model.dtype).masked_fill(

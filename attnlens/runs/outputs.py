@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-Variant = Callable[[], AbstractContextManager[object]]  # context manager that changes the original model
+Variant = Callable[[], AbstractContextManager[object]]  # returns a context in which the model is changed
 CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak of memory
 
 
@@ -196,8 +196,9 @@ class TokenLosses:
     ) -> None:
         """Add a batch; `losses` are the losses of the predicted tokens in the original and in the changed model."""
         predicted = (targets != NOTHING).cpu()
-        values = *(loss.double().cpu() for loss in losses), repetition_distances(ids, targets)[predicted]
-        for rows, part in zip((self.before, self.after, self.back), values, strict=True):
+        before, after = (loss.double().cpu() for loss in losses)
+        distances = repetition_distances(ids, targets)[predicted]
+        for rows, part in ((self.before, before), (self.after, after), (self.back, distances)):
             rows += torch.split(part, predicted.sum(1).tolist())
 
     def join(self) -> list[Tensor]:

@@ -266,25 +266,19 @@ class Series:
     @cached_property
     def facts(self) -> Mapping[str, object]:
         """Facts that determine the results of the units."""
-        left_out = {
-            *SharedRequest.model_fields,
-            "text",
-            "pairs",
-            "image",
-            "audio",
-            "adapter",
-        }  # content counts, not names
+        # the facts contain hashes of these files instead of their names
+        left_out = {*SharedRequest.model_fields, "text", "pairs", "image", "audio", "adapter"}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.request.adapter, self.request.offline
-        place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
-        of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
+        location = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
+        adapter_files = [] if location is None else [path for path in location.folder.glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "texts": key_of([(each.name, each.text) for each in self.contents]),
             "fed": [sha256(path) for path in files if path.is_file()],
-            "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
+            "adapter": [None if location is None else location.revision, *map(sha256, sorted(adapter_files))],
             "device": str(choose_device(self.request.device)),
             "code": [read_code(each).hex() for each in self.analyzers],
             "checkpoints": list(self.units),

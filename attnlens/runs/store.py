@@ -96,7 +96,7 @@ class Store:
                 other = isinstance(path, Path) and path.exists() and not path.is_file()
                 return _parse(b"" if other else path.read_bytes(), self._stamp(name))
             except ValueError:
-                _set_aside(path, name)
+                _rename_damaged(path, name)
         return None
 
     def save(self, name: str, value: object) -> None:
@@ -156,16 +156,16 @@ class Store:
         return f"{key_of(self.facts)} {name}"
 
 
-def _set_aside(path: Path, name: str) -> None:
-    aside = path.with_name(path.name + ".damaged")
-    what = f"the file is renamed to {aside.name}, and the unit is computed again"
+def _rename_damaged(path: Path, name: str) -> None:
+    renamed = path.with_name(path.name + ".damaged")
+    action = f"the file is renamed to {renamed.name}, and the unit is computed again"
     try:
-        path.rename(aside)
+        path.rename(renamed)
     except FileNotFoundError:  # another process has renamed it
         return
     except OSError as error:
-        what = f"the file cannot be renamed: {error.strerror or error}"
-    LOG.warning("%s is damaged or does not contain the unit %s: %s.", path, clean(name), what)
+        action = f"the file cannot be renamed: {error.strerror or error}"
+    LOG.warning("%s is damaged or does not contain the unit %s: %s.", path, clean(name), action)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -186,7 +186,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def convert_output_errors(path: Path, what: str) -> Iterator[None]:
+def convert_output_errors(path: Path, action: str) -> Iterator[None]:
     """Context manager: convert system errors, and errors of a remote store's library, to OutputError."""
     try:
         yield
@@ -196,7 +196,7 @@ def convert_output_errors(path: Path, what: str) -> Iterator[None]:
         if isinstance(path, Path) and not isinstance(error, OSError):
             raise
         message = getattr(error, "strerror", None) or reason_of(error)
-        raise OutputError(f"{path} cannot be {what}: {message}.", OTHER_WORK) from None
+        raise OutputError(f"{path} cannot be {action}: {message}.", OTHER_WORK) from None
 
 
 def file_stem(name: str) -> str:

@@ -318,12 +318,15 @@ def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> I
     try:
         with ThreadPoolExecutor(plan.jobs) as threads:
             futures = {threads.submit(call, name): name for name in names}
-            lost = 0
+            lost, any_finished = 0, False
             try:
                 for future in as_completed(futures):
                     result = future.result()
-                    lost = lost + 1 if result == Failure(LOST) else -len(names)
-                    if lost > plan.jobs:
+                    if result == Failure(LOST):
+                        lost += 1
+                    else:
+                        any_finished = True
+                    if lost > plan.jobs and not any_finished:  # the cause seems to affect every unit
                         remedy = "Run the command again with fewer --jobs."
                         raise errors.AttnlensError(f"All workers were lost: {LOST}.", remedy)  # noqa: TRY301
                     yield futures[future], result

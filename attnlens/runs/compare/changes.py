@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -88,19 +89,11 @@ def _relation(
         return "identical"
     if p < CHANGED_P and change > SMALLEST[FORMS]:
         return "changed"
-    if same_scale and pairing.order[first.site] == tuple(range(len(first.heads))):
-        # factors computed from equal weights can differ by rounding
-        tensors, others = (
-            dict(side.loaded.model.get_submodule(first.site.path).named_parameters())
-            for side in (pairing.first, pairing.second)
-        )
-        if (
-            tensors
-            and tensors.keys() == others.keys()
-            and all(are_equal(tensors[name], others[name]) for name in tensors)
-        ):
-            return "identical"
-    if p != p:
+    in_order = pairing.order[first.site] == tuple(range(len(first.heads)))
+    # factors computed from equal weights can differ by rounding
+    if same_scale and in_order and _have_equal_weights(pairing, first.site):
+        return "identical"
+    if math.isnan(p):
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
@@ -113,6 +106,16 @@ def _relation(
     if are_within(ROUNDING_SPACINGS * spacing) and same_scale:
         return "rounding"
     return "changed" if p < CHANGED_P and are_within(GAUGE_FACTOR * change) else "same form"
+
+
+def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
+    """Return True if the site's modules have the same parameters in both models; False if they have none."""
+    tensors, others = (
+        dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
+    )
+    if not tensors or tensors.keys() != others.keys():
+        return False
+    return all(are_equal(tensors[name], others[name]) for name in tensors)
 
 
 def describe(

@@ -63,11 +63,11 @@ Visit = Callable[[Site, tuple[SiteFactors, SiteFactors]], None]
 def describe_models(
     sides: Sides, sites: Mapping[Site, Site], order: Orders, visit: Visit = lambda *_: None
 ) -> dict[str, Any]:
-    """Return the fields of a Comparison that say what differs between two models, and why.
+    """Return the fields of a Comparison that state what differs between two models, and why.
 
     `sites` maps the first model's sites to the second's; sites that only one model has are left out. `order` maps the
-    first model's heads to the second's. `visit` gets each site's factors. If the weights are in files, at most one
-    layer of each model is in memory.
+    first model's heads to the second's. `visit` is called with each site and its factors in both models. If the weights
+    are in files, at most one layer of each model is in memory.
     """
     walk = Walk(sides, order, visit)
     walk.read(sites)
@@ -87,11 +87,11 @@ def match_sites(sides: Sides) -> dict[Site, Site]:
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
-    """List the config fields that affect attention and differ, those of nested configs too."""
+    """List the config fields that affect attention and differ, including fields of nested configs."""
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
     names = [name for name in dict.fromkeys([*sides[0], *sides[1]]) if _affects_attention(name)]
     changes = [(name, *(side.get(name) for side in sides)) for name in names]
-    missing = None, "null"  # a field that is missing, and one that is set to None, mean the same
+    missing = None, "null"  # a field that is absent, and a field that is set to None, are equivalent
     return [
         records.ConfigChange(field=name, first=first, second=second)
         for name, first, second in changes
@@ -100,13 +100,13 @@ def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[rec
 
 
 def _compare_sizes(config: Sequence[records.ConfigChange]) -> Iterator[records.DiagnosedCause]:
-    """Yield another number of layers or query heads, as far as the configs state both."""
+    """Yield a cause if the number of layers or of query heads differs and both configs state it."""
     for change in config:
         name = next((name for name, fields in SIZES.items() if fields.search(change.field)), None)
         if name is not None and change.first is not None and change.second is not None:
             unit = name.removesuffix("s") if change.second == "1" else name
             text = f"the second model has {change.second} {unit} instead of {change.first} ({change.field})"
-            # the layers that one of the models lacks can't be copied by a setting
+            # no setting can supply layers that one of the models lacks
             repair = None if name == "layers" else f"set {change.field} to {change.first}"
             hypothesis = f"another number of {name}"
             yield records.DiagnosedCause(hypothesis=hypothesis, layers=[], residual=0.0, repair=repair, text=text)
@@ -131,8 +131,8 @@ class FoundCause:
     layer: int | None  # None outside of layers
     cause: Cause
     errors: list[float] = field(default_factory=list)  # error of each head if its weights are quantised
-    site: Site | None = None  # the first model's; None outside of layers
-    whole: bool = False  # True if weights are rounded, and the cause holds for all matrices of the layer
+    site: Site | None = None  # site of the first model; None outside of layers
+    whole: bool = False  # True for a rounding that all matrices of the layer have
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Walk:
         reached, others = ({each.site: each for each in side.reached} for side in self.sides)
         for site, other in sites.items():
             if by_path[site.path][0] != other.layer:
-                continue  # a module that several layers share
+                continue  # several layers share this module, which was compared at the first of them
             with ExitStack() as stack:
                 for side, place in zip(self.sides, (site, other), strict=True):
                     stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
@@ -210,9 +210,9 @@ class Walk:
     ) -> Iterator[tuple[Cause, list[float]]]:
         """Yield the causes of one layer's difference, with the error of each head if its weights are quantised.
 
-        `blocks`: the tensors of both blocks. `in_block`: the attention modules of the first model's block. Each tensor
-        is diagnosed once: those of an attention module and of the norm that it reads at its own site, all others at the
-        first.
+        `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
+        tensor is diagnosed once: tensors of an attention module, and of the norm that it reads, at the module's site;
+        all other tensors at the block's first site.
         """
         sites = reached[0].site, reached[1].site
         path = weights.block_path(sites[0].path)
@@ -261,9 +261,9 @@ class Walk:
         return first, second
 
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
-        """Return the norms that the further attention modules of a block read, by module path.
+        """Return the norm that each attention module of a block, except for the first, reads, by module path.
 
-        If the first one reads no norm, the norms' outputs are residuals, too (BART).
+        Return {} if the first module reads no norm: the outputs of norms are then the residual stream (BART).
         """
         reached = {each.site.path: each for each in self.sides[0].reached}
         if len(in_block) == 1 or in_block[0] not in reached:
@@ -276,7 +276,7 @@ class Walk:
         return {path: f"{block}.{name.removesuffix('.weight')}" for path, name in names.items() if name is not None}
 
     def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
-        """Explain the tensors left that are those of another layer of the first model, and what changed in them."""
+        """Find unexplained tensors that come from another layer of the first model, and diagnose their changes."""
         moves = dict[Site, tuple[Site, list[str]]]()
         for entry in [each for each in self.found if isinstance(each.cause, Unexplained)]:
             site, names = entry.site, set(entry.cause.parts)
@@ -307,7 +307,7 @@ class Walk:
         self.found += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers: the output matrix with the norms, all others one at a time."""
+        """Diagnose the tensors outside of layers: the output matrix together with the norms, others singly."""
         names, others = self._stored_names()
         left = [
             name for name in names if name in others and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
@@ -350,7 +350,7 @@ class Walk:
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
 
-        The two differ for the output matrix of a model that uses its embedding, if the other model stores its own.
+        Both names differ only for an output matrix that is tied to the embedding in one model, but not in the other.
         """
         models = [side.weights_model.model for side in self.sides]
         first, second = ({name: name for name in list_tensors(model)} for model in models)
@@ -362,7 +362,7 @@ class Walk:
 
 
 def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield the causes of the differences of tensors, which each are a pair of layers."""
+    """Diagnose several tensors together, each given as a pair of layers, and yield the causes."""
     if not pairs:
         return
     sides = []
@@ -382,7 +382,7 @@ def _output_name(model: PreTrainedModel) -> str:
 
 
 def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
-    """Return the name of the output matrix, and of the embedding that it is; empty names if it is not tied."""
+    """Return the names of the output matrix and of the embedding that it is tied to; empty names if it is not tied."""
     matrix = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[no-untyped-call]
     name = _output_name(model)
     source = next((name for name, part in model.named_parameters() if part is matrix), "")
@@ -390,7 +390,7 @@ def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
-    """Load one tensor, stored as `source`, until `stack` closes; a norm's gain is what the norm applies."""
+    """Load one tensor, stored as `source`, until `stack` closes; the gain of a norm includes the norm's offset."""
     owner, _, own_name = source.rpartition(".")
     module = side.weights_model.model.get_submodule(owner)
     is_norm = "Norm" in type(module).__name__
@@ -405,7 +405,7 @@ def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> 
 
 
 def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Tensor) -> Cause:
-    """Name the cause of another output matrix if only one of the models uses its embedding as the output matrix."""
+    """Build the cause of an output matrix that only one of the models ties to its embedding."""
     change = float(residuals(first, second, name).max())
     if sources[0] == name:
         text = f"the output matrix is the embedding {sources[1]}, instead of the first model's {name}"
@@ -435,14 +435,14 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _type_of(tensors: Iterable[Tensor]) -> str:
-    """Return the coarsest type that represents the largest tensor."""
+    """Return the name of the coarsest type that represents the largest tensor exactly."""
     return str(stored_type(max(tensors, key=Tensor.numel))).removeprefix("torch.")
 
 
 def _rounds_all_matrices(
     cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
 ) -> bool:
-    """Return True if a cause is a rounding that holds for all matrices of a layer, whichever of them it changes."""
+    """Return True if a cause is a rounding that all matrices of a layer have, even those that it leaves unchanged."""
     if cause.hypothesis == "rounding":
         return len(causes) == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
@@ -457,15 +457,16 @@ def _rounds_all_matrices(
 
 
 def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
-    """Return True if both modules are of one class, with parameters of the same shapes."""
-    shapes = ({name: part.shape for name, part in each.module.named_parameters()} for each in (first, second))
-    return type(first.module) is type(second.module) and next(shapes) == next(shapes)
+    """Return True if both modules have the same class, and parameters of the same names and shapes."""
+    shapes, others = ({name: p.shape for name, p in each.module.named_parameters()} for each in (first, second))
+    return type(first.module) is type(second.module) and shapes == others
 
 
 def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
-    """Merge equal causes of several layers; unexplained ones, and roundings of some tensors, if the tensors are equal.
+    """Merge equal causes of several layers.
 
-    Outside the layers, all unexplained tensors are merged. Roundings of whole layers are merged whatever their tensors.
+    Unexplained causes inside layers, and roundings of some matrices, are merged if they concern the same tensors;
+    unexplained causes outside layers, and roundings of whole layers, whatever their tensors.
     """
     groups: dict[tuple[object, ...], list[FoundCause]] = defaultdict(list)
     for entry in found:
@@ -500,7 +501,7 @@ def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return a cause's text after the names of its tensors, in the plural."""
+    """Return the text of a cause without the names of its tensors, in the plural (`are …`)."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 
@@ -511,7 +512,7 @@ def _list_parts(entries: Iterable[FoundCause]) -> list[str]:
 
 
 def _describe(entries: Sequence[FoundCause], typical: Cause) -> str:
-    """Return one text for equal causes of several layers, whose tensors and ranks can differ."""
+    """Format one text for merged causes, whose tensors and ranks can differ."""
     causes = [entry.cause for entry in entries]
     if len({cause.text for cause in causes}) == 1:
         return typical.text

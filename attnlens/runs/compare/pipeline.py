@@ -120,7 +120,11 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows((first.heads, second.heads), tests, fdr, NO_ROUNDING)
     dtypes = first.settings.dtype, second.settings.dtype
-    dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: rounding alone makes every head differ."
+    notes = [UNROUNDED]
+    if dtypes[0] != dtypes[1]:
+        notes.insert(0, f"The models were run in {dtypes[0]} and {dtypes[1]}: rounding alone makes every head differ.")
+    if not paired:
+        notes.append(UNPAIRED)
     return Comparison(
         base=first.model,
         paired=paired,
@@ -129,7 +133,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         named=sum(row.named for row in rows),
         heads=[HeadChange(**fields, partner=fields["head"], reason=NO_ROUNDING) for fields in ids],
         rows=rows,
-        notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
+        notes=notes,
     )
 
 

@@ -51,7 +51,7 @@ def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
     partners = torch.from_numpy(linear_sum_assignment(distances.numpy())[1])
     moved = partners != numbers
     before, after = distances.diagonal()[moved], distances[numbers, partners][moved]
-    # strict: equal heads in any order have distance 0 and stay in place
+    # < instead of ≤: equal heads have distance 0 in any order, and must stay in place
     reordered = bool((after < ALIKE * before).all()) and bool((after < ALIKE).all())
     return tuple((partners if reordered else numbers).tolist())
 
@@ -233,7 +233,7 @@ class Pairing:
 WIDE = ("query", "key", "value", "bias")  # parts of a call that are converted to float64
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
-"""Names of block inputs that are hidden states. The first input of a block always is."""
+"""Names of block inputs that are hidden states. The first input of a block always contains them."""
 
 
 @dataclass

@@ -32,7 +32,7 @@ SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGL
 a head that is exact in real numbers changes M by about eps · cond in floating point, which matters to no reader."""
 SMALLEST_BLOCK = 1e-3  # smallest change of a block's output of practical size, as a share of its norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
-CHANGED_P = 1e-3  # p below which a change is not rounding: rounding alone moves one of a thousand heads as much
+CHANGED_P = 1e-3  # p below which a change is more than rounding, which changes one head in 1000 this much
 POWER = 0.8  # probability with which a test detects the smallest detectable change
 
 
@@ -102,7 +102,7 @@ def test_windows(
             p[heads] = p_values(values[present][:, heads].mT, design.select(present), torch.ones(len(present)), seed)
     delta = values.nanmean(0)
     p[(values.nan_to_num() == 0).all(0) & ~delta.isnan()] = 1.0
-    # equal changes in all windows: no other sample would give another change
+    # the same change in all windows cannot be due to sampling
     error = standard_error(values, design)
     p[(error == 0) & (delta != 0)] = 0.0
     # if rounding never changed a measure, p depends on windows alone
@@ -175,7 +175,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
     least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
-    categories = {name for name in tests if is_category(heads, name)}  # for each, all heads are read
+    categories = {name for name in tests if is_category(heads, name)}  # computed once, because all heads are read
     smallest = {name: None if name in categories else _smallest_change(heads, name) for name in tests}
     negligible = {name: test.negligible(smallest[name]) for name, test in tests.items() if test is not None}
     beyond = {name: test.beyond_rounding for name, test in tests.items() if test is not None}
@@ -245,8 +245,8 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
 
 
 DRAWS = 3
-"""Number of random roundings of each model's weights. Fewer draws cost fewer forward passes and lose power, but no
-coverage, because Student's t has as many degrees of freedom (benchmarks/rounding.py)."""
+"""Number of random roundings of each model's weights. Fewer draws need fewer forward passes; they reduce the power, but
+not the coverage, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
 FEW = 1
 """Number of windows on which the effect of rounding on tokens.* is measured. Its mean square on one window is at least
 that of the mean over windows, and each window costs 2 × DRAWS passes per model."""
@@ -259,8 +259,8 @@ BITS = {
     torch.float32: (torch.int32, 23),
     torch.float64: (torch.int64, 52),
 }
-"""Integer type with the same number of bits, and number of mantissa bits, of each number type that weights can be
-stored in, from the widest spacing to the finest."""
+"""Integer type of the same width, and number of mantissa bits, for each number type of stored weights, from coarse to
+fine."""
 DIFFERENT, MANY = 16, 4096
 """Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
 of 2 are exact in every type."""

@@ -68,8 +68,8 @@ def build_measure(
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
-        hidden = info.identified == "all pairs" and site.part == "decoder"  # of causal heads
-        reason = "not identified: the model never compares a query with a later key" if hidden else info.missing
+        unidentified = info.identified == "all pairs" and site.part == "decoder"  # in causal heads
+        reason = "not identified: the model never compares a query with a later key" if unidentified else info.missing
         return Measure(value=None, reason=reason)
     if base is not None and not bool(base.isnan()):
         fields["base"] = float(base)
@@ -181,7 +181,7 @@ class Inspection(PreparedRun):
         return {
             "command": "inspect",
             "versions": versions(),
-            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
+            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder contains the same model
             "from_files": self.loaded.deferred is not None,
             # notes and options do not determine numbers
             "settings": self.settings.model_dump(mode="json", exclude={"notes", "options"}),
@@ -389,12 +389,8 @@ class Inspection(PreparedRun):
         """Return the nulls of sites with this shape, scale and rotation; draw them at the first call."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
-            analyzers, layout, draws = (
-                self.select_analyzers("weights"),
-                replace(query_key, base=None),
-                NULL_DRAWS["factors"],
-            )
-            null = gaussian_null(analyzers, layout, draws=draws, seed=self.settings.seed)
+            layout, draws = replace(query_key, base=None), NULL_DRAWS["factors"]
+            null = gaussian_null(self.select_analyzers("weights"), layout, draws=draws, seed=self.settings.seed)
             self._nulls[shape] = query_key.rotation, null
         return self._nulls[shape][1]
 

@@ -33,7 +33,7 @@ from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_u
 
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
-ALL = "parts of the run"  # name of the progress over the units of all stages
+ALL = "parts of the run"  # stage under which the progress over all units is reported
 Model = str | PathLike[str] | loading.Loaded | PreTrainedModel  # name or path of a model, or a model in memory
 
 
@@ -174,7 +174,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = None, list[Skipped]()
-        if loaded.deferred is None:  # otherwise it can't run, and each of its sites is verified when it is read
+        if loaded.deferred is None:  # a model in its files can't run; its sites are verified when they are read
             # one long sequence is sufficient, and its predictions alone take gigabytes
             long = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in result.sites)
             probe = sample if inputs is None else texts.first(inputs.batches[0].inputs, 1 if long else 2)

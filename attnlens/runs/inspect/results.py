@@ -179,7 +179,7 @@ class Results:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
             present += [{known.get(name) or name.partition(".")[0] for name in names}] if names else []
         sources = dict.fromkeys(each.source for each in self.inspection.analyzers)
-        without = {source: sum(source not in of_head for of_head in present) for source in sources}
+        without = {source: sum(source not in head_sources for head_sources in present) for source in sources}
         return records.Coverage(
             sites=len({head.site for head in self.heads}),
             heads=len(self.heads),

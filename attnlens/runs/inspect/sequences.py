@@ -137,16 +137,16 @@ def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.
         return None
     inputs, row = [(batch.inputs, row) for batch in batches for row in range(batch.size)][number]
 
-    def words(prefix: str) -> list[str]:
+    def decode(prefix: str) -> list[str]:
         ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
         real = (ids if mask is None else ids[mask[row].bool()]).tolist()
         decoded = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
         return [word.strip() or SIGNS.get(word[:1], "␣") for word in decoded]
 
-    queries = words("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
+    queries = decode("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
     if part != "cross":
         return Sentence(sequence=number, keys=queries)
-    return Sentence(sequence=number, keys=words(""), queries=queries)
+    return Sentence(sequence=number, keys=decode(""), queries=queries)
 
 
 def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -> None:

@@ -140,13 +140,17 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
     """Expand each unfitted trainable parameter from one typed value to one row per head, the shape of a fit."""
-    unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
+    unfitted = {site: swap for site, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
     _update_fits(setup, fits, batches)
     for site, each in fits.items():
         kernel, parameters = unfitted[site].kernel, each.solve()
-        start = {n: torch.full_like(part, each.typed[n]) for n, part in parameters.items() if n in kernel.trainable}
+        start = {
+            name: torch.full_like(part, each.typed[name])
+            for name, part in parameters.items()
+            if name in kernel.trainable
+        }
         expanded[site] = hooks.Replacement(kernel.with_fitted(start), unfitted[site].heads)
     return expanded
 
@@ -225,7 +229,8 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:
         count = texts.sequences_in(batch.inputs)
-        first += [batch if count <= left else batch.rows(0, left)] if left > 0 else []
+        if left > 0:
+            first.append(batch if count <= left else batch.rows(0, left))
         left -= count
     metrics = output_metrics(setup, first)
     for site, fit in by_output:

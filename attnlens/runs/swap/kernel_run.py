@@ -564,8 +564,9 @@ class KernelRun:
         if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:
             yield "γ, the weight of near keys, is 1 in every head; --fit estimates it."
         if healed and self.control_models:
-            but = ", except for the healed far part" if any(model.weights for model in self.control_models) else ""
-            yield f"Controls are measured on the model before healing{but}."
+            healed_part = any(model.weights for model in self.control_models)
+            exception = ", except for the healed far part" if healed_part else ""
+            yield f"Controls are measured on the model before healing{exception}."
         for control in self.controls:
             if control.model is None:
                 yield f"No {control.role} control: {control.reason}."
