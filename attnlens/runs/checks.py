@@ -58,7 +58,10 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
     """Return a module whose missing weight affects predictions, and why there is no loss; None if there is a loss."""
     random = find_random_weights(loaded, inputs, measure_predictions(task))
-    return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
+    if random is None:
+        return None
+    module, name = random
+    return module, f"the checkpoint lacks {name}, so the model has no loss"
 
 
 def find_random_weights(

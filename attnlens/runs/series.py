@@ -299,7 +299,7 @@ class Series:
             self.read_unit,
             self.plan,
             self.store,
-            elsewhere=(open_in_worker, (self.names, self.revisions, self.request)),
+            worker_setup=(open_in_worker, (self.names, self.revisions, self.request)),
             tell=lambda _name: tell(1),
             usable=lambda value: value["complete"],
         )

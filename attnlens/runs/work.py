@@ -32,7 +32,7 @@ from attnlens.wording import clean
 V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
 Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
-Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
+WorkerSetup = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
 RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that a second attempt may avoid
 LOST = (
     "the worker process ended twice: it was killed (perhaps for lack of memory), or the main script calls attnlens "
@@ -81,7 +81,7 @@ class WorkPlan(SharedRequest):
         return cls(**{name: value for name, value in request.explicit().items() if name in cls.model_fields})
 
     @property
-    def elsewhere(self) -> bool:
+    def uses_workers(self) -> bool:
         """True if other processes compute the units."""
         return self.engine != "local" or self.jobs > 1
 
@@ -111,12 +111,12 @@ class WorkPlan(SharedRequest):
             raise errors.UsageError("address applies only to engine='ray'.", "Omit address, or pass engine='ray'.")
         if self.engine == "ray":
             check_cluster(self.address)
-        if self.elsewhere and "-" in map(str, texts):
+        if self.uses_workers and "-" in map(str, texts):
             raise errors.UsageError("Only one process can read a text from stdin.", "Save the text to a file.")
-        if self.elsewhere and str(self.work).startswith("memory:"):
+        if self.uses_workers and str(self.work).startswith("memory:"):
             problem = f"Other processes cannot access {self.work}, which is in this process's memory."
             raise errors.UsageError(problem, OTHER_WORK)
-        if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
+        if (self.work is not None or self.shard is not None or self.uses_workers) and (problem := self._unwritable()):
             raise errors.OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
 
     def _unwritable(self) -> str:
@@ -143,14 +143,14 @@ def run_units(
     plan: WorkPlan,
     store: Store | None,
     *,
-    elsewhere: Elsewhere | None = None,
+    worker_setup: WorkerSetup | None = None,
     tell: Callable[[str], None] = lambda _name: None,
     usable: Callable[[V], bool] = lambda _value: True,
 ) -> Outcome[V]:
     """Compute the unfinished units of a run, and return the results of all units.
 
-    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
-    the same run in another process. `tell` is called with the name of each unit that finishes or fails. `usable`
+    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `worker_setup` prepares
+    the same run in a worker process. `tell` is called with the name of each unit that finishes or fails. `usable`
     returns True if a stored value is complete. Raise ShardFinished at the end of a shard, any unit's AttnlensError,
     because it affects all units, and the first error if no unit could be computed.
     """
@@ -159,7 +159,7 @@ def run_units(
         store.report_others()
     values, failures, stopped = dict[str, V](), dict[str, Failure](), False
     try:
-        for name, value in _compute_units(plan.select_units(names), compute, plan, store, elsewhere, usable):
+        for name, value in _compute_units(plan.select_units(names), compute, plan, store, worker_setup, usable):
             if not isinstance(value, Failure):
                 values[name] = value
             elif isinstance(value.error, errors.AttnlensError):
@@ -189,7 +189,7 @@ def _compute_units(
     compute: Callable[[str], V],
     plan: WorkPlan,
     store: Store | None,
-    elsewhere: Elsewhere | None,
+    worker_setup: WorkerSetup | None,
     usable: Callable[[V], bool],
 ) -> Iterator[tuple[str, V | Failure]]:
     """Yield each unit's name with its value or Failure, in the order of completion."""
@@ -212,14 +212,14 @@ def _compute_units(
         value: V | None = store.load(name) if store.resume else None
         if value is not None and usable(value):
             yield name, value
-        elif plan.elsewhere and elsewhere is not None:
+        elif plan.uses_workers and worker_setup is not None:
             waiting.append(name)
         else:
             yield name, try_twice(compute_and_keep, name)
-    if not waiting or elsewhere is None:
+    if not waiting or worker_setup is None:
         return
     engine = _run_in_processes if plan.engine == "local" else _run_on_ray
-    for name, failure in engine(waiting, partial(_compute_in_worker, *elsewhere, store), plan):
+    for name, failure in engine(waiting, partial(_compute_in_worker, *worker_setup, store), plan):
         if failure is not None:
             yield name, failure
         elif (value := store.load(name)) is not None:
@@ -245,7 +245,7 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     return failure
 
 
-_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []  # this worker's run: opener, facts, function
+_prepared: list[tuple[WorkerSetup, Mapping[str, object], Compute]] = []  # this worker's run: opener, facts, function
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:

@@ -447,10 +447,10 @@ def spread(tmp_path):
     plan = WorkPlan(work=tmp_path / "work", jobs=2)
 
     def run(names: list[str], seed: int = 0, **more: Any) -> work.Outcome:
-        elsewhere = work_units.opened, (str(tmp_path), seed)
+        worker_setup = work_units.opened, (str(tmp_path), seed)
         with forkserver.workers():
             here = lambda _: pytest.fail("Not here.")  # noqa: E731
-            return run_units(names, here, plan, plan.store(FACTS), elsewhere=elsewhere, **more)
+            return run_units(names, here, plan, plan.store(FACTS), worker_setup=worker_setup, **more)
 
     return run
 
@@ -490,7 +490,7 @@ def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp
 def test_a_unit_that_another_run_has_cleared_is_computed_here_but_not_for_ray(tmp_path, store, monkeypatch):
     for name in ("_run_in_processes", "_run_on_ray"):
         monkeypatch.setattr(work, name, lambda names, *_: [(name, None) for name in names])
-    run = partial(run_units, NAMES, Units(), store=store, elsewhere=(work_units.opened, (str(tmp_path),)))
+    run = partial(run_units, NAMES, Units(), store=store, worker_setup=(work_units.opened, (str(tmp_path),)))
     assert same(run(plan=WorkPlan(work=tmp_path, jobs=2)).values, VALUES)
     refused(ModelError, partial(run, plan=WorkPlan(work=tmp_path, engine="ray")), "all workers must share")
 

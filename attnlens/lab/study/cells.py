@@ -237,7 +237,7 @@ def train_cells(
                 prepare_training(lambda: tasks, named, store)[1],
                 work,
                 store,
-                elsewhere=(prepare_training, (make, named, store)),
+                worker_setup=(prepare_training, (make, named, store)),
                 tell=lambda _name: tell(stage, next(numbers), total),
             )
         if results.stopped:

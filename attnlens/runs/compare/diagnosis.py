@@ -89,7 +89,11 @@ def match_sites(sides: Sides) -> dict[Site, Site]:
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
     """List the config fields that affect attention and differ, including fields of nested configs."""
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
-    names = [name for name in dict.fromkeys([*sides[0], *sides[1]]) if _affects_attention(name)]
+    names = [
+        name
+        for name in dict.fromkeys([*sides[0], *sides[1]])
+        if ATTENTION_FIELD.search(name) and not OTHER_FIELD.search(name)
+    ]
     changes = [(name, *(side.get(name) for side in sides)) for name in names]
     missing = None, "null"  # a field that is absent, and a field that is set to None, are equivalent
     return [
@@ -110,10 +114,6 @@ def _compare_sizes(config: Sequence[records.ConfigChange]) -> Iterator[records.D
             repair = None if name == "layers" else f"set {change.field} to {change.first}"
             hypothesis = f"another number of {name}"
             yield records.DiagnosedCause(hypothesis=hypothesis, layers=[], residual=0.0, repair=repair, text=text)
-
-
-def _affects_attention(name: str) -> bool:
-    return bool(ATTENTION_FIELD.search(name)) and not OTHER_FIELD.search(name)
 
 
 def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -145,7 +145,7 @@ class Walk:
     found: list[FoundCause] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
     samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # of both models
-    _types: list[str] = field(default_factory=list)  # number types of the first layer's largest matrices
+    _types: list[str] = field(default_factory=list)  # stored number types of the largest matrices of the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
         """Compare all layers and tensors."""
@@ -178,7 +178,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """How the tensors of both models correspond."""
+        """Names and number types of tensors that differ between both models."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
@@ -221,7 +221,8 @@ class Walk:
         ]
         self.differ += [f"{path}.{name}" for name in differ]
         if not self._types:
-            self._types = [_type_of(block.values()) for block in blocks]
+            largest = [max(block.values(), key=Tensor.numel) for block in blocks]
+            self._types = [str(stored_type(matrix)).removeprefix("torch.") for matrix in largest]
         if not differ and blocks[0].keys() == blocks[1].keys():
             return
         layers = self._read_layers(sites, factors, in_block)
@@ -432,11 +433,6 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     saved = module.state_dict()
     parameters = {name: part.detach() for name, part in module.named_parameters()}
     return parameters | {name: part for name, part in module.named_buffers() if name in saved}
-
-
-def _type_of(tensors: Iterable[Tensor]) -> str:
-    """Return the name of the coarsest type that represents the largest tensor exactly."""
-    return str(stored_type(max(tensors, key=Tensor.numel))).removeprefix("torch.")
 
 
 def _rounds_all_matrices(

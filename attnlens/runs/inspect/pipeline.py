@@ -29,7 +29,7 @@ from attnlens.runs.inspect.results import Results
 from attnlens.runs.inspect.sequences import refuse_many_rows
 from attnlens.runs.progress import Interrupted, Progress, silent, time_stage
 from attnlens.runs.store import Store
-from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_units
+from attnlens.runs.work import NOTHING_KEPT, Compute, WorkerSetup, WorkPlan, run_units
 
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
@@ -73,8 +73,8 @@ def run_inspect(
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.loaded.deferred is not None))
-        report, results = compute(inspection, plan, store, elsewhere)
+        worker_setup = open_in_worker, (model, request.with_options(from_files=inspection.loaded.deferred is not None))
+        report, results = compute(inspection, plan, store, worker_setup)
     return report, store.clear if store is not None and not results.missing else lambda: None
 
 
@@ -118,12 +118,12 @@ def compute(
     inspection: Inspection,
     plan: WorkPlan = NOTHING_KEPT,
     store: Store | None = None,
-    elsewhere: Elsewhere | None = None,
+    worker_setup: WorkerSetup | None = None,
 ) -> tuple[Report, Results]:
     """Compute the units; return the report and the results. Raise Interrupted with the finished part, or ModelError."""
     names = list(inspection.units)
     tell = report_stages(inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)})
-    outcome = run_units(names, inspection.read_unit, plan, store, elsewhere=elsewhere, tell=tell)
+    outcome = run_units(names, inspection.read_unit, plan, store, worker_setup=worker_setup, tell=tell)
     results = Results(inspection, outcome.values, outcome.missing, outcome.stopped)
     if not any(head.measures for head in results.heads):
         if outcome.stopped:
@@ -166,7 +166,7 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, and verify recomputed attention; units store weights in `factors` if given."""
+    """Cut the texts, find the sites, and verify recomputed attention; units add the weights they read to `factors`."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model

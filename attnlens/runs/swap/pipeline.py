@@ -92,8 +92,8 @@ class SwapWork(SwapSession):
         more = start_stage(progress, "kernels", len(kernels)) if several else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.options.save is not None else self.store
-        elsewhere = open_run, self.call
-        outcome = run_units(kernels, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
+        worker_setup = open_run, self.call
+        outcome = run_units(kernels, self.read_unit, plan, store, worker_setup=worker_setup, tell=lambda _name: more(1))
         if not outcome.values:
             raise KeyboardInterrupt
         timings = self.timings | {"all": time.perf_counter() - self.start}
