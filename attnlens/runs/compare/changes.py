@@ -34,10 +34,10 @@ Tensors = Mapping[str, Tensor]
 ROUNDING_SPACINGS = 4.0
 """Relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when it is
 stored, loaded and multiplied."""
-ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
+ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which rotations count as acting on different coordinates
 GAUGE_FACTOR = 100
-"""Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as the rounding of
-another basis. Training steps change M about as much as W_Q and W_K."""
+"""Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as rounding after a
+change of basis. Training steps change M about as much as W_Q and W_K."""
 NEAR_FACTOR = 10  # the change must also exceed this multiple of the change at equal positions, which is rounding
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 NOTES_ON_FORMS = {

@@ -126,7 +126,7 @@ def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class FoundCause:
-    """A cause found in a layer."""
+    """A cause of the difference, with the layer in which it was found."""
 
     layer: int | None  # None outside of layers
     cause: Cause

@@ -33,10 +33,10 @@ def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Samples]) -> Site | None:
-    """Find the layer of the first model that another layer's tensors come from.
+    """Find the site of the first model whose block the second model's tensors at `site` most likely come from.
 
-    Return the corresponding site of the block that has the most matrices nearer to the second model's than those of the
-    site's own block; None if no block has any.
+    Choose the block with the most matrices that are nearer to the second model's than those of the site's own block.
+    Return None if no block has any.
     """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)
