@@ -34,7 +34,7 @@ from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage, time_stage
 from attnlens.runs.provenance import assemble_report, read_code
-from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.store import Store, hash_json, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 
@@ -43,7 +43,7 @@ def hash_checkpoint(place: Location) -> str:
     patterns = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
     others = (path for pattern in patterns for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
-    return key_of({path.name: sha256(path) for path in files if path.is_file()})
+    return hash_json({path.name: sha256(path) for path in files if path.is_file()})
 
 
 class CheckpointReading(TypedDict):
@@ -276,7 +276,7 @@ class Series:
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "texts": key_of([(each.name, each.text) for each in self.contents]),
+            "texts": hash_json([(each.name, each.text) for each in self.contents]),
             "fed": [sha256(path) for path in files if path.is_file()],
             "adapter": [None if location is None else location.revision, *map(sha256, sorted(adapter_files))],
             "device": str(choose_device(self.request.device)),

@@ -63,12 +63,12 @@ def _version(name: str) -> str | None:
 @cache
 def hash_code() -> str:
     """Return a hash of the paths and contents of all modules of attnlens."""
-    return key_of([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
+    return hash_json([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
 
 
-def key_of(facts: object) -> str:
-    """Return the key of these facts: 32 hex digits of the SHA-256 of their JSON."""
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+def hash_json(value: object) -> str:
+    """Return a hash of a value: 32 hex digits of the SHA-256 of its JSON. The hash of its facts is the key of a run."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Store:
 
     def inside(self, name: str) -> Store:
         """Return a store for the parts of a long unit, in a folder next to the unit's file."""
-        return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
+        return Store(self.folder / file_stem(name), {"run": hash_json(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
         """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file."""
@@ -153,7 +153,7 @@ class Store:
                     LOG.warning("%s contains %s of a different run: %s.", file.parent, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
-        return f"{key_of(self.facts)} {name}"
+        return f"{hash_json(self.facts)} {name}"
 
 
 def _rename_damaged(path: Path, name: str) -> None:

@@ -26,7 +26,7 @@ from attnlens import errors
 from attnlens.files import with_home
 from attnlens.requests.fields import Request
 from attnlens.requests.run_options import SharedRequest
-from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, key_of
+from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, hash_json
 from attnlens.wording import clean
 
 V = TypeVar("V")
@@ -131,7 +131,7 @@ class WorkPlan(SharedRequest):
         """Return the store of a run; None if no folder was named and the user's cache cannot be written."""
         if self.work is None and self._unwritable():
             return None
-        return Store(self.root / key_of(facts), facts, resume=self.resume)
+        return Store(self.root / hash_json(facts), facts, resume=self.resume)
 
 
 NOTHING_KEPT = WorkPlan()  # default plan: a run in this process
@@ -255,7 +255,7 @@ def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Sto
         if not _prepared or _prepared[0][0] != (opener, arguments):
             _prepared[:] = [((opener, arguments), *opener(*arguments))]
         _, facts, make = _prepared[0]
-        if key_of(facts) != key_of(store.facts):
+        if hash_json(facts) != hash_json(store.facts):
             problem = f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}."
             raise errors.ModelError(problem, "Give all workers the same files, texts and versions.")
         store.save(name, make(name))

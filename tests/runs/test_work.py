@@ -29,7 +29,7 @@ from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinishe
 from attnlens.requests import InspectRequest
 from attnlens.runs import store as store_module
 from attnlens.runs import work
-from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
+from attnlens.runs.store import RUN, Store, difference, file_stem, hash_json
 from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, try_twice
 
 FACTS = work_units.FACTS
@@ -178,7 +178,7 @@ DAMAGE: dict[str, Callable[[bytes, Store], bytes]] = {
     "another program's": lambda *_: save({"a": torch.ones(2)}),
     "a pickle": lambda *_: pickle.dumps(print),
     "another unit's": lambda _, store: store.path(NAMES[0]).read_bytes(),
-    "another run's": lambda _, store: store_module._serialise(VALUES[NAMES[1]], f"{key_of('other')} {NAMES[1]}"),
+    "another run's": lambda _, store: store_module._serialise(VALUES[NAMES[1]], f"{hash_json('other')} {NAMES[1]}"),
     "another version's": lambda *_: save({}, {"attnlens": "{}"}),
     "no metadata": lambda *_: b"\2\0\0\0\0\0\0\0{}",
     "deeply nested": lambda _, store: stamped("[" * 100_000 + "]" * 100_000, store),
@@ -238,7 +238,7 @@ def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged
         (plan.root / "other" / RUN).write_text(content)
         computes()
         assert not caplog.messages, content
-    assert key_of(dict(reversed(FACTS.items()))) == key_of(FACTS), "whatever their order"
+    assert hash_json(dict(reversed(FACTS.items()))) == hash_json(FACTS), "whatever their order"
     other = plan.store(OTHER)
     assert other.folder != store.folder
     assert other.load(NAMES[0]) is None
@@ -311,7 +311,7 @@ def test_an_unusable_place_is_refused_before_the_work_unless_it_is_the_users_cac
         refused(OutputError, WorkPlan(work=tmp_path / place).check, place, "--work")
     WorkPlan(work=tmp_path / "new").check()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert WorkPlan().store(FACTS).folder == tmp_path / "attnlens" / "work" / key_of(FACTS)
+    assert WorkPlan().store(FACTS).folder == tmp_path / "attnlens" / "work" / hash_json(FACTS)
     monkeypatch.setattr(os, "access", lambda *_: False)
     refused(OutputError, WorkPlan(work=tmp_path / "new").check, "Permission denied", "--work")
     WorkPlan().check()

@@ -38,7 +38,7 @@ from attnlens.runs.inspect import pipeline
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import Series
-from attnlens.runs.store import key_of
+from attnlens.runs.store import hash_json
 from attnlens.runs.swap import pipeline as swap_pipeline
 from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.saved import UnsavedError
@@ -329,11 +329,11 @@ def test_the_program_computes_a_shard_of_checkpoints(case, tmp_path):
 
 def check_keys(facts: Callable[[], Any], changes: dict[str, Callable[[], object]]) -> None:
     """Assert that each change gives facts with another key than all before, and none the same key."""
-    keys = [key_of(facts())]
-    assert key_of(facts()) == keys[0], "the control"
+    keys = [hash_json(facts())]
+    assert hash_json(facts()) == keys[0], "the control"
     for name, change in changes.items():
         change()
-        keys.append(key_of(facts()))
+        keys.append(hash_json(facts()))
         assert keys[-1] not in keys[:-1], name
 
 
@@ -405,7 +405,7 @@ def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatc
     }
     check_keys(lambda: swap_pipeline.open_run(str(folder), tuple(kernels), SwapRequest(**options))[0], changes)
     requests = [RanksRequest(**BUDGET | {"latents": form}) for form in (None, "group=1")]
-    keys = {key_of(rank_work("demo", request).facts) for request in requests}
+    keys = {hash_json(rank_work("demo", request).facts) for request in requests}
     assert len(keys) == 2
 
 
@@ -448,7 +448,7 @@ def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
     keys = []
     for commit in (fake_hub.COMMIT, fake_hub.COMMIT, "f" * 40):
         monkeypatch.setattr(fake_hub, "COMMIT", commit)
-        keys.append(key_of(pipeline.open_in_worker(fake_hub.OPEN, InspectRequest(**FEW))[0]))
+        keys.append(hash_json(pipeline.open_in_worker(fake_hub.OPEN, InspectRequest(**FEW))[0]))
     assert keys[0] == keys[1] != keys[2]
 
 

@@ -41,7 +41,7 @@ from attnlens.requests.swap import Amount, heal_kernels
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.outputs import enough_memory, measure_peak, tokens_in
 from attnlens.runs.progress import Progress, Tell, silent
-from attnlens.runs.store import Store, key_of
+from attnlens.runs.store import Store, hash_json
 from attnlens.runs.swap.kernel_run import (
     NO_PEAK,
     ChangedModel,
@@ -147,7 +147,7 @@ def train_swap(
     healer = Healer(**vars(session.setup(swaps)), options=options)
     # facts that determine the result besides the model, texts and options of the run
     facts = [hash_parameters(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
-    state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")
+    state = None if run.store is None else (run.store, f"{name} {hash_json(facts)}")
     evaluate = partial(mean_loss, model, session.fed, session.task)
     tell, stages = run.start_stage(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []

@@ -54,7 +54,7 @@ from attnlens.runs.differences import (
 from attnlens.runs.feeding import describe_guessing
 from attnlens.runs.outputs import Variant, enough_memory, measure_peak, run, speed, tokens_in
 from attnlens.runs.progress import Progress, Tell, start_stage, time_stage
-from attnlens.runs.store import Keep, Store, keep_nothing, key_of
+from attnlens.runs.store import Keep, Store, hash_json, keep_nothing
 from attnlens.runs.swap.fit import MOST_FITTED, fit
 from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, measure_leaks, measure_sites, refuse_random
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, find_predictors, list_units, measure_heads, sweep
@@ -574,7 +574,7 @@ class KernelRun:
     def _sweep(self, swap: Swap) -> Swap:
         """Add the effect of each head or layer, and predictors; if the user interrupts, add only a note."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
-        fitted = key_of(hash_parameters(swaps))
+        fitted = hash_json(hash_parameters(swaps))
 
         def keep(name: str, make: Callable[[], Result]) -> Result:
             return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine

@@ -32,7 +32,7 @@ from attnlens.runs.differences import COLUMNS, choose_prompts, tokenize_prompts
 from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage
 from attnlens.runs.provenance import assemble_report, hash_content, read_code
-from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.store import Store, hash_json, versions
 from attnlens.runs.swap.kernel_run import ChangedModel, KernelResult, KernelRun, RankStep, SwapSession, changed_weights
 from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
@@ -77,7 +77,7 @@ class SwapWork(SwapSession):
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "kernels": list(self.kernels),
             "parts": list(self.evaluated.parts or ()),
-            "content": key_of(content),
+            "content": hash_json(content),
         }
 
     @cached_property
