@@ -67,7 +67,7 @@ def hash_code() -> str:
 
 
 def hash_json(value: object) -> str:
-    """Return a hash of a value: 32 hex digits of the SHA-256 of its JSON. The hash of its facts is the key of a run."""
+    """Return a hash of a value: 32 hex digits of the SHA-256 of its JSON. A run's key is the hash of its facts."""
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
