@@ -115,7 +115,7 @@ def test_reasons_are_given_when_nothing_can_be_continued(demo):
     inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
     for model, more, task, reason in (
         (demo, {}, "masked", "only defined for models that predict the next token"),
-        (demo, {"pixel_values": torch.ones(1)}, "causal", "more than text"),
+        (demo, {"pixel_values": torch.ones(1)}, "causal", "inputs other than text"),
         (family("bert"), {}, "causal", "no key-value cache"),
     ):
         assert reason in choose_prompts(model.model, [Fed(inputs | more, None)], task, None)

@@ -220,8 +220,8 @@ def test_folders_and_pipes_in_a_units_place_are_set_aside_or_named_and_files_of_
         file.write_text("mine")
     os.mkfifo(paths[2])
     assert computes() == NAMES
-    assert "and computed again" in caplog.messages[0]
-    assert "it cannot be renamed" in caplog.messages[1]
+    assert "and the unit is computed again" in caplog.messages[0]
+    assert "the file cannot be renamed" in caplog.messages[1]
     assert f"The result of {NAMES[1]} is not stored." in caplog.messages[2]
     store.inside(NAMES[0]).save("part", 1)
     store.clear()
