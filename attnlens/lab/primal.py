@@ -63,13 +63,13 @@ def build(
     positions), layers called more than once, and models that cannot be hooked; UsageError for invalid arguments.
     """
     from attnlens.models import hooks, loading, texts
-    from attnlens.runs.feeding import at_rest
+    from attnlens.runs.feeding import evaluation_mode
 
     model = base if isinstance(base, nn.Module) else _new_model(base)
     info = ModelInfo(id=type(model).__name__, architecture=type(model).__name__, parameters=0)
     loaded = loading.Loaded(model, None, "", info, loading.kind_of(model))
     try:  # one forward pass over four tokens, or noise, records the attention modules
-        with at_rest(model):
+        with evaluation_mode(model):
             reached = hooks.survey(model, texts.placeholder(loaded, 4, 0).batches[0].inputs)
     except TextError as error:
         raise ModelError(error.problem, error.remedy) from None

@@ -38,7 +38,7 @@ from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyReq
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, prepare, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 from attnlens.wording import join_items
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
             raise KeyboardInterrupt from None
         interrupted = True
     model = {"id": "one-layer attention (synthetic)", "architecture": "f(X, z) = h(Xᵀ softmax(XWz))"}
-    report = report_of(
+    report = assemble_report(
         command,
         "experiments",
         model=ModelInfo(**model, parameters=width**2),

@@ -1,4 +1,4 @@
-"""Compare attention backends with the model in float64, and find the outputs that depend on the wrong tokens."""
+"""Compare attention backends with the model in float64, and find outputs that depend on tokens they must not see."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from attnlens.models.trace import call_arguments, remove_hooks, tensors
 from attnlens.records import BackendCheck, MaskCheck, Sight, Site, SiteError
 from attnlens.requests import DoctorRequest
 from attnlens.runs import checks
-from attnlens.runs.masks import STEPS, TEXT_INPUTS, Case, Cases, main_stream, stream_of
+from attnlens.runs.masks import STEPS, TEXT_INPUTS, Case, Cases, key_input, main_input
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 TOLERANCE = 1e-5  # Largest relative error of outputs in float64
-ROUNDINGS = 16  # Largest error in lower precision, in units of its rounding
+ROUNDINGS = 16  # Largest relative error of outputs in lower precision, in machine epsilons
 SIZE = 1e-2  # Size of a perturbation relative to the token's vector
-COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes without float64: an output must change under both
-NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise of a repeated pass
-ATTENDED = 1e-6  # Attention weight from which a perturbed token must change the output
-CLEARLY_ATTENDED = 0.05  # Upper limit of that weight for a backend whose outputs differ from float64
+COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes in lower precision: an output sees a token only if both change it
+NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise between equal passes
+ATTENDED = 1e-6  # Smallest attention weight with which a perturbed token must change the output
+CLEARLY_ATTENDED = 0.05  # Upper bound on this weight, which is raised for backends whose outputs differ from float64
 COARSE = 0.02  # Largest relative difference between two passes of a backend that bfloat16 rounding can explain
 DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
 Outputs = dict[Site, Tensor]
 
 
 @contextmanager
-def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Yield the model with the attention implementation `name`. Raise ValueError if the model does not support it."""
-    # private: transformers has no public test
+def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
+    """Yield the model, or a copy, with the attention backend `name`; raise ValueError if the backend is unsupported."""
+    # a private method, because transformers has no public one
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
             if not any(getattr(config, "_attn_implementation", None) == name for config in list_configs(model)):
@@ -73,7 +73,7 @@ def switch(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
 def record_sites(
     model: PreTrainedModel, targets: Sequence[SiteCall], calls: dict[Site, dict[str, Any]], outputs: Outputs
 ) -> Iterator[None]:
-    """Record the arguments and the output of each site's module in the forward pass inside the `with`."""
+    """Context manager: record the arguments and outputs of the sites' modules in `calls` and `outputs` for one pass."""
     by_call = {(target.site.path, target.site.ordinal): target.site for target in targets}
     paths = {model.get_submodule(target.site.path): target.site.path for target in targets}
     counter = Counter[nn.Module]()
@@ -83,53 +83,52 @@ def record_sites(
         counter[module] += 1
         if site is not None:
             calls[site] = call_arguments(module, args, kwargs)
-            outputs[site] = output_of(output)
+            outputs[site] = first_float_tensor(output)
 
     with remove_hooks([module.register_forward_hook(record, with_kwargs=True) for module in paths]):
         yield
 
 
-def output_of(output: object) -> Tensor:
-    """Return the first real tensor of a module's output."""
+def first_float_tensor(output: object) -> Tensor:
+    """Return the first floating-point tensor of a module's output."""
     return next(part for part in tensors(output) if part.is_floating_point())
 
 
-def predictions_of(result: Any) -> Tensor:
-    """Return the logits of a forward pass, or its first output."""
+def main_output(result: Any) -> Tensor:
+    """Return the logits of a forward pass, or its first floating-point output if it has no logits."""
     logits = getattr(result, "logits", None)
-    return logits if isinstance(logits, Tensor) else output_of(result.to_tuple())
+    return logits if isinstance(logits, Tensor) else first_float_tensor(result.to_tuple())
 
 
-def relative_error(expected: Tensor, found: Tensor) -> float:
-    """Compute ‖expected − found‖ / ‖expected‖ in float64."""
-    expected, found = expected.double(), found.double()
-    size = float(expected.norm())
-    return float((expected - found).norm()) / size if size else float((expected - found).norm())
+def relative_error(expected: Tensor, actual: Tensor) -> float:
+    """Compute ‖expected − actual‖ / ‖expected‖ in float64, or ‖actual‖ if `expected` is 0."""
+    expected, actual = expected.double(), actual.double()
+    return float((expected - actual).norm()) / (float(expected.norm()) or 1.0)
 
 
-def largest_error(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Return the largest relative error over all pairs of tensors; NaN if any of the errors is NaN."""
-    return float(torch.tensor([relative_error(*pair) for pair in zip(expected, found, strict=True)]).max())
+def largest_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """Return the largest relative error over all pairs of tensors; NaN if any error is NaN."""
+    return float(torch.tensor([relative_error(*pair) for pair in zip(expected, actual, strict=True)]).max())
 
 
-def between_passes(tolerance: float, error: float) -> float:
-    """Return the tolerance for comparing two passes of a backend whose own error against float64 is `error`."""
+def tolerance_between_passes(tolerance: float, error: float) -> float:
+    """Return the tolerance for comparing two passes of a backend whose error against float64 is `error`."""
     return tolerance if error <= tolerance else max(tolerance, min(2 * error, COARSE))
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A mask test, with the outputs of the model in float64."""
+class PreparedCase:
+    """A mask test with the results expected from the model in float64."""
 
     case: Case
-    targets: list[SiteCall]  # Sites whose keys are those of the perturbed input
-    allowed: dict[Site, Bool[Tensor, "rows queries tokens"]]
-    attention: dict[Site, Float[Tensor, "rows queries tokens"]]  # Largest weight over heads of each visible token
-    expected: list[Tensor]  # Outputs of each piece alone
+    targets: list[SiteCall]  # Sites whose keys come from the perturbed input
+    allowed: dict[Site, Bool[Tensor, "rows queries tokens"]]  # True for tokens that the output may depend on
+    attention: dict[Site, Float[Tensor, "rows queries tokens"]]  # Largest weight over heads; 0 if not allowed
+    expected: list[Tensor]  # Output of each of the case's `pieces`
 
 
 class Comparison:
-    """Reference outputs of a model (float64, recomputed attention), and the comparison of backends with them."""
+    """Comparison of attention backends with reference outputs: the model's in float64, with recomputed attention."""
 
     def __init__(
         self, loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
@@ -153,10 +152,10 @@ class Comparison:
         with self._recomputing(), record_sites(self.reference, self.reached, {}, self.outputs):
             result = hooks.forward(self.reference, exact)
         self.results = hooks.real_outputs(result, exact)
-        self.tokens = predictions_of(result).argmax(-1) if hasattr(result, "logits") else None
+        self.tokens = main_output(result).argmax(-1) if hasattr(result, "logits") else None
         self.some_layers = request.layers is not None
         self.cases: Cases | None = None
-        self.prepared, self.refused = list[Prepared](), dict[str, str]()
+        self.prepared, self.refused = list[PreparedCase](), dict[str, str]()
         self._prepare()
 
     @contextmanager
@@ -189,21 +188,21 @@ class Comparison:
             if prepared is not None:
                 self.prepared.append(prepared)
 
-    def _prepare_case(self, case: Case, cases: Cases) -> Prepared | None:
-        """Compute the tokens that each site must or may see, and the expected outputs; None without packing support."""
+    def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
+        """Compute the expected results; return None if the model ignores packing, and no tests were requested."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
         for each in hooks.survey(self.reference, case.inputs):
             site = by_call.get((each.site.path, each.site.ordinal))
-            if site is None or stream_of(replace(each, site=site), self.inputs) != case.stream:
+            if site is None or key_input(site, self.inputs) != case.perturbed:
                 continue
             target, call = replace(each, site=site), each.call
             if call.key.shape[2] != case.documents.shape[1]:
                 continue
-            declared = case.declared(cases.rules[site], call.query.shape[2])
-            as_declared = replace(call, allowed=declared[:, None].to(call.query.device), causal=False)
-            largest = as_declared.query_key(site).attention.amax(1).cpu() * declared
+            visible_tokens = case.visible_tokens(cases.rules[site], call.query.shape[2])
+            as_declared = replace(call, allowed=visible_tokens[:, None].to(call.query.device), causal=False)
+            largest = as_declared.query_key(site).attention.amax(1).cpu() * visible_tokens
             if (mask := call.visible()) is not None:
                 visible = mask.any(1).cpu()
                 across = case.documents[:, :, None] != case.documents[:, None, :]
@@ -213,18 +212,17 @@ class Comparison:
                 if site.traced:  # its own code may have a window that no configuration names
                     largest = largest * visible
             targets.append(target)
-            allowed[site], attention[site] = declared, largest
+            allowed[site], attention[site] = visible_tokens, largest
         if case.name == "packed" and not separated and self.named_masks is None:
             return None  # the model does not separate documents by their positions
         expected = []
         with self._recomputing():
             for _, start, end, alone in case.pieces:
-                found = predictions_of(hooks.forward(self.reference, alone))
-                expected.append(found[0, : end - start])
-        return Prepared(case, targets, allowed, attention, expected)
+                expected.append(main_output(hooks.forward(self.reference, alone))[0, : end - start])
+        return PreparedCase(case, targets, allowed, attention, expected)
 
     def names(self) -> Iterator[str]:
-        """Yield the requested backends, or those that run here without compilation."""
+        """Yield the requested backends; by default eager and sdpa, and on a CUDA device also all others."""
         if self.named_backends is not None:
             yield from self.named_backends
             return
@@ -233,9 +231,9 @@ class Comparison:
             yield from (name for name in BACKENDS if name not in DEFAULT)
 
     def check(self, name: str) -> BackendCheck | None:
-        """Compare one backend with the reference, in a lower precision if the model's type fails.
+        """Compare one backend with the reference, in a lower precision if the backend can't run in the model's type.
 
-        Return None if the backend was not requested by name and can't run here.
+        Return None if the backend can't run here and was not requested by name.
         """
         reasons = list[str]()
         for dtype in dict.fromkeys((self.model.dtype, torch.float32, torch.bfloat16)):
@@ -243,7 +241,7 @@ class Comparison:
             try:
                 if dtype != model.dtype:
                     model = nn.Module.to(copy.deepcopy(model), dtype)
-                with torch.no_grad(), switch(model, name) as running:
+                with torch.no_grad(), use_backend(model, name) as running:
                     return self._check_running(name, running)
             except (*FAILURES, ImportError, AttnlensError) as error:
                 if is_memory(error):
@@ -256,22 +254,22 @@ class Comparison:
         return BackendCheck(backend=name, verdict="not run", reason=reasons[0])
 
     def _check_running(self, name: str, model: PreTrainedModel) -> BackendCheck:
-        inputs, found = hooks.as_dtype(self.inputs, model.dtype), dict[Site, Tensor]()
-        with record_sites(model, self.reached, {}, found):
+        inputs, outputs = hooks.as_dtype(self.inputs, model.dtype), dict[Site, Tensor]()
+        with record_sites(model, self.reached, {}, outputs):
             result = hooks.forward(model, inputs)
         error = largest_error(self.results, hooks.real_outputs(result, inputs))
         sites = list[SiteError]()
         for target in self.reached:
-            if target.site in found:
-                each = [hooks.at_real_tokens(part[target.site], inputs) for part in (self.outputs, found)]
+            if target.site in outputs:
+                each = [hooks.at_real_tokens(part[target.site], inputs) for part in (self.outputs, outputs)]
                 site_error = relative_error(*each)
                 finite = site_error if math.isfinite(site_error) else None
                 sites.append(SiteError(site=target.site.name, layer=target.site.layer, error=finite))
         rounding = torch.finfo(model.dtype).eps
         tolerance = TOLERANCE if model.dtype == torch.float64 else max(TOLERANCE, ROUNDINGS * rounding)
-        same = None
+        agreement = None
         if self.tokens is not None:
-            same = float((predictions_of(result).argmax(-1) == self.tokens).double().mean())
+            agreement = float((main_output(result).argmax(-1) == self.tokens).double().mean())
         explained = None
         if name == "eager" or model.dtype != torch.float64:  # other backends compute softmax in the model's type
             explained = self._explain_rounding(sites, tolerance, model.dtype)
@@ -282,8 +280,8 @@ class Comparison:
         masks = list[MaskCheck]()
         if math.isfinite(error):
             masks += [self._check_mask(prepared, model, most, error) for prepared in self.prepared]
-            masks += self._check_cache(model, between_passes(most, error), alone=not close)
-        masks += [MaskCheck(mask=mask, verdict="not checked", reason=why) for mask, why in self.refused.items()]
+            masks += self._check_cache(model, tolerance_between_passes(most, error), against_itself=not close)
+        masks += [build_unchecked(mask, why) for mask, why in self.refused.items()]
         verdict: Literal["agrees", "rounds", "differs"] = "agrees" if close else "rounds" if explained else "differs"
         if any(mask.verdict == "differs" for mask in masks):
             verdict = "differs"
@@ -294,7 +292,7 @@ class Comparison:
             dtype=str(model.dtype).removeprefix("torch."),
             output_error=error if math.isfinite(error) else None,
             tolerance=tolerance,
-            greedy_agreement=same,
+            greedy_agreement=agreement,
             sites=sites,
             masks=masks,
         )
@@ -302,9 +300,9 @@ class Comparison:
     def _explain_rounding(
         self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
     ) -> tuple[float, str] | None:
-        """Check whether rounding explains the error of the first site above the tolerance.
+        """Check whether the rounding of scores explains the error of the first site above the tolerance.
 
-        Return the largest error that it explains (twice the rounding of the largest score) and a sentence, or None.
+        Return the largest explainable error (twice the rounding of the largest score) and a sentence; otherwise None.
         """
         first = next((each for each in sites if each.error is None or each.error > tolerance), None)
         if first is None or first.error is None:
@@ -316,10 +314,10 @@ class Comparison:
         if not first.error <= most:
             return None
         name = str(coarse).removeprefix("torch.")
-        return most, f"it rounds scores of up to {largest:.1e} to {name} before softmax (first at {first.site})"
+        return most, f"its softmax rounds scores of up to {largest:.1e} to {name} (first at {first.site})"
 
     def _check_mask(
-        self, prepared: Prepared, model: PreTrainedModel, tolerance: float, output_error: float
+        self, prepared: PreparedCase, model: PreTrainedModel, tolerance: float, output_error: float
     ) -> MaskCheck:
         """Run one mask test; repeat it in float32 if the outputs in float64 are not finite."""
         try:
@@ -330,10 +328,12 @@ class Comparison:
         except (*FAILURES, ImportError) as error:
             if is_memory(error):
                 raise
-            return MaskCheck(mask=prepared.case.name, verdict="not checked", reason=loading.first_line(error))
+            return build_unchecked(prepared.case.name, loading.first_line(error))
         return check
 
-    def _try_mask(self, prepared: Prepared, model: PreTrainedModel, tolerance: float, output_error: float) -> MaskCheck:
+    def _try_mask(
+        self, prepared: PreparedCase, model: PreTrainedModel, tolerance: float, output_error: float
+    ) -> MaskCheck:
         """Run one mask test in the model's type; the error is None if outputs of real tokens are not finite.
 
         `output_error` is the backend's error on the ordinary inputs. If it exceeds the tolerance, the backend may round
@@ -346,7 +346,7 @@ class Comparison:
         calls, outputs = dict[Site, dict[str, Any]](), dict[Site, Tensor]()
         inputs = hooks.as_dtype(case.inputs, model.dtype)
         with record_sites(model, prepared.targets, calls, outputs):
-            result = predictions_of(hooks.forward(model, inputs))
+            result = main_output(hooks.forward(model, inputs))
         found = [result[row, start:end] for row, start, end, _ in case.pieces]
         if not all(bool(part.isfinite().all()) for part in found):
             reason = "the outputs are not finite"
@@ -361,13 +361,13 @@ class Comparison:
         error = largest_error(prepared.expected, found)
         wrong_outputs = False
         if case.same_positions and not error <= tolerance:
-            # a backend that differs in all passes is not wrong about the mask
-            own = [
-                predictions_of(hooks.forward(model, hooks.as_dtype(alone, model.dtype)))[0] for *_, alone in case.pieces
-            ]
-            wrong_outputs = not largest_error(
-                [part[: len(other)] for part, other in zip(own, found, strict=True)], found
-            ) <= between_passes(tolerance, output_error)
+            # compare two passes of the same backend, because its rounding in both is not a fault of the mask
+            unmasked = []
+            for (*_, alone), part in zip(case.pieces, found, strict=True):
+                output = main_output(hooks.forward(model, hooks.as_dtype(alone, model.dtype)))
+                unmasked.append(output[0, : len(part)])
+            limit = tolerance_between_passes(tolerance, output_error)
+            wrong_outputs = not largest_error(unmasked, found) <= limit
         return MaskCheck(
             mask=case.name,
             verdict="differs" if faults or wrong_outputs else "agrees",
@@ -378,15 +378,15 @@ class Comparison:
         )
 
     def _probe_outputs(
-        self, prepared: Prepared, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
+        self, prepared: PreparedCase, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
     ) -> list[Sight]:
-        """Find outputs of the model that depend on a token although no chain of sites connects the two.
+        """Find outputs of the model that depend on a token although no chain of attention sites connects them.
 
-        Return [] if only some layers were requested, or if the outputs are not those of the perturbed input.
+        Return [] if only some layers were requested, or if the outputs do not belong to the perturbed tokens.
         """
         case = prepared.case
         shape = case.documents.shape
-        if self.some_layers or case.stream != main_stream(case.inputs) or result.shape[:2] != shape:
+        if self.some_layers or case.perturbed != main_input(case.inputs) or result.shape[:2] != shape:
             return []
         seen = torch.eye(shape[1], dtype=torch.bool).expand(shape[0], -1, -1)
         for target in prepared.targets:
@@ -396,8 +396,8 @@ class Comparison:
         hidden = ~seen[rows, :, probes] & (case.documents >= 0)
         if not bool(hidden.any()):
             return []
-        with perturb_embeddings(model, inputs[case.stream], case.probes):
-            moved = predictions_of(hooks.forward(model, inputs))
+        with perturb_embeddings(model, inputs[case.perturbed], case.probes):
+            moved = main_output(hooks.forward(model, inputs))
         rounding = torch.finfo(model.dtype).eps * float(result.abs().max())
         change = (moved - result).abs().flatten(2).amax(-1).cpu()
         return [
@@ -414,7 +414,7 @@ class Comparison:
 
     def _probe(
         self,
-        prepared: Prepared,
+        prepared: PreparedCase,
         target: SiteCall,
         module: nn.Module,
         calls: Mapping[Site, dict[str, Any]],
@@ -430,7 +430,7 @@ class Comparison:
         hidden = arguments[name]
         rows = torch.arange(len(case.probes))
         probes = torch.tensor(case.probes)
-        base = output_of(module(**arguments))
+        base = first_float_tensor(module(**arguments))
         noise = float((base - outputs[site]).abs().max())
         generator = torch.Generator().manual_seed(site.layer)
         direction = torch.randn(len(rows), hidden.shape[-1], generator=generator, dtype=torch.float64)
@@ -440,7 +440,7 @@ class Comparison:
         for size in (SIZE,) if hidden.dtype == torch.float64 else COARSE_SIZES:
             moved = hidden.clone()
             moved[rows, probes] = token + size * token.norm(dim=-1, keepdim=True) * direction
-            change = (output_of(module(**arguments | {name: moved})) - base).abs().amax(-1).cpu()
+            change = (first_float_tensor(module(**arguments | {name: moved})) - base).abs().amax(-1).cpu()
             sees = sees & (change > NOISE * noise)
         real = case.documents >= 0 if sees.shape[1] == case.documents.shape[1] else torch.ones_like(sees)
         allowed = prepared.allowed[site][rows, :, probes]
@@ -454,40 +454,39 @@ class Comparison:
                 )
         return sorted(wrong, key=lambda each: -(each.change or 0.0))
 
-    def _check_cache(self, model: PreTrainedModel, tolerance: float, *, alone: bool) -> list[MaskCheck]:
-        """Compare cached decoding (a prefill, then single steps) with one pass; [] if the model declares no cache.
-
-        The single pass is the reference model's or, with `alone`, the backend's, if the backend differs from float64.
-        """
+    def _check_cache(self, model: PreTrainedModel, tolerance: float, *, against_itself: bool) -> list[MaskCheck]:
+        """Run the cache test; return [] if other tests were requested, or by default if the model has no cache."""
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
             return []
-        cases, stream = self.cases, main_stream(self.inputs)
-        if not cases.causal or not {"past_key_values", "use_cache"} <= cases.parameters.keys():
-            reason = "the model has no cache"
-            return [MaskCheck(mask="cache", verdict="not checked", reason=reason)] if named else []
+        if not self.cases.causal or not {"past_key_values", "use_cache"} <= self.cases.parameters.keys():
+            return [build_unchecked("cache", "the model has no cache")] if named else []
         try:
-            return [self._decode(model, cases.cached(), stream, tolerance, alone=alone)]
+            return [self._decode(model, self.cases.cache_inputs(), tolerance, against_itself=against_itself)]
         except (*FAILURES, ImportError) as error:
             if is_memory(error):
                 raise
-            return [MaskCheck(mask="cache", verdict="not checked", reason=loading.first_line(error))]
+            return [build_unchecked("cache", loading.first_line(error))]
 
     def _decode(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], stream: str, tolerance: float, *, alone: bool
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float, *, against_itself: bool
     ) -> MaskCheck:
-        """Decode with the cache (a prefill, then single steps), and compare each output with that of a single pass."""
-        targets = [each for each in self.reached if each.site.part != "cross" and stream_of(each, inputs) == stream]
+        """Decode with the cache (a prefill, then single steps), and compare each output with that of a single pass.
+
+        The reference model computes the single pass or, if `against_itself`, the backend, which differs from float64.
+        """
+        name = main_input(inputs)
+        targets = [each for each in self.reached if each.site.part != "cross" and key_input(each.site, inputs) == name]
         whole: Outputs = {}
-        comparable, computing = (model, torch.no_grad()) if alone else (self.reference, self._recomputing())
-        with computing, record_sites(comparable, targets, {}, whole):
-            expected = predictions_of(hooks.forward(comparable, inputs))
-        tokens, cache = inputs[stream].shape[1], None
+        reference, computing = (model, torch.no_grad()) if against_itself else (self.reference, self._recomputing())
+        with computing, record_sites(reference, targets, {}, whole):
+            expected = main_output(hooks.forward(reference, inputs))
+        tokens, cache = inputs[name].shape[1], None
         errors, faults, count, reason = list[float](), dict[Site, Sight](), 0, None
         ends = [0, *range(tokens - STEPS, tokens + 1)]
         for start, end in pairwise(ends):
             outputs: Outputs = {}
-            step = {**inputs, stream: inputs[stream][:, start:end]}
+            step = {**inputs, name: inputs[name][:, start:end]}
             try:
                 with record_sites(model, targets, {}, outputs):
                     result = model(**step, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
@@ -498,8 +497,8 @@ class Comparison:
                 return MaskCheck(mask="cache", verdict="differs", reason=reason)
             cache = result.past_key_values
             if cache is None:
-                return MaskCheck(mask="cache", verdict="not checked", reason="the model returns no cache")
-            errors.append(relative_error(expected[:, start:end], predictions_of(result)))
+                return build_unchecked("cache", "the model returns no cache")
+            errors.append(relative_error(expected[:, start:end], main_output(result)))
             for site, output in outputs.items():
                 error = relative_error(whole[site][:, start:end], output)
                 if not error <= tolerance:
@@ -513,10 +512,9 @@ class Comparison:
                         change=error if math.isfinite(error) else None,
                     )
                     faults.setdefault(site, fault)
-        count_tokens = getattr(cache, "get_seq_length", lambda: tokens)
-        held = count_tokens()
-        if held != tokens:
-            reason = f"the cache holds {held} of {tokens} tokens"
+        cached_tokens = getattr(cache, "get_seq_length", lambda: tokens)()
+        if cached_tokens != tokens:
+            reason = f"the cache contains {cached_tokens} of {tokens} tokens"
         error = max(errors)
         ordered = sorted(faults.values(), key=lambda each: (each.output, each.layer or 0))
         return MaskCheck(
@@ -529,16 +527,20 @@ class Comparison:
         )
 
 
+def build_unchecked(mask: str, reason: str) -> MaskCheck:
+    """Build the record of a mask test that can't run."""
+    return MaskCheck(mask=mask, verdict="not checked", reason=reason)
+
+
 @contextmanager
 def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int]) -> Iterator[None]:
     """Context manager: perturb the embedding of token `probes[r]` in row r whenever the model embeds `ids`."""
     rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
 
     def move(_module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
-        given = args[0] if args else None
+        embedded = args[0] if args else None
         # embeddings of positions can have one row for all sequences
-        embeds = isinstance(given, Tensor) and torch.equal(given, ids) and output.shape[:2] == ids.shape
-        if not embeds:
+        if not isinstance(embedded, Tensor) or not torch.equal(embedded, ids) or output.shape[:2] != ids.shape:
             return None
         moved, token = output.clone(), output[rows, places]
         generator = torch.Generator().manual_seed(0)
@@ -555,16 +557,16 @@ def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int
 def check_backends(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], request: DoctorRequest
 ) -> tuple[list[BackendCheck], list[str]]:
-    """Compare the requested backends, or those that run here, with the model in float64.
+    """Compare the requested backends, or by default all that run here, with the model in float64.
 
-    Return the comparisons and a list of notes. If the comparison fails, return a note with the reason, or raise
-    ModelError if backends or masks were requested.
+    Return the comparisons and a list of notes. If the backends can't be compared, return a note with the reason, or
+    raise ModelError if backends or masks were requested.
     """
     try:
         comparison = Comparison(loaded, inputs, hooks.survey(loaded.model, inputs), request)
         return [check for name in comparison.names() if (check := comparison.check(name)) is not None], []
     except (*FAILURES, AttnlensError) as error:
-        problem = f"Attention backends could not be compared: {loading.first_line(error)}"
+        problem = f"Attention backends could not be compared: {loading.first_line(error).rstrip('.')}."
         if request.backends is not None or request.masks is not None:
             raise ModelError(problem, "Leave out --backends and --masks.") from error
         return [], [problem]

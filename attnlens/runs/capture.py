@@ -11,7 +11,7 @@ from attnlens.arguments import public
 from attnlens.models import loading
 from attnlens.records import QueryKey
 from attnlens.runs import checks
-from attnlens.runs.feeding import at_rest, require_model, tensors
+from attnlens.runs.feeding import convert_batch, evaluation_mode, require_model
 
 
 @public
@@ -19,15 +19,16 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
     `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
-    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, its module's
-    path (`site.path`), its layer (`site.layer`) and the property `attention`; analyzers accept it. The model runs
-    without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
-    Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
-    recomputing attention from the capture changes the model's outputs.
+    return_tensors="pt". The axes are (batch, heads, tokens, head_dim), including padding. `site.path` is the path of
+    the module, `site.layer` its layer, and `attention` the attention probabilities; analyzers accept a QueryKey as
+    input. The model runs without dropout or cache and is not changed. A warning reports attention that ran but can't
+    be read.
+    Raise UsageError if an argument is invalid, ModelError if the model can't run or has no attention that can be read,
+    and IdentityError if recomputing attention from the capture changes the model's outputs.
     """
     loaded = require_model(model)
-    inputs = tensors(loaded.model, batch)
-    with at_rest(loaded.model):
+    inputs = convert_batch(loaded.model, batch)
+    with evaluation_mode(loaded.model):
         survey = checks.survey_model(loaded, inputs)
         checks.prove_identity(loaded, inputs)
         missed = [f"{path}, because {reason}" for path, reason in survey.missed.items() if reason is not None]

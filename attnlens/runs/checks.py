@@ -1,4 +1,4 @@
-"""Check that a model has the requested sites, runs, lacks no weights, and is reproduced by recomputed attention."""
+"""Check that a model runs, has all weights and requested sites, and can be reproduced by recomputed attention."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
-Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function of a forward pass on inputs
+Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # runs a model on inputs
 
 
-def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+def measure_attention_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the queries, keys and values of every attention computation as one flat list."""
     tensors: list[Tensor] = []
 
@@ -38,7 +38,7 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
     return tensors
 
 
-def predictions(task: Task) -> Measured:
+def measure_predictions(task: Task) -> Measurement:
     """Return a function that computes a model's logits, or its hidden states if the task is `hidden`."""
 
     def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -48,20 +48,25 @@ def predictions(task: Task) -> Measured:
     return measure
 
 
-def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError if measured values depend on a weight that the checkpoint lacks, which would be random."""
-    if random := random_weights(loaded, inputs, measured):
+def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement) -> None:
+    """Raise ModelError if measured values depend on a weight that is random because the checkpoint lacks it."""
+    if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
         raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
 
 
-def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """If a missing weight affects predictions, return its module and why there is no loss; otherwise None."""
-    random = random_weights(loaded, inputs, predictions(task))
-    return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
+def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
+    """Return a module whose missing weight affects predictions, and why there is no loss; None if there is a loss."""
+    random = find_random_weights(loaded, inputs, measure_predictions(task))
+    if random is None:
+        return None
+    module, name = random
+    return module, f"the checkpoint lacks {name}, so the model has no loss"
 
 
-def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
+def find_random_weights(
+    loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
+) -> tuple[str, str] | None:
     """Return the module and the name (`name and 3 more`) of missing weights that affect the measured values, or None.
 
     A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
@@ -75,16 +80,18 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
     leaves = {name: parameters[name].requires_grad_() for name in missing if name in parameters}
     owners = {path: loaded.model.get_submodule(path) for path in map(_owner, leaves)}
     handles = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
-    slopes: Sequence[Tensor | None] = [None] * len(leaves)
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
     try:
         with remove_hooks(handles), torch.enable_grad():
-            outputs = [output.sum() for output in measured(loaded.model, inputs) if output.requires_grad]
+            outputs = [output.sum() for output in measure(loaded.model, inputs) if output.requires_grad]
             if outputs:
-                slopes = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
+                gradients = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
     finally:
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-    excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
+    excused = {
+        name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None and _owner(name) in ran
+    }
     random = [name for name in missing if name not in excused]
     more = f" and {len(random) - 1} more" if len(random) > 1 else ""
     return (_owner(random[0]), random[0] + more) if random else None
@@ -99,7 +106,7 @@ NOT_RUN = "it does not run on this input"
 
 
 def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """Survey the model on inputs. Raise ModelError if it can't run on them."""
+    """List the attention that a pass on `inputs` reaches. Raise ModelError if the model can't run on them."""
     try:
         return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
@@ -121,16 +128,16 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
         raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
-def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites with their calls in a pass over a single token, for reading the weights."""
+def survey_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
+    """Return the sites with their calls in a pass over one token, which suffices to read the weights."""
     return _reach_by_ids(loaded, reached, 1, seed)
 
 
-def without_media(
+def survey_without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and on random ids, both without media (whose positions are special)."""
-    one_token = of_one_token(loaded, reached, seed)
+    """Return the sites' calls on one token and on random ids, both without media, whose positions are special."""
+    one_token = survey_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
     return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(loaded, reached, tokens, seed, bare=True)
@@ -139,7 +146,7 @@ def without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites' calls on random ids (without media if `bare`); keep known calls of sites not reached."""
+    """Return the sites' calls on random ids (without media if `bare`); keep the known calls of other sites."""
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
@@ -150,7 +157,7 @@ def _reach_by_ids(
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Measure how much recomputing the attention changes the model's outputs. Raise ModelError if it can't run."""
+    """Measure how much recomputing attention changes the model's outputs. Raise ModelError if the model can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _convert_errors(loaded, inputs):
@@ -196,8 +203,8 @@ def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | 
     return f"q·k reaches {largest:.1e}, which overflows {name} (largest number {limit:.0f})"
 
 
-def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head; `hidden` if the model sees the tokens that it predicts (PaliGemma)."""
+def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
+    """Return the task of the model's head, but `hidden` if it predicts tokens that it can see (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -215,7 +222,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the relative error of outputs with recomputed attention; raise ModelError if a weight is not finite."""
+    """Return the error of `prove_identity`; raise ModelError if the error is NaN because a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."
@@ -223,8 +230,8 @@ def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> fl
     return error
 
 
-def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List the attention that can't be read or does not run on this input, and layers that only the checkpoint has."""
+def list_skipped(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
+    """List attention that can't be read or does not run on this input, and layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
@@ -238,7 +245,9 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
 
 
-def check_chosen(layers: Sequence[int | str] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
+def check_selection(
+    layers: Sequence[int | str] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]
+) -> None:
     """Raise UsageError if the model lacks any of the chosen layers or heads."""
     for layer in layers or ():
         if not any(each.site.is_among([layer]) for each in reached):
@@ -261,8 +270,8 @@ def _list_layers(reached: Sequence[SiteCall]) -> str:
     return " and ".join(f"{sites[0].layer_name} to {sites[-1].layer_name}" for sites in ordered)
 
 
-def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
-    """Describe the properties of the attention in a pass that readers need to interpret the numbers."""
+def describe_conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
+    """Describe the properties of the model's attention that readers need to interpret the measures."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased = any(call.bias is not None for call in calls)
     untested = "absolute" if len(site_traits) == len(reached) else "unknown"
@@ -274,7 +283,7 @@ def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Trait
             each.site.part == "decoder" for each in reached
         ),
         f"At {traced} of {len(reached)} sites the module has its own attention code: queries, keys and scale are "
-        "traced from its softmax, whose argument changed as predicted for other queries and keys.": traced,
+        "traced from its softmax, and a pass with other queries and keys confirmed them.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,
         "Latent attention (MLA): the length of each token's latent sets the relative weight of its key's part without "

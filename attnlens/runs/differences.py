@@ -49,24 +49,24 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Continued:
+class Continuations:
     """Prompts with the original model's continuations."""
 
     prompts: Prompts
-    tokens: Int[Tensor, "steps prompts"]
+    tokens: Int[Tensor, "steps prompts"]  # generated tokens
     ends: Int[Tensor, " ids"]  # ids of the tokens that end a text
 
 
-def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
+def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
     """Return the prompts (default: first halves of inputs of at least median length), or why they can't be continued.
 
     Raise UsageError if the model can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
-        reason = NOT_CAUSAL if prompts is None else "it does more than predict next tokens"
+        reason = NOT_CAUSAL if prompts is None else "its task is not to predict the next token"
     elif set(fed[0].inputs) - TEXT:
-        reason = "the model takes more than text"
+        reason = "the model has inputs other than text"
     elif "past_key_values" not in inspect.signature(model.forward).parameters:
         reason = "the model keeps no key-value cache"
     if reason and prompts is not None:
@@ -84,8 +84,8 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
     return Prompts(ids, torch.ones_like(ids), "windows")
 
 
-def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize a file's lines. Raise TextError if it has none or one is too long, UsageError without a tokenizer."""
+def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
+    """Tokenize a file's lines. Raise TextError if it is empty or a line is too long, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -94,7 +94,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
-        problem = f"The model, which accepts {limit} tokens, can't continue a prompt of {longest} in {content.name}."
+        problem = f"{content.name} contains a prompt of {longest} tokens, but the model's context has only {limit}."
         raise TextError(problem, f"Shorten the prompts to at most {limit - 1} tokens.")
     # the mask hides padding, so any id can be the padding
     ids, mask = (
@@ -104,7 +104,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     return Prompts(ids, mask, content.name)
 
 
-def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
+def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continuations | str:
     """Return the original model's greedy continuations, or why it can't continue the prompts."""
     if tokens < 1:
         return "the prompts fill the model's context"
@@ -116,14 +116,14 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
             raise
         return f"the model can't continue a text with a key-value cache ({first_line(error).rstrip('.')})"
     chosen = torch.cat(parts, 1)
-    # the ids that end a text are in the generation settings, else in the config
+    # the ids that end a text are in the generation settings or, without them, in the config
     ends = [getattr(each, "eos_token_id", None) for each in (getattr(model, "generation_config", None), model.config)]
     end: int | list[int] = next((each for each in ends if each is not None), [])
-    return Continued(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
+    return Continuations(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
 
 
-def agreement(model: PreTrainedModel, original: Continued | str, variant: Variant) -> Agreement | str:
-    """Count generated tokens until the models' likeliest tokens differ, or return why they can't be counted."""
+def measure_agreement(model: PreTrainedModel, original: Continuations | str, variant: Variant) -> Agreement | str:
+    """Count the tokens that both models generate before their first difference, or return why they can't be counted."""
     if isinstance(original, str):
         return original
     try:
@@ -135,7 +135,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
         if is_memory(error):
             raise
         problem = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
-        return f"the kernel does not run with a key-value cache here ({problem.rstrip('.')})"
+        return f"the kernel does not run with a key-value cache ({problem.rstrip('.')})"
     total, ordered = len(original.tokens), sorted(until)
     # quartiles are counts that occur, without interpolation
     low, middle, high = (ordered[(len(ordered) - 1) * part // 4] for part in (1, 2, 3))
@@ -154,7 +154,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count the tokens of each prompt before the first difference; all of them if both texts end at the same token."""
+    """Count, per prompt, the tokens before the first difference; count all if both texts end at the same token."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):
@@ -192,7 +192,7 @@ DIVERGED = "the changed model diverged: its predictions are not finite"
 
 @dataclass
 class Differences:
-    """Differences between one variant and the original, collected batch by batch."""
+    """Differences between one variant of a model and the original, collected batch by batch."""
 
     task: Task  # what is predicted
     noise: bool  # True if the input is noise: predictions are then compared without a loss
@@ -200,7 +200,7 @@ class Differences:
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    predicting: list[Tensor] = field(default_factory=list)  # False for sequences that `before`, … omit: no predictions
+    predicting: list[Tensor] = field(default_factory=list)  # False for sequences without predictions
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
     agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
@@ -209,17 +209,17 @@ class Differences:
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence with hidden states
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
-    likeness: LinearCKA | None = None
-    seconds: list[float] = field(default_factory=list)  # of each forward pass of the variant
-    own_seconds: list[float] = field(default_factory=list)  # of each forward pass of the original
+    cka: LinearCKA | None = None  # similarity of the hidden states; None without hidden states
+    seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the variant
+    original_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
 
     def add(
         self, original: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
     ) -> None:
-        """Add one batch; `ids` are the tokens of a causal model."""
+        """Add one batch of `sizes` tokens; `ids` are the input tokens, needed for causal models."""
         self.seconds.append(new.seconds)
-        self.own_seconds.append(original.seconds)
+        self.original_seconds.append(original.seconds)
         self.sizes.append(sizes)
         if original.logits is not None and new.logits is not None:
             self._add_predictions(original.logits, new.logits, targets, ids)
@@ -253,11 +253,15 @@ class Differences:
         means, counts = outputs.average_by_sequence(cosines, owners, int(owners.max()) + 1)
         self.cosines.append(means)
         self.real.append(counts)
-        self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)
-        self.likeness.add(original, new)
+        self.cka = self.cka or LinearCKA(original.shape[-1], original.device)
+        self.cka.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
-        """Build the record of all differences; `window`: width of the kernel's window, or why it is unknown."""
+        """Build the record of the collected differences.
+
+        `window` is the width beyond which losses are reported, or the reason why there is none. If it is None, losses
+        by position and beyond a window are omitted.
+        """
         fields, reasons = self._prediction_fields(seed, texts)
         state_fields, state_reasons = self._state_fields(seed, texts)
         fields |= state_fields
@@ -342,7 +346,7 @@ class Differences:
 
     def _state_fields(self, seed: int, texts: Sequence[str]) -> Fields:
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
-        if self.likeness is None:
+        if self.cka is None:
             return {}, dict.fromkeys(names, "the model returns no hidden states")
         cosines, real = torch.cat(self.cosines), torch.cat(self.real)
         if not cosines.isfinite().all():
@@ -354,7 +358,7 @@ class Differences:
         for name, rows in _by_text(self.design, texts):
             mean, ci95 = _mean(cosines[rows], real[rows], Design.plain(len(rows)), (-1.0, 1.0), seed)
             by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=ci95))
-        cka = self.likeness.value
+        cka = self.cka.value
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         if interval is None:
             reasons["hidden_cosine_ci95"] = self._no_interval
@@ -362,7 +366,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare the loss of another changed model (before) with this one's (after); None if either has no loss."""
+        """Compare the losses of another variant (before) and of this one (after); return None if either has no loss."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
@@ -390,7 +394,7 @@ class Differences:
 def _mean(
     means: Tensor, counts: Tensor, design: Design, bounds: tuple[float, float], seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """Return the mean over the tokens of all sequences, and its 95 % interval, clipped to `bounds`, if there is one."""
+    """Return the mean weighted by `counts`, and its 95 % interval clipped to `bounds` (None for a single unit)."""
     value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=counts, seed=seed)
     return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
@@ -441,8 +445,8 @@ COLUMNS = {  # Columns of each window, in this order, with the fields of Differe
 }
 
 
-def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return losses, KL, hidden cosines and numbers of tokens by name, as tables with a column per Differences."""
+def tabulate_windows(differences: Sequence[Differences]) -> dict[str, Tensor]:
+    """Return tables (windows, differences) of losses, KL, hidden cosines and numbers of tokens, by name."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

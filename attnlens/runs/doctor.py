@@ -26,8 +26,8 @@ from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.backends import check_backends
 from attnlens.runs.inspect.pipeline import inspect
-from attnlens.runs.progress import Progress, silent, telling
-from attnlens.runs.provenance import report_of
+from attnlens.runs.progress import Progress, silent, start_stage
+from attnlens.runs.provenance import assemble_report
 
 WEIGHTS_TOLERANCE = 1e-6
 """Relative tolerance of weights.*: float64 from the same stored numbers, written with nine digits. Another BLAS sums in
@@ -39,9 +39,10 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
-    Each call draws different heads, so that a forger can't predict them. tokens.* can differ by √ε of the model's type,
-    weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or another text.
+    Return one check for the files, the architecture and each measure. Each call draws other heads, which a forger can't
+    predict. tokens.* may differ by √ε of the model's type, weights.* by WEIGHTS_TOLERANCE, relative to the larger
+    value. `more` are options of `inspect` that a report does not contain: the text, and options of `load`. Raise
+    UsageError if the report has no heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -110,9 +111,9 @@ def doctor(
 
     P is computed twice: from captured queries and keys, and from weights × inputs. P_model are the attention
     probabilities that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
-    model is copied), which takes twice the memory, so that errors are not due to rounding. The tolerance is the same
-    for another `dtype`, and for float32, which is used if float64 fails. Raise UsageError for invalid arguments,
-    TextError, and ModelError if the model can't be loaded or analysed.
+    model is copied), which takes twice the memory, so that errors are not due to rounding. If float64 fails, float32 is
+    used. The tolerance does not depend on the type. Raise UsageError for invalid arguments, TextError for an invalid
+    text, and ModelError if the model can't be loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -125,13 +126,13 @@ def doctor(
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, requested.length)
-    settings = feeding.of_model(requested, loaded)
-    # placeholder ids without a tokenizer, since any input proves identity
+    settings = feeding.add_model_settings(requested, loaded)
+    # without a tokenizer, use placeholder ids: any input suffices for the comparison
     batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        # images share no pass, and only one is compared; any text is fine
+        # compare only one image, because images do not share a pass; any text suffices
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
-        cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
+        cut = feeding.build_cut(settings, request.with_options(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
     settings = feeding.describe_input(settings, batches, loaded)
     settings = settings.model_copy(update={"windows": batches.batches[0].size})
@@ -155,7 +156,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        # None: weights are not finite
+        # `changed` is None if weights are not finite
         if changed is None or changed <= TOLERANCE or report.summary.verdict != "differs":
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
@@ -171,19 +172,19 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     """Build the report of the model on these inputs, without its timings."""
     survey = checks.survey_model(loaded, inputs)
     reached = survey.sites
-    checks.check_chosen(settings.layers, settings.heads, reached)
-    checks.refuse_initialised(loaded, inputs, checks.attention)
+    checks.check_selection(settings.layers, settings.heads, reached)
+    checks.refuse_initialised(loaded, inputs, checks.measure_attention_inputs)
     identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
-    first = checks.of_one_token(loaded, reached, settings.seed)
+    first = checks.survey_one_token(loaded, reached, settings.seed)
     results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
-    coverage = _coverage(results, checks.out_of_reach(loaded, survey))
-    # the rounding that explains a site's error changes the outputs, too
+    coverage = _coverage(results, checks.list_skipped(loaded, survey))
+    # rounding that explains the error of a site also explains a change of the outputs
     sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
     sound = sound and all(check.passed for check in results)
     verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"
-    return report_of(
+    return assemble_report(
         "doctor",
         "doctor",
         model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in reached)}),
@@ -203,7 +204,7 @@ def _summary(loaded: loading.Loaded, reached: Sequence[SiteCall], identity: floa
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: heads without any error are not analysed; heads with one error lack the other source."""
+    """Summarise the coverage: a head is analysed if an error is known for its tokens, its weights, or both."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
@@ -225,8 +226,8 @@ def check_sites(
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check the `reached` sites in these layers and heads; `first` has the same sites' calls on one token."""
-    probabilities = own_probabilities(model, inputs, reached)
+    """Check the `reached` sites in these layers and heads; `first` has the calls of the same sites on one token."""
+    probabilities = collect_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)
         for single, each in zip(first, reached, strict=True)
@@ -234,7 +235,7 @@ def check_sites(
         and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
-    results, tell = list[SiteCheck](), telling(progress, "doctor", len(pairs))
+    results, tell = list[SiteCheck](), start_stage(progress, "doctor", len(pairs))
     for (_, each, chosen), factors in zip(pairs, all_factors, strict=True):
         rounded = any(result.rounding is not None for result in results)
         results.append(_check(each, factors, probabilities[each.site], chosen, rounded=rounded))
@@ -242,7 +243,7 @@ def check_sites(
     return results
 
 
-def own_probabilities(
+def collect_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
     """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
@@ -273,9 +274,9 @@ def _check(
     *,
     rounded: bool,
 ) -> SiteCheck:
-    """Compute both errors of a site's heads, or state why one is missing; `probabilities` can be such a reason.
+    """Compute the errors of a site's heads from tokens and from weights, or state why one is missing.
 
-    `rounded`: the model's rounding at an earlier site changed the inputs of this site.
+    `probabilities` are the model's own, or why they are unknown. `rounded`: an earlier site's rounding changed inputs.
     """
     errors, rebuilt = dict[str, float](), dict[str, QueryKey]()
     reason = factors.problem if isinstance(factors, UnreadableError) else None
@@ -315,8 +316,8 @@ def _check(
 def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, *, rounded: bool) -> str:
     """Return a sentence if the model's own rounding of its scores explains the error; "" if it does not.
 
-    The rounding of float32 softmax in a float64 model is repeated exactly; otherwise, and if an earlier site `rounded`,
-    the error is explained if it is at most twice the rounding of the largest score.
+    For a float64 model without sinks, softmax in float32 must give the model's probabilities. For other models, and if
+    an earlier site `rounded`, the error must be at most twice the rounding of the largest score.
     """
     largest = query_key.largest_logit
     exact = probabilities.dtype == torch.float64 and query_key.sinks is None and not rounded

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOSS = "loss"  # measure that is skipped if a model's predictions depend on weights that the checkpoint lacks
+LOSS = "loss"  # name of the skipped measure if predictions depend on weights that the checkpoint lacks
 
 
 def predicts_text(loaded: Loaded) -> bool:
@@ -55,7 +55,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
     return [torch.cat(column) for column in zip(*parts, strict=True)], logits.shape[-1]
 
 
-def guess_notes(
+def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose loss exceeds random guessing; `names` gives the text of each sequence."""
@@ -97,7 +97,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     return {}
 
 
-def of_model(settings: Settings, loaded: Loaded) -> Settings:
+def add_model_settings(settings: Settings, loaded: Loaded) -> Settings:
     """Add the model's device, dtype, notes and window length to settings; raise UsageError for an invalid length."""
     device, dtype = loading.format_devices(loaded.model), str(loaded.dtype).removeprefix("torch.")
     length = texts.window_length(loaded.model, settings.length)
@@ -105,7 +105,7 @@ def of_model(settings: Settings, loaded: Loaded) -> Settings:
     return settings.model_copy(update={"device": device, "dtype": dtype, "length": length, "notes": notes})
 
 
-def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
+def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
     """Return the parameters for cutting the texts, from settings and options."""
     return texts.Cut(
         tokens=settings.length,
@@ -121,7 +121,7 @@ def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
     )
 
 
-def design_of(requested: Settings, inputs: texts.Batches) -> Design:
+def build_design(requested: Settings, inputs: texts.Batches) -> Design:
     """Return the sampling design of the sequences. Raise UsageError if intervals over texts have too few texts."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
@@ -141,7 +141,7 @@ def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -
             "text": text,
             "texts": list(inputs.texts),
             "windows_requested": requested.windows if inputs.sequences < (requested.windows or 0) else None,
-            "intervals": design_of(requested, inputs).over,
+            "intervals": build_design(requested, inputs).over,
             "notes": [*requested.notes, *_window_notes(requested, inputs, loaded)],
         }
         return requested.model_copy(update=windows | update)
@@ -167,7 +167,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
-    """Return the settings; if the input is noise, set the length to the largest number of tokens in any attention."""
+    """Return the settings; if the input is noise, set `length` to the largest number of queries at any site."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
@@ -182,8 +182,8 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     raise UsageError(problem, "Leave out --text, --calibration and --length.")
 
 
-def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
-    """Move a batch's tensors to the model's device. Raise UsageError if the batch is empty or has other values."""
+def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return a batch on the model's device. Raise UsageError if it is empty or contains anything but tensors."""
     remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)
@@ -202,7 +202,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
 def wrap_model(
     model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str | os.PathLike[str] | Loaded:
-    """Wrap a transformers model and its tokenizer like a result of `load`; return anything else unchanged."""
+    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged."""
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
         if hooks.is_answered(weights):
@@ -229,10 +229,10 @@ def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 @contextmanager
-def at_rest(model: PreTrainedModel) -> Iterator[None]:
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: put the model in evaluation mode without gradients; restore modes and gradients afterwards."""
     training = [module for module in model.modules() if module.training]
-    # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
+    # tensors created in inference mode never have a gradient, and don't allow setting requires_grad
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
     try:
         model.train(False)
@@ -247,7 +247,7 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_work(request: Request) -> None:
-    """Raise UsageError for options that keep or distribute work, because no file identifies a model in memory."""
+    """Raise UsageError for options that store or distribute work: a model in memory has no files that identify it."""
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import tasks_of
+from attnlens.records import Site
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -29,21 +30,21 @@ LONGEST_WINDOW = 128  # Longest window that is tested unless `window` is request
 
 @dataclass(frozen=True)
 class Rule:
-    """Tokens that a site should see: all, or (if causal) none after the query; limited to a window or chunk if set."""
+    """Tokens that a query at a site should see."""
 
-    causal: bool
-    window: int | None = None
-    chunk: int | None = None  # Number of tokens in a chunk, beyond which no token is seen (Llama 4)
+    causal: bool  # True if the query sees no later tokens
+    window: int | None = None  # Width of the window as declared in the configuration; None without a window
+    chunk: int | None = None  # Number of tokens in a chunk, outside which no token is seen (Llama 4); None: no chunks
 
     @property
     def reach(self) -> int | None:
-        """Distance to the furthest token in the window; None without a window."""
+        """Distance from the query to the furthest token in the window; None without a window."""
         # transformers: causal i − w < j, bidirectional |i − j| ≤ w
         return self.window if self.window is None or not self.causal else self.window - 1
 
 
-def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
-    """Return the rule that the configuration declares for a site; without a declaration, infer it from the mask."""
+def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
+    """Return the rule that the configuration declares for a site; if it declares none, the site's part decides."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
     causal = part == "decoder"
@@ -55,10 +56,12 @@ def rule_of(model: PreTrainedModel, target: SiteCall) -> Rule:
         return Rule(causal)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     chunked = kinds is not None and layer is not None and kinds[layer : layer + 1] == ["chunked_attention"]
-    return Rule(causal, _window_of(module, config), getattr(config, "attention_chunk_size", None) if chunked else None)
+    return Rule(
+        causal, _find_window(module, config), getattr(config, "attention_chunk_size", None) if chunked else None
+    )
 
 
-def _window_of(module: nn.Module, config: object) -> int | None:
+def _find_window(module: nn.Module, config: object) -> int | None:
     """Return the width of the window that the configuration declares for a module; None without a window."""
     if getattr(module, "attention_type", None) == "local":  # GPT-Neo
         return getattr(config, "window_size", None)
@@ -76,11 +79,11 @@ class Case:
 
     name: str
     inputs: dict[str, Tensor]
-    stream: str  # Name of the input whose tokens are perturbed
-    probes: list[int]
+    perturbed: str  # Name of the input whose tokens are perturbed
+    probes: list[int]  # Index of the perturbed token in each row
     documents: Int[Tensor, "rows tokens"]  # Index of each token's document; −1 for padding
     pieces: list[tuple[int, int, int, dict[str, Tensor]]]
-    """(row, start, end, inputs): a pass over these tokens alone, which must give the same outputs; end is exclusive."""
+    """(row, start, end, inputs): a pass over these tokens alone must give the row's outputs; end is exclusive."""
     prefix: int = 0  # Number of tokens at the start that all outputs see
     same_positions: bool = True  # False if the tokens' positions change when they are passed alone
 
@@ -92,8 +95,8 @@ class Case:
         ]
         return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()}, pieces=pieces)
 
-    def declared(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
-        """Return a mask of the tokens that each output may depend on; cross-attention sees all but padding."""
+    def visible_tokens(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
+        """Return True for the tokens that each output may depend on; cross-attention sees all tokens but padding."""
         real = self.documents >= 0
         rows, tokens = self.documents.shape
         if queries != tokens:
@@ -111,14 +114,14 @@ class Case:
         return same & seen
 
 
-def stream_of(target: SiteCall, inputs: Mapping[str, Tensor]) -> str:
-    """Return the name of the input that contains a site's keys."""
-    return "decoder_input_ids" if target.site.part == "decoder" and "decoder_input_ids" in inputs else "input_ids"
-
-
-def main_stream(inputs: Mapping[str, Tensor]) -> str:
-    """Return the name of the input that determines the positions of the model's outputs."""
+def main_input(inputs: Mapping[str, Tensor]) -> str:
+    """Return the name of the input whose tokens the model's outputs belong to."""
     return "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+
+
+def key_input(site: Site, inputs: Mapping[str, Tensor]) -> str:
+    """Return the name of the input whose tokens a site's keys belong to."""
+    return main_input(inputs) if site.part == "decoder" else "input_ids"
 
 
 class Cases:
@@ -132,9 +135,10 @@ class Cases:
         named: Sequence[str] | None,
     ) -> None:
         self.model, self.named = model, named
-        self.rules = {target.site: rule_of(model, target) for target in reached}
+        self.rules = {target.site: find_rule(model, target) for target in reached}
         self.parameters = inspect.signature(model.forward).parameters
-        self.stream = main_stream(inputs)
+        self.main_input = main_input(inputs)
+        self.most = min(ORDERED, position_limit(model) or ORDERED)
         self.ids = {name: inputs[name][:1] for name in ("input_ids", "decoder_input_ids") if name in inputs}
         self.causal = any(self.rules[target.site].causal for target in reached)
         self.bidirectional = any(
@@ -168,37 +172,35 @@ class Cases:
         ids = self.ids[name]
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
-    def cached(self) -> dict[str, Tensor]:
-        """Return the inputs for the cache test: one sequence, longer than the shortest window up to LONGEST_WINDOW."""
+    def cache_inputs(self) -> dict[str, Tensor]:
+        """Return one sequence for the cache test, longer than the shortest window unless it exceeds LONGEST_WINDOW."""
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens
-        return {self.stream: self.row(self.stream, min(tokens, limit)), **self._others(self.stream, 1)}
+        return {self.main_input: self.row(self.main_input, min(tokens, limit)), **self._others(self.main_input, 1)}
 
-    def _others(self, stream: str, rows: int) -> dict[str, Tensor]:
-        """Return the ids of the other input of an encoder–decoder (not `stream`), `rows` times; {} for other models."""
-        return {name: self.row(name, PROBED).expand(rows, -1) for name in self.ids if name != stream}
+    def _others(self, perturbed: str, rows: int) -> dict[str, Tensor]:
+        """Return `rows` copies of the other ids of an encoder–decoder (not `perturbed`); {} for other models."""
+        return {name: self.row(name, PROBED).expand(rows, -1) for name in self.ids if name != perturbed}
 
-    def _whole(self, name: str, stream: str, tokens: int, probes: list[int]) -> Case:
-        ids, rows = self.row(stream, tokens), len(probes)
-        inputs = {stream: ids.expand(rows, -1), **self._others(stream, rows)}
-        alone = {stream: ids, **self._others(stream, 1)}
+    def _build_unmasked(self, name: str, perturbed: str, tokens: int, probes: list[int]) -> Case:
+        """Build a test on sequences without padding or a mask, one row for each perturbed token."""
+        ids, rows = self.row(perturbed, tokens), len(probes)
+        inputs = {perturbed: ids.expand(rows, -1), **self._others(perturbed, rows)}
+        alone = {perturbed: ids, **self._others(perturbed, 1)}
         documents = torch.zeros(rows, tokens, dtype=torch.long)
-        length = alone[self.stream].shape[1]
-        return Case(name, inputs, stream, probes, documents, [(0, 0, length, alone)])
-
-    def _most(self) -> int:
-        return min(ORDERED, position_limit(self.model) or ORDERED)
+        length = alone[self.main_input].shape[1]
+        return Case(name, inputs, perturbed, probes, documents, [(0, 0, length, alone)])
 
     def _causal(self) -> Case | str:
         if not self.causal:
             return "the model has no causal attention"
-        return self._whole("causal", self.stream, self._most(), list(range(self._most())))
+        return self._build_unmasked("causal", self.main_input, self.most, list(range(self.most)))
 
     def _bidirectional(self) -> Case | str:
         if not self.bidirectional:
             return "the model has no bidirectional attention"
-        return self._whole("bidirectional", "input_ids", self._most(), list(range(self._most())))
+        return self._build_unmasked("bidirectional", "input_ids", self.most, list(range(self.most)))
 
     def _window(self) -> Case | str:
         if not self.windows:
@@ -206,18 +208,18 @@ class Cases:
         width = self.windows[0]
         limit = position_limit(self.model)
         if self.named is None and width > LONGEST_WINDOW:
-            return f"the window of {width} tokens is long; --masks window tests it"
+            return f"the window of {width} tokens is long: it is tested only with --masks window"
         tokens = width + 2 + width * (not self.causal)
         if limit is not None and tokens > limit:
-            return f"the model has only {limit} positions, and a window of {width} tokens"
-        return self._whole("window", self.stream, tokens, [0, 1])
+            return f"the test of a window of {width} tokens needs {tokens} positions, but the model has {limit}"
+        return self._build_unmasked("window", self.main_input, tokens, [0, 1])
 
     def _prefix(self) -> Case | str | None:
         if self.named is None:
             return None  # no configuration declares a prefix
-        if not self.causal or self.stream != "input_ids":
-            return "only decoders without an encoder read a prefix"
-        case, first = self._whole("prefix", "input_ids", PROBED, list(range(PROBED))), PROBED // 2
+        if not self.causal or self.main_input != "input_ids":
+            return "only causal models without an encoder can read a prefix"
+        case, first = self._build_unmasked("prefix", "input_ids", PROBED, list(range(PROBED))), PROBED // 2
         place = torch.arange(PROBED)
         seen = (place[:, None] >= place) | (place < first)
         added = torch.zeros(PROBED, PROBED, dtype=self.model.dtype).masked_fill(
@@ -247,11 +249,11 @@ class Cases:
             documents[row, start : start + real] = 0
             if row in (0, len(rows) - 1):
                 alone = {"input_ids": self.row("input_ids", real), **self._others("input_ids", 1)}
-                whole = (0, PROBED) if self.stream != "input_ids" else (start, start + real)
+                whole = (0, PROBED) if self.main_input != "input_ids" else (start, start + real)
                 pieces.append((row, *whole, alone))
         mask = (documents >= 0).long()
         inputs = {"input_ids": ids, "attention_mask": mask, **self._others("input_ids", len(rows))}
-        counted = self.stream == "input_ids" and self.causal and "position_ids" in self.parameters
+        counted = self.main_input == "input_ids" and self.causal and "position_ids" in self.parameters
         if left and counted:  # `generate` sets these positions, too
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
         name = "padding-left" if left else "padding-right"
@@ -259,7 +261,7 @@ class Cases:
         return Case(name, inputs, "input_ids", probes, documents, pieces, same_positions=counted or not left)
 
     def _packed(self) -> Case | str:
-        if not self.causal or self.stream != "input_ids" or "position_ids" not in self.parameters:
+        if not self.causal or self.main_input != "input_ids" or "position_ids" not in self.parameters:
             return "the model is not a decoder that takes position_ids"
         ids, total = self.row("input_ids", PROBED), sum(DOCUMENTS)
         numbers = torch.tensor([number for number, length in enumerate(DOCUMENTS) for _ in range(length)])

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-Variant = Callable[[], AbstractContextManager[object]]  # context manager that changes the original model
+Variant = Callable[[], AbstractContextManager[object]]  # returns a context in which the model is changed
 CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak of memory
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Compute the median of tokens per second over passes; if there are several, omit the first (warm-up)."""
+    """Compute the median over passes of tokens per second; if there are several passes, omit the first (warm-up)."""
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     return statistics.median(rates[1:] or rates)
 
 
-def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
+def measure_peak(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
     """Run `work` and return its peak memory in bytes (GPU: allocated, CPU: resident); None if it can't be measured."""
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
@@ -56,7 +56,7 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
 
 @contextmanager
 def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterator[None]:
-    """Context manager: raise ModelError if memory runs out while these inputs are processed."""
+    """Context manager: raise ModelError (`Not enough memory PURPOSE N sequences at once.`) if memory runs out."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -71,10 +71,10 @@ def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterato
 class PassOutputs:
     """Outputs of one forward pass."""
 
-    logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions only
-    hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens
-    owners: Int[Tensor, " tokens"] | None  # index in the batch of each token's sequence
-    seconds: float  # duration
+    logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions; None for the task `hidden`
+    hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens; None if unknown
+    owners: Int[Tensor, " tokens"] | None  # index in the batch of each token's sequence; None if `hidden` is None
+    seconds: float  # duration of the pass
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]:
@@ -116,13 +116,13 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
         torch.cuda.synchronize(model.device)
     seconds = time.perf_counter() - start
     states = last_states(result)
-    owners = None if states is None else owners_of(states, fed.inputs)
+    owners = None if states is None else sequence_index(states, fed.inputs)
     hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
     return PassOutputs(predictions(result, fed, task), hidden, owners, seconds)
 
 
 def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
-    """Return the logits at the predicted positions, in float32 or better; one row per sequence for a classifier."""
+    """Return the logits at the predicted positions (a classifier's: one per sequence); None for the task `hidden`."""
     if task == "hidden":
         return None
     logits = logits_of(result)
@@ -131,8 +131,8 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def owners_of(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the index of the sequence of each output at a real token; None if there is no such assignment."""
+def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the index in the batch of the sequence of each real token; None if rows do not divide into sequences."""
     sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
@@ -142,7 +142,7 @@ def owners_of(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def tokens_in(fed: Fed) -> int:
-    """Count the real tokens (or images) of a pass."""
+    """Count the tokens of a pass without padding; count sequences (such as images) if there is no mask."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
@@ -157,7 +157,7 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     return (new.exp() - p - p * (new - original)).sum(-1)
 
 
-LARGEST_LOSS = 700.0  # maximum loss with a perplexity; exp(x) overflows in float64 above 709.8
+LARGEST_LOSS = 700.0  # largest loss in nats with a perplexity; exp(x) overflows in float64 above 709.8
 
 
 def paired_change(
@@ -168,7 +168,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Compare `of`(mean loss) of paired sequences, weighted by `counts`, with a 95 % interval; omit pairs with NaN."""
+    """Compare `of`(mean loss weighted by `counts`) over paired sequences, with a 95 % interval; omit pairs with NaN."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
     weights = counts[valid]
@@ -186,7 +186,7 @@ class TokenLosses:
 
     before: list[Float[Tensor, " predicted"]] = field(default_factory=list)  # one tensor per sequence; can end in NaN
     after: list[Float[Tensor, " predicted"]] = field(default_factory=list)  # losses of the changed model
-    back: list[Int[Tensor, " predicted"]] = field(default_factory=list)  # distances to the evidence, see `evidence`
+    back: list[Int[Tensor, " predicted"]] = field(default_factory=list)  # see `repetition_distances`
 
     def add(
         self,
@@ -194,10 +194,11 @@ class TokenLosses:
         targets: Int[Tensor, "batch positions"],
         ids: Int[Tensor, "batch positions"],
     ) -> None:
-        """Add a batch: `losses` are those of the original and of the changed model at each predicted token."""
+        """Add a batch; `losses` are the losses of the predicted tokens in the original and in the changed model."""
         predicted = (targets != NOTHING).cpu()
-        values = *(loss.double().cpu() for loss in losses), evidence(ids, targets)[predicted]
-        for rows, part in zip((self.before, self.after, self.back), values, strict=True):
+        before, after = (loss.double().cpu() for loss in losses)
+        distances = repetition_distances(ids, targets)[predicted]
+        for rows, part in ((self.before, before), (self.after, after), (self.back, distances)):
             rows += torch.split(part, predicted.sum(1).tolist())
 
     def join(self) -> list[Tensor]:
@@ -206,7 +207,7 @@ class TokenLosses:
         return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
-        """Return the change on each of 8 nearly equal parts of the sequences; short sequences have fewer parts."""
+        """Return the change in loss on each of up to 8 nearly equal parts of the sequences."""
         before, after, _ = self.join()
         length, changes = before.shape[1], []
         bins = min(BINS, length)
@@ -218,22 +219,22 @@ class TokenLosses:
         return changes
 
     def count(self, window: int) -> int:
-        """Count the tokens whose evidence lies more than `window` tokens back."""
+        """Count the predicted tokens that repeat a pair last seen more than `window` tokens earlier."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
-        """Return the change on tokens whose evidence lies more than `window` tokens back, or why it is missing."""
+        """Return the change in loss on tokens that need more than `window` keys (see `count`), or why it is missing."""
         if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
-            have = "has its" if count == 1 else "have their"
+            repeat = "repeats" if count == 1 else "repeat"
             few = f"only {format_count(count, 'token')} (fewer than {FEWEST})"
-            return f"{few} {have} evidence more than {distance} back"
+            return f"{few} {repeat} a pair of tokens last seen more than {distance} earlier"
         before, after, back = self.join()
         change, tokens = _change(before, after, back > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 
 
-def evidence(
+def repetition_distances(
     ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
 ) -> Int[Tensor, "batch positions"]:
     """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 if it never did.

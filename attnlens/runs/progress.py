@@ -1,4 +1,4 @@
-"""Report the progress of a long run, and define how it ends when the user interrupts it."""
+"""Report the progress of a long run, and its finished part if the user interrupts it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 @contextmanager
 def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
-    """Measure the seconds that the block takes and add them to its stage in `timings`, even if the block fails."""
+    """Context manager: add the duration of the block in seconds to `timings[stage]`, even if the block fails."""
     start = time.perf_counter()
     try:
         yield
@@ -35,8 +35,8 @@ def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
         timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - start
 
 
-def telling(progress: Progress, stage: str, total: int) -> Tell:
-    """Start a stage at 0 steps; return a function that adds finished steps and reports the total so far."""
+def start_stage(progress: Progress, stage: str, total: int) -> Tell:
+    """Report that a stage starts; return a function that adds newly finished steps and reports the sum so far."""
     done = 0
 
     def tell(more: int) -> None:
@@ -49,7 +49,7 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 
 @contextmanager
-def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """Yield the function that `telling` returns, for at most `most` steps; report the stage as complete at the end."""
-    yield telling(progress, stage, most)
+def bounded_stage(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
+    """Context manager: start a stage that may need fewer than `most` steps; report it as complete at the end."""
+    yield start_stage(progress, stage, most)
     progress(stage, most, most)

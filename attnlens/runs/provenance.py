@@ -27,7 +27,7 @@ from attnlens.report.report import Report
 from attnlens.report.shapes import Shapes
 
 
-def content_of(
+def hash_content(
     loaded: Loaded, reached: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
     """Hash the model's config, code and adapter, its inputs, samples of deferred weights, and the analyzers' code."""
@@ -44,11 +44,11 @@ def content_of(
             digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     for analyzer in analyzers:
-        digest.update(code_of(analyzer))
+        digest.update(read_code(analyzer))
     return digest.hexdigest()
 
 
-def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
+def read_code(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     """Return the source code of an analyzer or a kernel, since code can change without a new version."""
     function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
@@ -58,11 +58,11 @@ def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
-STATUS = Path("/proc/self/status")  # file of Linux with this process's high-water mark of memory
+STATUS = Path("/proc/self/status")  # on Linux, contains this process's peak memory
 
 
-def report_of(command: str, kind: Kind, **results: Any) -> Report:
-    """Build the report of a command; `results` are the fields that do not describe the run."""
+def assemble_report(command: str, kind: Kind, **results: Any) -> Report:
+    """Build the report of a command from its results; add versions, platform, peak memory and findings."""
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}

@@ -32,18 +32,18 @@ from attnlens.runs import checks, feeding
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, survey
-from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling, time_stage
-from attnlens.runs.provenance import code_of, report_of
-from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage, time_stage
+from attnlens.runs.provenance import assemble_report, read_code
+from attnlens.runs.store import Store, hash_json, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 
-def digest_of(place: Location) -> str:
+def hash_checkpoint(place: Location) -> str:
     """Hash a checkpoint's weights, configs, tokenizers and code."""
     patterns = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
     others = (path for pattern in patterns for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
-    return key_of({path.name: sha256(path) for path in files if path.is_file()})
+    return hash_json({path.name: sha256(path) for path in files if path.is_file()})
 
 
 class CheckpointReading(TypedDict):
@@ -55,7 +55,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, parts skipped at any, and unread checkpoints."""
+    """Combine coverages: the fewest heads analysed at a checkpoint, all that was skipped, and unread checkpoints."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -73,7 +73,7 @@ def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread:
 
 
 def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:
-    """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
+    """Build an experiment from the checkpoints' readings: trajectories of heads, and quartiles over heads."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
     reports = [reading["report"] for reading in readings]
@@ -141,15 +141,15 @@ class Checkpoint:
     model: str  # name as passed to `load`
     revision: str | None  # revision of a hub model
     place: Location  # location of the model's files
-    step: int | None  # training step in the name; None if the name has none
+    step: int | None  # training step in the name; None if the name has none, or if steps are missing or repeated
 
 
-def of_demo() -> list[str]:
-    """Return the checkpoints included in attnlens, and the trained model itself."""
+def demo_checkpoints() -> list[str]:
+    """Return the folders of the demo model's checkpoints, and `demo`, the trained model."""
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Parse the training step in a name; return None if the name contains none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
@@ -176,7 +176,7 @@ def find_checkpoints(
     """Find checkpoints (None: those of demo); sort them by step unless steps are missing or repeated."""
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
-    models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
+    models = demo_checkpoints() if names is None or (list(names) == ["demo"] and not revisions) else names
     all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
     for model, revision in product(models, all_revisions):
@@ -184,7 +184,7 @@ def find_checkpoints(
         name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
         if any((place.folder, place.file) == (each.place.folder, each.place.file) for each in checkpoints):
             raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
-        checkpoints.append(Checkpoint(name, model, revision, place, step_of(revision or model)))
+        checkpoints.append(Checkpoint(name, model, revision, place, parse_step(revision or model)))
     if len(checkpoints) < 2:
         raise UsageError("A series needs at least two checkpoints.", "Give more --checkpoints, or --revisions.")
     steps = [each.step for each in checkpoints]
@@ -206,11 +206,12 @@ def converge_checkpoints(
     """Measure every head at each checkpoint; the report has one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); without them, 0,
-    1, 2 … in the given order. By default, the analyzers of `inspect` and `selection` run. All checkpoints use the
-    tokenizer of the last that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from
-    finished units. Raise UsageError, ModelError (if a checkpoint is missing, or shapes differ), TextError, and
-    Interrupted, which contains the finished checkpoints.
+    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); if a name has no
+    number, or two have the same, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default
+    analyzers of `inspect` and the analyzer `selection` run. All checkpoints use the tokenizer of the last checkpoint
+    that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from finished units.
+    Raise UsageError, TextError, ModelError if a checkpoint is missing or shapes differ, and Interrupted, which contains
+    the finished checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -225,7 +226,7 @@ def follow(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function that removes the finished units, to be called once the report is written."""
+    """Return the report, and a function that removes the stored units, to be called once the report is written."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -235,8 +236,8 @@ def follow(
 class Series:
     """A run over checkpoints. Its constructor finds the checkpoints and reads the texts."""
 
-    names: Sequence[str] | None
-    revisions: Sequence[str]
+    names: Sequence[str] | None  # models or checkpoints; None: the checkpoints of demo
+    revisions: Sequence[str]  # revisions of a single hub model, or empty
     request: CheckpointsRequest
     progress: Progress = silent
 
@@ -253,39 +254,33 @@ class Series:
         self.contents: Sequence[texts.Content] = texts.read_each(reading.files(request), offline=request.offline)
         if self.settings.source != "weights" and not self.contents:
             self.contents = texts.sample(self.checkpoints[-1].model)
-        self.cut = feeding.cut_of(self.settings, request)
+        self.cut = feeding.build_cut(self.settings, request)
         self.plan = WorkPlan.of(request)
         self.timings: dict[str, float] = {}
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
-        """Checkpoints by the names of their units: a readable name and a hash of the files."""
-        return {f"{each.name} {digest_of(each.place)}": each for each in self.checkpoints}
+        """Checkpoints by unit name, which consists of the checkpoint's name and a hash of its files."""
+        return {f"{each.name} {hash_checkpoint(each.place)}": each for each in self.checkpoints}
 
     @cached_property
     def facts(self) -> Mapping[str, object]:
         """Facts that determine the results of the units."""
-        left_out = {
-            *SharedRequest.model_fields,
-            "text",
-            "pairs",
-            "image",
-            "audio",
-            "adapter",
-        }  # content counts, not names
+        # the facts contain hashes of these files instead of their names
+        left_out = {*SharedRequest.model_fields, "text", "pairs", "image", "audio", "adapter"}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.request.adapter, self.request.offline
-        place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
-        of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
+        location = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
+        adapter_files = [] if location is None else [path for path in location.folder.glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "texts": key_of([(each.name, each.text) for each in self.contents]),
+            "texts": hash_json([(each.name, each.text) for each in self.contents]),
             "fed": [sha256(path) for path in files if path.is_file()],
-            "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
+            "adapter": [None if location is None else location.revision, *map(sha256, sorted(adapter_files))],
             "device": str(choose_device(self.request.device)),
-            "code": [code_of(each).hex() for each in self.analyzers],
+            "code": [read_code(each).hex() for each in self.analyzers],
             "checkpoints": list(self.units),
         }
 
@@ -295,16 +290,16 @@ class Series:
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
+        """Read the checkpoints; return the report, and a function that removes the finished units."""
         self.plan.check(self.request.text)
         units = list(self.units)
-        tell = telling(self.progress, "checkpoints", len(self.plan.select_units(units)))
+        tell = start_stage(self.progress, "checkpoints", len(self.plan.select_units(units)))
         outcome = run_units(
             units,
             self.read_unit,
             self.plan,
             self.store,
-            elsewhere=(open_in_worker, (self.names, self.revisions, self.request)),
+            worker_setup=(open_in_worker, (self.names, self.revisions, self.request)),
             tell=lambda _name: tell(1),
             usable=lambda value: value["complete"],
         )
@@ -333,7 +328,7 @@ class Series:
             for file in report.model.files
         ]
         names = [checkpoint.name for checkpoint in done]
-        return report_of(
+        return assemble_report(
             "converge",
             "experiments",
             model=reports[-1].model.model_copy(update={"files": files}),
@@ -345,7 +340,7 @@ class Series:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """Tokenizer of all checkpoints, as fields of `Loaded`; empty if no text is read."""
+        """Fields of `Loaded` with the tokenizer for all checkpoints; empty if no text is read."""
         if not self.contents:
             return {}
         last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
@@ -358,7 +353,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Read one checkpoint; finished parts are stored until the whole checkpoint is finished."""
+        """Read one checkpoint; its finished parts are stored until all of it is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:
@@ -366,7 +361,7 @@ class Series:
 
         with time_stage(self.timings, checkpoint.name):
             loaded = replace(self._load(checkpoint), **self.tokenizer)
-            settings = feeding.of_model(self.settings, loaded)
+            settings = feeding.add_model_settings(self.settings, loaded)
             run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
             try:
                 report, results = compute(survey(run), store=self.store and self.store.inside(name))
@@ -384,12 +379,12 @@ class Series:
         if loaded.tokenizer is None:
             return f"the text cannot be tokenized: {loaded.tokenizer_problem}"
         inputs = texts.batches(loaded, self.contents, self.cut)
-        task = checks.task_on(loaded, inputs.batches[0].inputs)
+        task = checks.find_task(loaded, inputs.batches[0].inputs)
         if task == "hidden":
             return "the model can attend to the tokens that it predicts"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask token"
-        if lacking := checks.no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
+        if lacking := checks.explain_missing_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
             return lacking[1]
         loss = mean_loss(loaded.model, feed(loaded, inputs, task, settings.seed), task)
         return "the loss is NaN, or the text has nothing to predict" if loss is None else loss
@@ -398,6 +393,6 @@ class Series:
 def open_in_worker(
     names: tuple[str, ...] | None, revisions: tuple[str, ...], request: CheckpointsRequest
 ) -> tuple[Mapping[str, object], Compute]:
-    """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
+    """Prepare a series again in a worker process; return its facts, and the function that reads a checkpoint."""
     series = Series(names, revisions, request)
     return series.facts, series.read_unit

@@ -50,7 +50,7 @@ def keep_nothing(_name: str, make: Callable[[], T]) -> T:
 def versions() -> dict[str, str | None]:
     """Return the versions of the libraries used, and a hash of attnlens's code, which changes between releases."""
     libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
-    return {"code": own_code()} | {name: _version(name) for name in libraries}
+    return {"code": hash_code()} | {name: _version(name) for name in libraries}
 
 
 def _version(name: str) -> str | None:
@@ -61,14 +61,14 @@ def _version(name: str) -> str | None:
 
 
 @cache
-def own_code() -> str:
+def hash_code() -> str:
     """Return a hash of the paths and contents of all modules of attnlens."""
-    return key_of([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
+    return hash_json([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
 
 
-def key_of(facts: object) -> str:
-    """Return the key of these facts: 32 hex digits of the SHA-256 of their JSON."""
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+def hash_json(value: object) -> str:
+    """Return a hash of a value: 32 hex digits of the SHA-256 of its JSON. A run's key is the hash of its facts."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Store:
 
     folder: Path  # folder as a path, or a `UPath`, which has the same methods
     facts: Mapping[str, object]  # facts that determine the numbers of the run, as JSON
-    resume: bool = True  # True if files of an earlier run are used
+    resume: bool = True  # True if files of an earlier run are reused
 
     def path(self, name: str) -> Path:
         """Return the path of a unit's file."""
@@ -85,18 +85,18 @@ class Store:
 
     def inside(self, name: str) -> Store:
         """Return a store for the parts of a long unit, in a folder next to the unit's file."""
-        return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
+        return Store(self.folder / file_stem(name), {"run": hash_json(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return the value of a unit, or None; a damaged or foreign file is reported, renamed and ignored."""
+        """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file."""
         path = self.path(name)
-        with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
+        with convert_output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:
                 # do not open a folder, or a pipe, which may never end
                 other = isinstance(path, Path) and path.exists() and not path.is_file()
                 return _parse(b"" if other else path.read_bytes(), self._stamp(name))
             except ValueError:
-                _set_aside(path, name)
+                _rename_damaged(path, name)
         return None
 
     def save(self, name: str, value: object) -> None:
@@ -105,14 +105,14 @@ class Store:
         self.begin()
 
     def begin(self) -> None:
-        """Write the facts of the run if they are missing. Raise OutputError if the folder can't be written."""
-        with output_errors(self.folder / RUN, "read"):
+        """Write the run's facts to run.json unless it exists. Raise OutputError if the folder can't be written."""
+        with convert_output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
-        """Return a unit's stored value, or compute and store the value with `make`."""
+        """Return a unit's stored value; if there is none, call `make` and store the result."""
         value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()
@@ -120,11 +120,11 @@ class Store:
         return value
 
     def keep(self, name: str, value: object) -> None:
-        """Write a unit's value; if that fails, log a warning, because the run can continue."""
+        """Write a unit's value; if writing fails, log a warning, because the run can continue."""
         try:
             self.save(name, value)
         except OutputError as error:
-            LOG.warning("%s is not kept. %s", clean(name), error.problem)
+            LOG.warning("The result of %s is not stored. %s", clean(name), error.problem)
 
     def clear(self) -> None:
         """Remove the run's files after its report is written; other files are not touched."""
@@ -153,26 +153,26 @@ class Store:
                     LOG.warning("%s contains %s of a different run: %s.", file.parent, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
-        return f"{key_of(self.facts)} {name}"
+        return f"{hash_json(self.facts)} {name}"
 
 
-def _set_aside(path: Path, name: str) -> None:
-    aside = path.with_name(path.name + ".damaged")
-    what = f"it is kept as {aside.name} and computed again"
+def _rename_damaged(path: Path, name: str) -> None:
+    renamed = path.with_name(path.name + ".damaged")
+    action = f"the file is renamed to {renamed.name}, and the unit is computed again"
     try:
-        path.rename(aside)
+        path.rename(renamed)
     except FileNotFoundError:  # another process has renamed it
         return
     except OSError as error:
-        what = f"it cannot be renamed: {error.strerror or error}"
-    LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
+        action = f"the file cannot be renamed: {error.strerror or error}"
+    LOG.warning("%s is damaged or does not contain the unit %s: %s.", path, clean(name), action)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file; retry if another run that has written its report removes the folder meanwhile."""
+    """Write a file; retry if another run removes the folder in the meantime because its report is finished."""
     for attempt in range(8):
         try:
-            with output_errors(path, "written"):
+            with convert_output_errors(path, "written"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(path, Path):
                     write_atomically(path, content)
@@ -186,8 +186,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def output_errors(path: Path, what: str) -> Iterator[None]:
-    """Context manager: turn errors of the system or of a remote store's library into an OutputError."""
+def convert_output_errors(path: Path, action: str) -> Iterator[None]:
+    """Context manager: convert system errors, and errors of a remote store's library, to OutputError."""
     try:
         yield
     except AttnlensError:
@@ -196,7 +196,7 @@ def output_errors(path: Path, what: str) -> Iterator[None]:
         if isinstance(path, Path) and not isinstance(error, OSError):
             raise
         message = getattr(error, "strerror", None) or reason_of(error)
-        raise OutputError(f"{path} cannot be {what}: {message}.", OTHER_WORK) from None
+        raise OutputError(f"{path} cannot be {action}: {message}.", OTHER_WORK) from None
 
 
 def file_stem(name: str) -> str:
@@ -206,7 +206,7 @@ def file_stem(name: str) -> str:
 
 
 def difference(first: object, second: object, where: str = "") -> str | None:
-    """Describe the first place at which two values differ; return None if they are equal."""
+    """Describe the first difference between two nested values; return None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in first | second)
         return next(filter(None, inner), None)

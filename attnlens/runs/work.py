@@ -26,21 +26,21 @@ from attnlens import errors
 from attnlens.files import with_home
 from attnlens.requests.fields import Request
 from attnlens.requests.run_options import SharedRequest
-from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, key_of
+from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, hash_json
 from attnlens.wording import clean
 
 V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
 Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
-Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
-RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that may not recur at a second try
+WorkerSetup = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
+RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that a second attempt may avoid
 LOST = (
     "the worker process ended twice: it was killed (perhaps for lack of memory), or the main script calls attnlens "
     "outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # read at import
-RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
+RAY_HERE = "local"  # address that makes Ray start a cluster on this machine
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
 ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL) whose users must not be forked
 
@@ -55,10 +55,10 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason for a missing value of a unit."""
+    """Reason why a unit has no value."""
 
     reason: str
-    error: BaseException | None = None
+    error: BaseException | None = None  # None if the worker could not return it
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class WorkPlan(SharedRequest):
         return cls(**{name: value for name, value in request.explicit().items() if name in cls.model_fields})
 
     @property
-    def elsewhere(self) -> bool:
+    def uses_workers(self) -> bool:
         """True if other processes compute the units."""
         return self.engine != "local" or self.jobs > 1
 
@@ -106,16 +106,17 @@ class WorkPlan(SharedRequest):
         return names[int(index) - 1 :: int(count)]
 
     def check(self, texts: Collection[object] = ()) -> None:
-        """Raise UsageError if the plan contradicts itself or `texts`, OutputError if no unit can be kept."""
+        """Raise UsageError if options contradict each other or `texts`, OutputError if units can't be stored."""
         if self.address is not None and self.engine != "ray":
             raise errors.UsageError("address applies only to engine='ray'.", "Omit address, or pass engine='ray'.")
         if self.engine == "ray":
             check_cluster(self.address)
-        if self.elsewhere and "-" in map(str, texts):
+        if self.uses_workers and "-" in map(str, texts):
             raise errors.UsageError("Only one process can read a text from stdin.", "Save the text to a file.")
-        if self.elsewhere and str(self.work).startswith("memory:"):
-            raise errors.UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
-        if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
+        if self.uses_workers and str(self.work).startswith("memory:"):
+            problem = f"Other processes cannot access {self.work}, which is in this process's memory."
+            raise errors.UsageError(problem, OTHER_WORK)
+        if (self.work is not None or self.shard is not None or self.uses_workers) and (problem := self._unwritable()):
             raise errors.OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
 
     def _unwritable(self) -> str:
@@ -130,7 +131,7 @@ class WorkPlan(SharedRequest):
         """Return the store of a run; None if no folder was named and the user's cache cannot be written."""
         if self.work is None and self._unwritable():
             return None
-        return Store(self.root / key_of(facts), facts, resume=self.resume)
+        return Store(self.root / hash_json(facts), facts, resume=self.resume)
 
 
 NOTHING_KEPT = WorkPlan()  # default plan: a run in this process
@@ -142,23 +143,23 @@ def run_units(
     plan: WorkPlan,
     store: Store | None,
     *,
-    elsewhere: Elsewhere | None = None,
+    worker_setup: WorkerSetup | None = None,
     tell: Callable[[str], None] = lambda _name: None,
     usable: Callable[[V], bool] = lambda _value: True,
 ) -> Outcome[V]:
     """Compute the unfinished units of a run, and return the results of all units.
 
-    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
-    the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns True
-    if a stored value is complete. Raise ShardFinished at the end of a shard, a unit's AttnlensError, which concerns all
-    units, and the first error if no unit could be computed.
+    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `worker_setup` prepares
+    the same run in a worker process. `tell` is called with the name of each unit that finishes or fails. `usable`
+    returns True if a stored value is complete. Raise ShardFinished at the end of a shard, any unit's AttnlensError,
+    because it affects all units, and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
         store.report_others()
     values, failures, stopped = dict[str, V](), dict[str, Failure](), False
     try:
-        for name, value in _compute_units(plan.select_units(names), compute, plan, store, elsewhere, usable):
+        for name, value in _compute_units(plan.select_units(names), compute, plan, store, worker_setup, usable):
             if not isinstance(value, Failure):
                 values[name] = value
             elif isinstance(value.error, errors.AttnlensError):
@@ -188,7 +189,7 @@ def _compute_units(
     compute: Callable[[str], V],
     plan: WorkPlan,
     store: Store | None,
-    elsewhere: Elsewhere | None,
+    worker_setup: WorkerSetup | None,
     usable: Callable[[V], bool],
 ) -> Iterator[tuple[str, V | Failure]]:
     """Yield each unit's name with its value or Failure, in the order of completion."""
@@ -211,14 +212,14 @@ def _compute_units(
         value: V | None = store.load(name) if store.resume else None
         if value is not None and usable(value):
             yield name, value
-        elif plan.elsewhere and elsewhere is not None:
+        elif plan.uses_workers and worker_setup is not None:
             waiting.append(name)
         else:
             yield name, try_twice(compute_and_keep, name)
-    if not waiting or elsewhere is None:
+    if not waiting or worker_setup is None:
         return
-    engine = _in_processes if plan.engine == "local" else _on_ray
-    for name, failure in engine(waiting, partial(_compute_in_worker, *elsewhere, store), plan):
+    engine = _run_in_processes if plan.engine == "local" else _run_on_ray
+    for name, failure in engine(waiting, partial(_compute_in_worker, *worker_setup, store), plan):
         if failure is not None:
             yield name, failure
         elif (value := store.load(name)) is not None:
@@ -230,7 +231,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Compute a unit and return its value, or a Failure after two attempts; a user's error is not retried."""
+    """Compute a unit and return its value, or a Failure after two attempts; wrong options or texts are not retried."""
     for _ in range(2):
         try:
             return compute(name)
@@ -244,17 +245,17 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     return failure
 
 
-_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []  # this worker's run: its opener, facts, function
+_prepared: list[tuple[WorkerSetup, Mapping[str, object], Compute]] = []  # this worker's run: opener, facts, function
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
-    """Compute a unit in another process and write its file. Return the reason of a failure in picklable form."""
+    """Compute a unit in another process and write its file. Return a picklable Failure, or None on success."""
 
     def compute(name: str) -> None:
         if not _prepared or _prepared[0][0] != (opener, arguments):
             _prepared[:] = [((opener, arguments), *opener(*arguments))]
         _, facts, make = _prepared[0]
-        if key_of(facts) != key_of(store.facts):
+        if hash_json(facts) != hash_json(store.facts):
             problem = f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}."
             raise errors.ModelError(problem, "Give all workers the same files, texts and versions.")
         store.save(name, make(name))
@@ -287,7 +288,7 @@ def start_server(jobs: int, module: str) -> None:
 Work = Callable[[str], Failure | None]  # function that computes a unit in another process
 
 
-def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
+def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Yield names and results from `plan.jobs` pools of one process each, so that a killed process loses one unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
@@ -317,12 +318,15 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
     try:
         with ThreadPoolExecutor(plan.jobs) as threads:
             futures = {threads.submit(call, name): name for name in names}
-            lost = 0
+            lost, any_finished = 0, False
             try:
                 for future in as_completed(futures):
                     result = future.result()
-                    lost = lost + 1 if result == Failure(LOST) else -len(names)
-                    if lost > plan.jobs:
+                    if result == Failure(LOST):
+                        lost += 1
+                    else:
+                        any_finished = True
+                    if lost > plan.jobs and not any_finished:  # the cause seems to affect every unit
                         remedy = "Run the command again with fewer --jobs."
                         raise errors.AttnlensError(f"All workers were lost: {LOST}.", remedy)  # noqa: TRY301
                     yield futures[future], result
@@ -376,10 +380,10 @@ def check_cluster(address: str | None) -> None:
                 if connection.recv(9)[3:4] != b"\x04":  # the type of a SETTINGS frame
                     raise OSError("the server at this address is not a Ray server")  # noqa: TRY301
     except OSError as error:
-        raise _no_cluster(place, error) from error
+        raise _build_cluster_error(place, error) from error
 
 
-def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
+def _run_on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Call a function with each name in a Ray cluster, by default on this machine; Ray retries a lost task once."""
     import torch
 
@@ -388,7 +392,7 @@ def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tu
     if started:
         _start_ray(ray, plan)
     gpus = int(plan.device.startswith("cuda") or (plan.device == "auto" and torch.cuda.is_available()))
-    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1, retry_exceptions=False)(_call_in)
+    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1, retry_exceptions=False)(_call_in_folder)
     pending = {task.remote(str(Path.cwd()), function, name): name for name in names}
     try:
         while pending:
@@ -414,20 +418,20 @@ def _start_ray(ray: Any, plan: WorkPlan) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except Exception as error:  # Ray raises plain Exception if its programs do not start
-        raise _no_cluster(address, error) from error
+        raise _build_cluster_error(address, error) from error
     worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
     if printed := getattr(worker, "print_to_stdstream", None):
         worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
 
 
-def _call_in(folder: str, function: Work, name: str) -> Failure | None:
+def _call_in_folder(folder: str, function: Work, name: str) -> Failure | None:
     """Call a function in a Ray worker after changing to the folder that relative paths start from."""
     with suppress(OSError):  # on a node without that folder, the function itself reports missing files
         os.chdir(folder)
     return function(name)
 
 
-def _no_cluster(address: str, error: Exception) -> errors.UsageError:
+def _build_cluster_error(address: str, error: Exception) -> errors.UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
     return errors.UsageError(
         f"No Ray cluster {where}: {errors.reason_of(error).rstrip('.')}.",

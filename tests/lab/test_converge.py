@@ -19,7 +19,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.lab.reproduce import ROWS, run_rows
 from attnlens.records import Experiment
 from attnlens.runs.progress import Interrupted, silent
-from attnlens.runs.series import of_demo, step_of
+from attnlens.runs.series import demo_checkpoints, parse_step
 
 SMALL = {"windows": 2, "length": 32}
 STEPS = [0, 30, 100, 300, 1000, 3000, 6000]
@@ -95,7 +95,7 @@ def test_selection_is_followed_where_nothing_is_named():
 def test_a_name_contains_its_step():
     steps = {"step-00030": 30, "out/checkpoint-500": 500, "step1000": 1000, "step1000-tokens2B": 1000}
     steps |= {"org/model@step7": 7, "a": None, "demo": 6000}
-    assert {name: step_of(name) for name in steps} == steps
+    assert {name: parse_step(name) for name in steps} == steps
 
 
 def test_checkpoints_are_ordered_by_steps_if_they_have_them(tmp_path):
@@ -183,7 +183,10 @@ CHECKPOINTS = partial(attnlens.converge_checkpoints, progress=no_work)
 SYNTHETIC = partial(attnlens.converge_synthetic, progress=no_work)
 REFUSED = [  # refusal, call
     *(("does not name a head", partial(attnlens.converge_head, "demo", head=head)) for head in NO_HEADS),
-    ("--head cannot be combined with --layers or --heads", partial(CHECKPOINTS, of_demo(), head=(0, 1), layers=[0])),
+    (
+        "--head cannot be combined with --layers or --heads",
+        partial(CHECKPOINTS, demo_checkpoints(), head=(0, 1), layers=[0]),
+    ),
     ("a single hub model", partial(CHECKPOINTS, revisions=["step1", "step2"])),
     ("Unknown option 'trials'", partial(CHECKPOINTS, "demo", trials=3)),
     *(("at least two checkpoints", partial(CHECKPOINTS, few)) for few in ([checkpoint(30)], [], (), iter([]))),

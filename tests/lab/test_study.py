@@ -141,9 +141,9 @@ def test_other_processes_train_what_this_one_trains(tmp_path):
     for jobs in (1, 2):
         store = Store(tmp_path / str(jobs), {"command": "study"})
         compute = prepare_training(planted.only_majority, units, store)[1]
-        elsewhere = prepare_training, (planted.only_majority, units, store)
+        worker_setup = prepare_training, (planted.only_majority, units, store)
         with forkserver.workers():
-            values = run_units(list(units), compute, WorkPlan(jobs=jobs), store, elsewhere=elsewhere).values
+            values = run_units(list(units), compute, WorkPlan(jobs=jobs), store, worker_setup=worker_setup).values
         results.append([values[name] | {"seconds": 0, "curve": [*map(list, values[name]["curve"])]} for name in units])
     assert results[0] == results[1]
 

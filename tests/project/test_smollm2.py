@@ -7,7 +7,7 @@ from loaded import apart, cut, outputs, package, sites_of, smollm2
 import attnlens
 from attnlens.kernels import parsed
 from attnlens.models import hooks
-from attnlens.runs.differences import Prompts, agreement, continue_prompts
+from attnlens.runs.differences import Prompts, continue_prompts, measure_agreement
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
 
@@ -56,7 +56,7 @@ def test_its_own_kernel_generates_the_same_continuations():
     sites = sites_of(model, {"input_ids": ids})
     for words, whole in (("exponential", True), ("uniform", False)):
         swaps = {site: hooks.Replacement(parsed(words)) for site in sites}
-        result = agreement(model, own, lambda swaps=swaps: hooks.replace(model, sites, swaps))
+        result = measure_agreement(model, own, lambda swaps=swaps: hooks.replace(model, sites, swaps))
         assert (result.until == [5, 5]) == whole
 
 

@@ -44,7 +44,10 @@ def test_what_a_model_does_itself_is_not_blamed_on_attnlens_or_the_kernel():
     # a model that mixes all tokens, padding too, before its attention
     embeddings = bert.model.bert.embeddings
     mixing = embeddings.register_forward_hook(lambda _m, _a, output: output + output.mean(1, keepdim=True))
-    assert "even under the model's own kernel" in gates.leaks(bert, tuple(kernel), inputs, variant, 0)["mask_error"]
+    assert (
+        "even under the model's own kernel"
+        in gates.measure_leaks(bert, tuple(kernel), inputs, variant, 0)["mask_error"]
+    )
     mixing.remove()
     passes = itertools.count(1)
     embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
@@ -116,13 +119,13 @@ def test_the_task_of_a_model_depends_on_what_its_predictions_see():
     for name, task in (("llava", "causal"), ("paligemma", "hidden"), ("gemma3", "causal"), ("xlm", "masked")):
         model = of_type(name)
         assert task_of(model.model) == "causal"
-        assert checks.task_on(model, inputs_of(model, 8, 2)) == task, name
+        assert checks.find_task(model, inputs_of(model, 8, 2)) == task, name
     config = families.build("bert").config
     mask = (torch.arange(8) < 6).long()[None]
     for decodes, task in ((False, "hidden"), (True, "causal")):
         config.is_decoder = decodes
         model = loaded(tf.BertLMHeadModel(config).eval(), tiny.tokenizer("roberta"))
-        assert checks.task_on(model, {"input_ids": torch.arange(20, 28)[None], "attention_mask": mask}) == task
+        assert checks.find_task(model, {"input_ids": torch.arange(20, 28)[None], "attention_mask": mask}) == task
     audio = of_type("qwen2_audio")
     assert task_of(audio.model) == "causal"
     assert task_of(families.build("whisper")) == "seq2seq"

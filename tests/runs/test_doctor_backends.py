@@ -187,7 +187,7 @@ def test_a_cache_that_drops_a_position_is_named(monkeypatch):
         assert {name for name, mask in masks.items() if mask.verdict == "differs"} == {"cache"}
     first = backends["sdpa"][1]["cache"].faults[0]
     assert (first.kind, first.output, first.layer) == ("differs", 3, 0)
-    assert backends["sdpa"][1]["cache"].reason == "the cache holds 3 of 6 tokens"
+    assert backends["sdpa"][1]["cache"].reason == "the cache contains 3 of 6 tokens"
 
 
 @pytest.mark.parametrize("name", ["bert", "mistral"])

@@ -28,7 +28,7 @@ from attnlens.report.sections import facts
 from attnlens.runs import checks
 from attnlens.runs.inspect import pipeline, sequences
 from attnlens.runs.inspect.inspection import scale_null
-from attnlens.runs.inspect.results import extremes
+from attnlens.runs.inspect.results import find_extremes
 from attnlens.runs.progress import Interrupted
 
 SMALL = {"windows": 4, "length": 32}
@@ -447,7 +447,7 @@ def heads_of(values, calls, name):
 
 
 def extremes_of(heads, ends, name=ENTROPY, **fields):
-    return extremes(heads, {name: MeasureInfo(name, "", "", ends=ends, **fields)})
+    return find_extremes(heads, {name: MeasureInfo(name, "", "", ends=ends, **fields)})
 
 
 def test_extremes_are_ranks_with_value_and_percentile_and_shared_weights_are_ranked_once():

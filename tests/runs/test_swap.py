@@ -345,13 +345,13 @@ def test_a_kernel_that_leaks_the_future_or_padding_is_refused(name):
         unmasked = answered(lambda call: replace(call, allowed=None, causal=True), rbf)
         assert gates.causality_error(model, fed, unmasked, 0) < 1e-5, "the future stays hidden"
         with pytest.raises(IdentityError, match="padding"):
-            gates.leaks(model, sites, fed, unmasked, 0)
+            gates.measure_leaks(model, sites, fed, unmasked, 0)
         assert gates.mask_error(model, fed, unmasked, 0, left=False) < 1e-5, "the control: unseen on the right"
     else:
         with pytest.raises(IdentityError, match="padding"):
             gates.mask_error(model, fed, answered(opened), 0, left=False)
     swapped = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(rbf)))  # noqa: E731
-    assert gates.leaks(model, sites, fed, swapped, 0)["mask_error"] < 1e-5
+    assert gates.measure_leaks(model, sites, fed, swapped, 0)["mask_error"] < 1e-5
 
 
 @pytest.mark.parametrize("left", [True, False])

@@ -19,7 +19,7 @@ from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import NOTHING
 from attnlens.records import Agreement, Call, Site
 from attnlens.runs import differences
-from attnlens.runs.outputs import TokenLosses, evidence
+from attnlens.runs.outputs import TokenLosses, repetition_distances
 from attnlens.runs.swap.kernel_run import build_controls, choose_window, format_kernels
 from attnlens.runs.swap.pipeline import swap_kernel
 
@@ -212,8 +212,8 @@ def test_evidence_is_the_nearest_earlier_pair():
     equal = (pairs[:, :, None] == pairs[:, None]).all(-1) & (targets != NOTHING)[:, :, None]
     distances = torch.arange(50)[:, None] - torch.arange(50)
     naive = torch.where(equal & (distances > 0), distances, 99).amin(-1)
-    assert torch.equal(evidence(ids, targets), naive.where(naive < 99, 0))
-    assert int(evidence(ids, targets).max()) > 20, "the control: some are far"
+    assert torch.equal(repetition_distances(ids, targets), naive.where(naive < 99, 0))
+    assert int(repetition_distances(ids, targets).max()) > 20, "the control: some are far"
 
 
 def test_losses_by_place_and_beyond_a_window_are_those_of_the_tokens_there():
@@ -223,7 +223,7 @@ def test_losses_by_place_and_beyond_a_window_are_those_of_the_tokens_there():
         ids = torch.randint(5, (rows, length), generator=generator)
         targets = torch.cat([ids[:, 1:], torch.full((rows, 1), NOTHING)], 1)
         before = torch.rand(rows, length - 1, generator=generator, dtype=torch.float64)
-        far = evidence(ids, targets)[:, :-1] > 9
+        far = repetition_distances(ids, targets)[:, :-1] > 9
         parts.append((before, before + torch.where(far, 2.0, 0.25), far))
         losses.add([part.flatten() for part in parts[-1][:2]], targets, ids)
     before, after, far = (torch.cat([part.flatten() for part in each]) for each in zip(*parts, strict=True))

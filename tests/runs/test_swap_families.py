@@ -15,7 +15,7 @@ from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks
 from attnlens.runs.swap import sites as gates
-from attnlens.runs.swap.fit import turns
+from attnlens.runs.swap.fit import find_turns
 from attnlens.runs.swap.pipeline import swap_kernel
 
 ENCODERS = ["bert", "roberta", "distilbert", "albert", "mpnet", "deberta_v2"]
@@ -54,7 +54,9 @@ def test_the_rotation_of_a_sites_keys_is_that_of_its_model():
     outputs(model.model, inputs)
     hook.remove()
     unrotated = keys[0].unflatten(-1, (-1, call.module.head_dim)).transpose(1, 2)
-    torch.testing.assert_close(turns(model, [site])[site].rotate(unrotated, call.places), call.key, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        find_turns(model, [site])[site].rotate(unrotated, call.places), call.key, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", families.UNLIKE)

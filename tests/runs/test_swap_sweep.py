@@ -125,7 +125,7 @@ def count_calls(model):
         for name, module in model.model.named_modules()
         if hooks.is_attention(module)
     ]
-    setup, units = SwapSetup(model, sites, swaps, task), sweeping.units(swaps, "layers", {})
+    setup, units = SwapSetup(model, sites, swaps, task), sweeping.list_units(swaps, "layers", {})
     sweeping.sweep(setup, units, fed, Design.of(cut.parts), lambda _: None)
     for handle in handles:
         handle.remove()
@@ -338,8 +338,8 @@ def planted(harm, measures, windows=6, noise=0.0, layers=4):
     sites = [Site(path=f"l{layer}", ordinal=0, layer=layer, part="encoder") for layer in range(layers)]
     units = [(sites[head * layers // heads], head % (heads // layers)) for head in range(heads)]
     changed = ones + harm[:, None] + noise * drawn(9, heads, windows)
-    alone = sweeping.Alone(units, ones, changed, ones, list(range(windows)), Design.plain(windows), tested=False)
-    return sweeping.predicted_by(alone, sweeping.SweptMeasures(measures, {}, {}), 0)
+    alone = sweeping.UnitEffects(units, ones, changed, ones, list(range(windows)), Design.plain(windows), tested=False)
+    return sweeping.find_predictors(alone, sweeping.SweptMeasures(measures, {}, {}), 0)
 
 
 def test_a_planted_relation_is_significant_and_an_unrelated_measure_is_not():

@@ -29,7 +29,7 @@ from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinishe
 from attnlens.requests import InspectRequest
 from attnlens.runs import store as store_module
 from attnlens.runs import work
-from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
+from attnlens.runs.store import RUN, Store, difference, file_stem, hash_json
 from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, try_twice
 
 FACTS = work_units.FACTS
@@ -178,7 +178,7 @@ DAMAGE: dict[str, Callable[[bytes, Store], bytes]] = {
     "another program's": lambda *_: save({"a": torch.ones(2)}),
     "a pickle": lambda *_: pickle.dumps(print),
     "another unit's": lambda _, store: store.path(NAMES[0]).read_bytes(),
-    "another run's": lambda _, store: store_module._serialise(VALUES[NAMES[1]], f"{key_of('other')} {NAMES[1]}"),
+    "another run's": lambda _, store: store_module._serialise(VALUES[NAMES[1]], f"{hash_json('other')} {NAMES[1]}"),
     "another version's": lambda *_: save({}, {"attnlens": "{}"}),
     "no metadata": lambda *_: b"\2\0\0\0\0\0\0\0{}",
     "deeply nested": lambda _, store: stamped("[" * 100_000 + "]" * 100_000, store),
@@ -196,7 +196,8 @@ def test_a_file_that_is_not_the_units_is_named_set_aside_and_computed_again(stor
     computes()
     path = store.path(NAMES[1])
     aside, content = path.with_name(path.name + ".damaged"), path.read_bytes()
-    problem = f"{path} is damaged or not the unit {NAMES[1]}: it is kept as {aside.name} and computed again."
+    action = f"the file is renamed to {aside.name}, and the unit is computed again"
+    problem = f"{path} is damaged or does not contain the unit {NAMES[1]}: {action}."
     for name, damage in DAMAGE.items():
         harmed = damage(content, store)
         path.write_bytes(harmed)
@@ -219,9 +220,9 @@ def test_folders_and_pipes_in_a_units_place_are_set_aside_or_named_and_files_of_
         file.write_text("mine")
     os.mkfifo(paths[2])
     assert computes() == NAMES
-    assert "and computed again" in caplog.messages[0]
-    assert "it cannot be renamed" in caplog.messages[1]
-    assert f"{NAMES[1]} is not kept." in caplog.messages[2]
+    assert "and the unit is computed again" in caplog.messages[0]
+    assert "the file cannot be renamed" in caplog.messages[1]
+    assert f"The result of {NAMES[1]} is not stored." in caplog.messages[2]
     store.inside(NAMES[0]).save("part", 1)
     store.clear()
     assert set(store.folder.iterdir()) == {*aside, *mine[:2], mine[2].parent, paths[1]}
@@ -237,7 +238,7 @@ def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged
         (plan.root / "other" / RUN).write_text(content)
         computes()
         assert not caplog.messages, content
-    assert key_of(dict(reversed(FACTS.items()))) == key_of(FACTS), "whatever their order"
+    assert hash_json(dict(reversed(FACTS.items()))) == hash_json(FACTS), "whatever their order"
     other = plan.store(OTHER)
     assert other.folder != store.folder
     assert other.load(NAMES[0]) is None
@@ -286,7 +287,9 @@ def test_a_full_disk_is_named_and_the_run_goes_on_but_a_shard_ends(plan, store, 
     full = OutputError("It can't be written: No space left on device.", "Make room.")
     monkeypatch.setattr(store_module, "write_atomically", Mock(side_effect=full))
     assert computes() == NAMES[1:]
-    assert [message.split(" is not kept")[0] for message in caplog.messages] == NAMES[1:]
+    assert [message.split(" is not stored")[0] for message in caplog.messages] == [
+        f"The result of {name}" for name in NAMES[1:]
+    ]
     assert "No space left on device" in caplog.messages[0]
     units, shard = Units(), WorkPlan(work=plan.work, shard="1/1")
     refused(OutputError, lambda: run_units(NAMES, units, shard, store), "No space left on device")
@@ -308,7 +311,7 @@ def test_an_unusable_place_is_refused_before_the_work_unless_it_is_the_users_cac
         refused(OutputError, WorkPlan(work=tmp_path / place).check, place, "--work")
     WorkPlan(work=tmp_path / "new").check()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert WorkPlan().store(FACTS).folder == tmp_path / "attnlens" / "work" / key_of(FACTS)
+    assert WorkPlan().store(FACTS).folder == tmp_path / "attnlens" / "work" / hash_json(FACTS)
     monkeypatch.setattr(os, "access", lambda *_: False)
     refused(OutputError, WorkPlan(work=tmp_path / "new").check, "Permission denied", "--work")
     WorkPlan().check()
@@ -343,7 +346,7 @@ def test_units_are_kept_at_an_address_as_in_a_folder(tmp_path, caplog, monkeypat
     memory.pipe_file(path, memory.cat_file(path)[:-1])
     assert same(run_units(NAMES, units, plan, store).values, VALUES)
     assert units.computed[3:] == NAMES[1:2]
-    assert f"it is kept as {file_stem(NAMES[1])}.safetensors.damaged" in caplog.text
+    assert f"the file is renamed to {file_stem(NAMES[1])}.safetensors.damaged" in caplog.text
     run_units(NAMES[:1], units, plan, plan.store(OTHER))
     assert "settings.seed is 1 here and 0 there" in caplog.text
     store.clear()
@@ -444,10 +447,10 @@ def spread(tmp_path):
     plan = WorkPlan(work=tmp_path / "work", jobs=2)
 
     def run(names: list[str], seed: int = 0, **more: Any) -> work.Outcome:
-        elsewhere = work_units.opened, (str(tmp_path), seed)
+        worker_setup = work_units.opened, (str(tmp_path), seed)
         with forkserver.workers():
             here = lambda _: pytest.fail("Not here.")  # noqa: E731
-            return run_units(names, here, plan, plan.store(FACTS), elsewhere=elsewhere, **more)
+            return run_units(names, here, plan, plan.store(FACTS), worker_setup=worker_setup, **more)
 
     return run
 
@@ -485,9 +488,9 @@ def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp
 
 
 def test_a_unit_that_another_run_has_cleared_is_computed_here_but_not_for_ray(tmp_path, store, monkeypatch):
-    for name in ("_in_processes", "_on_ray"):
+    for name in ("_run_in_processes", "_run_on_ray"):
         monkeypatch.setattr(work, name, lambda names, *_: [(name, None) for name in names])
-    run = partial(run_units, NAMES, Units(), store=store, elsewhere=(work_units.opened, (str(tmp_path),)))
+    run = partial(run_units, NAMES, Units(), store=store, worker_setup=(work_units.opened, (str(tmp_path),)))
     assert same(run(plan=WorkPlan(work=tmp_path, jobs=2)).values, VALUES)
     refused(ModelError, partial(run, plan=WorkPlan(work=tmp_path, engine="ray")), "all workers must share")
 

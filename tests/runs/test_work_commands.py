@@ -38,7 +38,7 @@ from attnlens.runs.inspect import pipeline
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import Series
-from attnlens.runs.store import key_of
+from attnlens.runs.store import hash_json
 from attnlens.runs.swap import pipeline as swap_pipeline
 from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.saved import UnsavedError
@@ -237,7 +237,7 @@ def test_healing_begins_anew_if_its_state_is_damaged_or_with_resume_false(tmp_pa
         with counted(Descent, "advance", fails=stop) as calls, pytest.raises(KeyboardInterrupt):
             heal(resume=resume)
         assert [descent.step for (descent,) in calls] == [0]
-    assert f"it is kept as {state.name}.damaged" in caplog.text
+    assert f"the file is renamed to {state.name}.damaged" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
@@ -329,11 +329,11 @@ def test_the_program_computes_a_shard_of_checkpoints(case, tmp_path):
 
 def check_keys(facts: Callable[[], Any], changes: dict[str, Callable[[], object]]) -> None:
     """Assert that each change gives facts with another key than all before, and none the same key."""
-    keys = [key_of(facts())]
-    assert key_of(facts()) == keys[0], "the control"
+    keys = [hash_json(facts())]
+    assert hash_json(facts()) == keys[0], "the control"
     for name, change in changes.items():
         change()
-        keys.append(key_of(facts()))
+        keys.append(hash_json(facts()))
         assert keys[-1] not in keys[:-1], name
 
 
@@ -365,7 +365,7 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
 
     def edit_code(text: str) -> None:
         code.write_text(text)
-        store.own_code.cache_clear()
+        store.hash_code.cache_clear()
         monkeypatch.setattr(store, "PACKAGE", code.parent)
 
     changes = {
@@ -380,7 +380,7 @@ def test_the_key_of_an_inspection_depends_on_model_text_options_and_code(monkeyp
     }
     check_keys(lambda: pipeline.open_in_worker(folder, InspectRequest(**options))[0], changes)
     monkeypatch.undo()
-    store.own_code.cache_clear()
+    store.hash_code.cache_clear()
 
 
 def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatch, tmp_path):
@@ -401,11 +401,11 @@ def test_the_key_of_a_swap_depends_on_model_texts_options_and_kernels(monkeypatc
         "calibration": lambda: calibration.write_text("a mad boxer shot a quick gloved jab. " * 40),
         "prompts": lambda: prompts.write_text("0\n0z\n"),
         "boundary of prompts": lambda: prompts.write_text("00\n0z\n"),
-        "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed"),
+        "code of a kernel": lambda: monkeypatch.setattr(swap_pipeline, "read_code", lambda _kernel: b"changed"),
     }
     check_keys(lambda: swap_pipeline.open_run(str(folder), tuple(kernels), SwapRequest(**options))[0], changes)
     requests = [RanksRequest(**BUDGET | {"latents": form}) for form in (None, "group=1")]
-    keys = {key_of(rank_work("demo", request).facts) for request in requests}
+    keys = {hash_json(rank_work("demo", request).facts) for request in requests}
     assert len(keys) == 2
 
 
@@ -415,7 +415,7 @@ def test_parts_of_a_sweep_are_used_with_the_same_fit_alone(monkeypatch, tmp_path
         with counted(SweptBatch, "losses", most=3), pytest.raises(KeyboardInterrupt):
             attnlens.swap_kernel("demo", "rbf", **options, resume=False)
         if another_fit:  # as on another machine, whose sums are rounded differently
-            monkeypatch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
+            monkeypatch.setattr("attnlens.runs.swap.kernel_run.hash_tensors", lambda _fitted: "another")
         with counted(SweptBatch, "losses") as calls:
             attnlens.swap_kernel("demo", "rbf", **options)
         assert len(calls) == left
@@ -448,7 +448,7 @@ def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
     keys = []
     for commit in (fake_hub.COMMIT, fake_hub.COMMIT, "f" * 40):
         monkeypatch.setattr(fake_hub, "COMMIT", commit)
-        keys.append(key_of(pipeline.open_in_worker(fake_hub.OPEN, InspectRequest(**FEW))[0]))
+        keys.append(hash_json(pipeline.open_in_worker(fake_hub.OPEN, InspectRequest(**FEW))[0]))
     assert keys[0] == keys[1] != keys[2]
 
 

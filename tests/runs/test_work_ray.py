@@ -47,9 +47,9 @@ def spread(cluster: str | None, folder: Path, names: list[str], seed: int = 0, *
     """Compute units as tasks of the cluster."""
     plan = WorkPlan(work=folder / "work", engine="ray", address=cluster, jobs=3)
     plan.check()
-    elsewhere = work_units.opened, (str(folder), seed)
+    worker_setup = work_units.opened, (str(folder), seed)
     here = lambda _name: pytest.fail("Not here.")  # noqa: E731
-    return run_units(names, here, plan, plan.store(work_units.FACTS), elsewhere=elsewhere, **more)
+    return run_units(names, here, plan, plan.store(work_units.FACTS), worker_setup=worker_setup, **more)
 
 
 def fake_ray() -> Mock:
@@ -128,8 +128,8 @@ def test_paths_start_from_the_callers_folder_and_an_interruption_ends_the_tasks(
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    store, elsewhere = plan.store(work_units.FACTS), (work_units.opened, (".",))
-    assert run_units(["a", "long"], lambda _: None, plan, store, elsewhere=elsewhere, tell=interrupt).stopped
+    store, worker_setup = plan.store(work_units.FACTS), (work_units.opened, (".",))
+    assert run_units(["a", "long"], lambda _: None, plan, store, worker_setup=worker_setup, tell=interrupt).stopped
     assert (tmp_path / "a.begun").exists()
     state = Path("/proc", (tmp_path / "long.begun").read_text().strip(), "stat")
     deadline = time.monotonic() + 20
@@ -150,7 +150,7 @@ def tasks() -> list[int]:
     below = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    name = f"ray::{work._call_in.__name__}".encode()  # Ray's agents are called ray::… too
+    name = f"ray::{work._call_in_folder.__name__}".encode()  # Ray's agents are called ray::… too
     return [pid for pid in below if words.get(pid, b"").startswith(name)]
 
 

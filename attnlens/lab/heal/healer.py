@@ -28,7 +28,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, HealingRate, Site
 from attnlens.records.provenance import FEWEST_DRAWS
 from attnlens.requests import HealRequest
-from attnlens.runs.outputs import average_by_sequence, divergence, owners_of, predictions, token_losses, tokens_in
+from attnlens.runs.outputs import average_by_sequence, divergence, predictions, sequence_index, token_losses, tokens_in
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -265,7 +265,7 @@ class Healer(SwapSetup):
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute the distance between the outputs at each real token, and the index of the token's sequence."""
-        owners = owners_of(original, inputs)
+        owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
         if self.task != "classification":

@@ -39,10 +39,17 @@ from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
 from attnlens.requests.swap import Amount, heal_kernels
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.outputs import enough_memory, peak_of, tokens_in
+from attnlens.runs.outputs import enough_memory, measure_peak, tokens_in
 from attnlens.runs.progress import Progress, Tell, silent
-from attnlens.runs.store import Store, key_of
-from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, changed_weights, digests_of, map_kernels
+from attnlens.runs.store import Store, hash_json
+from attnlens.runs.swap.kernel_run import (
+    NO_PEAK,
+    ChangedModel,
+    KernelRun,
+    changed_weights,
+    hash_parameters,
+    map_kernels,
+)
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
@@ -141,12 +148,12 @@ def train_swap(
     model = session.loaded.model
     healer = Healer(**vars(session.setup(swaps)), options=options)
     # facts that determine the result besides the model, texts and options of the run
-    facts = [digests_of(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
-    state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")
+    facts = [hash_parameters(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
+    state = None if run.store is None else (run.store, f"{name} {hash_json(facts)}")
     evaluate = partial(mean_loss, model, session.fed, session.task)
-    tell, stages = run.teller(name, int(options.train.number)), STAGES[1:] if control else STAGES
+    tell, stages = run.start_stage(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
-    peak = peak_of(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
+    peak = measure_peak(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
     return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 

@@ -23,7 +23,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
 from attnlens.records import Call, Site
 from attnlens.runs.progress import Tell
-from attnlens.runs.swap.fit import sample_gradients, set_metrics, set_rotations, turns
+from attnlens.runs.swap.fit import find_turns, sample_gradients, set_metrics, set_rotations
 from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
     groups = [1, ALL] if max(key_heads) > 1 else [1]
-    invertible = not any(isinstance(turn, str) for turn in turns(loaded, list(swaps)).values())
+    invertible = not any(isinstance(turn, str) for turn in find_turns(loaded, list(swaps)).values())
     rotations = [AFTER, BEFORE] if invertible else [AFTER]
     return [_with(kernel, group=group, rotation=rotation) for rotation in rotations for group in groups]
 

@@ -26,7 +26,7 @@ from attnlens.report.report import Report
 from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import rank_kernels
 from attnlens.runs.differences import DIVERGED
-from attnlens.runs.progress import Progress, silent, telling_at_most
+from attnlens.runs.progress import Progress, bounded_stage, silent
 from attnlens.runs.provenance import tool
 from attnlens.runs.swap.kernel_run import KernelRun, SwapSession
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
@@ -87,7 +87,7 @@ class RankSearch:
         if self.plan is not None:
             run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
-            budget_search = start(progress=run.teller("fit rank", fitting.batches.sequences))
+            budget_search = start(progress=run.start_stage("fit rank", fitting.batches.sequences))
             # fit to the same part of the text as a search does: on the same model and texts, a plan reproduces its swap
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel
@@ -102,7 +102,7 @@ class RankSearch:
             fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
-            with telling_at_most(session.progress, "budget", work) as tell:
+            with bounded_stage(session.progress, "budget", work) as tell:
                 for stage in ("compare", *["generate"] * bool(session.options.generate)):
                     session.progress(stage, 0, 1)  # announce the later stages
                 self.choice = start(progress=tell).choose(fitting, choosing, promising, self.budget)

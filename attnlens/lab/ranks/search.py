@@ -39,8 +39,8 @@ from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
 from attnlens.runs.progress import Tell
-from attnlens.runs.store import Keep, keep_nothing, key_of
-from attnlens.runs.swap.kernel_run import digest_of, digests_of
+from attnlens.runs.store import Keep, hash_json, keep_nothing
+from attnlens.runs.swap.kernel_run import hash_parameters, hash_tensors
 from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class BudgetSearch(SwapSetup):
             return pad_sequence(rows, batch_first=True, padding_value=torch.inf).double()
 
         full = self.build_swaps(self.split_by_site(self.full_ranks))
-        self.table = self.keep(f"sensitivities {key_of(digests_of(full))}", measure)
+        self.table = self.keep(f"sensitivities {hash_json(hash_parameters(full))}", measure)
         self.steps = nested_steps(self.table)
         best, steps = self._search_steps(trial, budget.share)
         ranks = self.ranks_after(best)
@@ -408,8 +408,8 @@ class Trial:
                 with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
                     return measure_losses(search.loaded, fed, search.task, design).means
 
-            facts = [digest_of(batch.inputs) for batch in fed], digests_of(swaps)
-            means.append(search.keep(f"losses on {name} {key_of(facts)}", measure))
+            facts = [hash_tensors(batch.inputs) for batch in fed], hash_parameters(swaps)
+            means.append(search.keep(f"losses on {name} {hash_json(facts)}", measure))
             search.progress(len(means[-1]))
         names = list(dict.fromkeys(self.part.batches.parts))
         return rise_of(self.original, torch.cat(means), names, search.seed, search.unit)

@@ -33,7 +33,7 @@ from attnlens.records.provenance import File
 from attnlens.report.report import Report
 from attnlens.requests.experiments import ALL, StudyRequest
 from attnlens.runs.progress import Progress, silent
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.wording import join_items
@@ -238,7 +238,7 @@ def train_cells(
                 prepare_training(lambda: tasks, named, store)[1],
                 work,
                 store,
-                elsewhere=(prepare_training, (make, named, store)),
+                worker_setup=(prepare_training, (make, named, store)),
                 tell=lambda _name: tell(stage, next(numbers), total),
             )
         if results.stopped:
@@ -323,7 +323,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         missing = sorted({cell.task for cell in table.cells} - forms)
         tables.append(build_table(table, request.scale, scales, present, trained, missing))
     largest = max(cell.parameters for table in tables for cell in table.cells)
-    return report_of(
+    return assemble_report(
         "reproduce",
         "studies",
         model=ModelInfo(

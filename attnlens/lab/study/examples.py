@@ -14,7 +14,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
-from attnlens.runs.feeding import at_rest
+from attnlens.runs.feeding import evaluation_mode
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -184,7 +184,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_on
     """
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
-    with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
+    with torch.no_grad(), evaluation_mode(cast(PreTrainedModel, model)):
         for batch in batches:
             logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
             total += float(cross_entropy(logits, batch.targets))

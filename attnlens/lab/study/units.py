@@ -36,7 +36,7 @@ from attnlens.models.kernel_transformers import (
 )
 from attnlens.models.loading.building import quiet
 from attnlens.records import Call, QueryKey, Site
-from attnlens.runs.store import Store, file_stem, key_of, versions
+from attnlens.runs.store import Store, file_stem, hash_json, versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -91,7 +91,7 @@ class TrainingUnit:
         facts = {"versions": versions(), "data": digest, "unit": asdict(self) | {"scale": scale}}
         if torch.cuda.is_available():  # GPUs round differently
             facts["device"] = "cuda"
-        return f"{self.task} rate {self.rate} seed {self.seed} {key_of(facts)}"
+        return f"{self.task} rate {self.rate} seed {self.seed} {hash_json(facts)}"
 
 
 def train(
@@ -378,4 +378,4 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 
 def hash_task(task: StudyTask) -> str:
     """Hash a task's name, its sizes and the hashes of its files, if any (built-in tasks have none)."""
-    return key_of([task.name, sorted(task.files.items()), task.vocabulary, task.classes, task.channels, task.length])
+    return hash_json([task.name, sorted(task.files.items()), task.vocabulary, task.classes, task.channels, task.length])

@@ -33,7 +33,7 @@ def have_same_heads(first: SiteCall, second: SiteCall) -> bool:
 def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
     """Yield the differences of scale, softcap and mask."""
     before, after = first.call, second.call
-    # with other heads, the scale follows from head_dim
+    # heads of another size have another scale
     if have_same_heads(first, second) and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
         ratio = after.scale / before.scale
         text = f"scores are scaled by {after.scale:.4g} instead of {before.scale:.4g} (× {ratio:.4g})"
@@ -72,7 +72,7 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
     """Yield the causes of the difference between two layers, and what is left unexplained."""
-    first, second = with_missing(first, second)
+    first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
         errors: list[float] = []
@@ -94,7 +94,7 @@ def build_unexplained(
     heads: tuple[int, ...] = (),
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
-    """Return the cause of parts that changed by up to ‖B − A‖/‖B‖ = `change` without an explanation."""
+    """Build the cause of parts that changed by up to ‖B − A‖/‖B‖ = `change` without an explanation."""
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
@@ -111,22 +111,23 @@ class Unexplained(Cause):
 
 
 def describe_unexplained(names: Sequence[str], change: float, near: str, reshaped: Sequence[str]) -> str:
-    """Say that these parts changed without an explanation."""
+    """Format the text of a cause: these parts changed, and no hypothesis explains the change."""
     words = f"{name_parts(names)} changed by up to {short(change)}, not explained ({near})"
     return words + (f"; other shapes: {join_items(reshaped, 3)}" if reshaped else "")
 
 
-def with_spacing(layer: Layer) -> Layer:
-    """Return the layer with the relative spacing of each part's stored number type."""
+def add_spacing(layer: Layer) -> Layer:
+    """Add the relative spacing of each part's stored number type to a layer."""
     spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
 
-def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Return both layers with what their calls show of norms, softcaps, sinks and biases of positions not their own.
+def add_call_properties(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
+    """Add what only calls show to both layers: norms, softcaps, sinks, and position biases not stored in the layer.
 
-    A bias that differs between heads, and has the same heads in both models, counts as a tensor by head: T5 keeps its
-    table in the first layer, and ALiBi computes the bias. Heads that change places without their bias change attention.
+    T5 stores its table of biases in the first layer, and ALiBi computes the biases. If the biases differ between heads
+    and are the same in both models, perhaps in another order, they are added as a tensor with one number per head:
+    reordering heads without their biases changes attention.
     """
     biases = [each.call.bias for each in reached]
     by_head: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
@@ -146,7 +147,7 @@ def with_calls(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) 
     return first, second
 
 
-UNIT, CENTRE = 0.1, 1e-3  # largest difference of a normalised token's root-mean-square from 1, and its mean from 0
+UNIT, CENTRE = 0.1, 1e-3  # largest difference of a normalised token's root mean square from 1, and of its mean from 0
 
 
 def _is_announced(reached: SiteCall) -> bool:
@@ -156,7 +157,7 @@ def _is_announced(reached: SiteCall) -> bool:
 
 
 def find_norm(layer: Layer, reached: SiteCall) -> str | None:
-    """Return the name of the layer's gain whose norm has the input of attention as its output; None if none has."""
+    """Return the name of the gain of the norm whose output is the input of attention; None if there is none."""
     if _is_announced(reached):
         return None
     hidden, errors = reached.sequences(reached.arguments[reached.input_name]), dict[str, float]()
@@ -173,14 +174,14 @@ def find_norm(layer: Layer, reached: SiteCall) -> str | None:
     return nearest if nearest is not None and errors[nearest] <= UNIT else None
 
 
-ALIKE = 0.05  # largest relative difference of the biases of one head, whose table can be rounded
+ALIKE = 0.05  # largest relative difference of the biases of equal heads, because tables can be rounded
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return one number for each head of both biases, equal for equal heads; None if their heads do not match."""
     if first.is_meta or second.is_meta or first.shape != second.shape:
         return None
-    # hidden keys have −∞ or the least number
+    # the bias of a hidden key is −∞ or the smallest number of its type
     heads, others = (
         bias.double().transpose(0, 1).flatten(1).nan_to_num(0, 0, 0).clamp(min=-1e4) for bias in (first, second)
     )
@@ -197,8 +198,8 @@ def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None
     return summaries, summaries[nearest]
 
 
-def with_missing(first: Layer, second: Layer) -> tuple[Layer, Layer]:
-    """Return both layers with zeros for biases, and ones for gains, that only one of them has."""
+def add_missing_parts(first: Layer, second: Layer) -> tuple[Layer, Layer]:
+    """Add zeros for biases, and ones for gains, to the layer that lacks them if the other one has them."""
     sides = []
     for side, other in ((first, second), (second, first)):
         gains = side.gains | other.gains

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,22 +23,22 @@ from attnlens.runs import checks
 from attnlens.runs.compare import diagnosis, significance
 from attnlens.runs.compare.causes import are_equal
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
-from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, ChangeTest, Rounding, number_of
+from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, ChangeTest, Rounding, finite_or_none
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
-from attnlens.runs.progress import Progress, telling
+from attnlens.runs.progress import Progress, start_stage
 from attnlens.wording import format_count, join_items
 
 Tensors = Mapping[str, Tensor]
 ROUNDING_SPACINGS = 4.0
 """Relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when it is
 stored, loaded and multiplied."""
-ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
+ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which rotations count as acting on different coordinates
 GAUGE_FACTOR = 100
-"""Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as the rounding of
-another basis. Training steps change M about as much as W_Q and W_K."""
-NEAR_FACTOR = 10  # ratio of this change to the change at equal positions (due to rounding) that is required in addition
+"""Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as rounding after a
+change of basis. Training steps change M about as much as W_Q and W_K."""
+NEAR_FACTOR = 10  # the change must also exceed this multiple of the change at equal positions, which is rounding
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 NOTES_ON_FORMS = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "
@@ -56,11 +57,11 @@ NOTES_ON_FORMS = {
     "small change, other attention": "W_Q and W_K of {heads} have a product M that changed by less than "
     f"{SMALLEST[FORMS]:g} of its norm, but attention changed by more than the practical size: {{names}}.",
 }
-"""Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K are others."""
+"""Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K differ."""
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
-    """Return the counterpart of each head of the first report, and the relation between their forms."""
+    """Return the partner of each head of the first report, and the relation between the forms of both heads."""
     sites, changes = {site.name: site for site in pairing.sites}, []
     for name, heads in groupby(enumerate(pairing.first.report.heads), lambda pair: pair[1].site):
         site, pair = sites[name], pairing.ordered_forms(sites[name])
@@ -88,31 +89,33 @@ def _relation(
         return "identical"
     if p < CHANGED_P and change > SMALLEST[FORMS]:
         return "changed"
-    if same_scale and pairing.order[first.site] == tuple(range(len(first.heads))):
-        # factors computed from equal weights can differ by rounding
-        tensors, others = (
-            dict(side.loaded.model.get_submodule(first.site.path).named_parameters())
-            for side in (pairing.first, pairing.second)
-        )
-        if (
-            tensors
-            and tensors.keys() == others.keys()
-            and all(are_equal(tensors[name], others[name]) for name in tensors)
-        ):
-            return "identical"
-    if p != p:
+    in_order = pairing.order[first.site] == tuple(range(len(first.heads)))
+    # factors computed from equal weights can differ by rounding
+    if same_scale and in_order and _have_equal_weights(pairing, first.site):
+        return "identical"
+    if math.isnan(p):
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
 
     def are_within(limit: float) -> bool:
-        """Return True if both factors changed by at most this share of their norm."""
+        """Return True if W_Q and W_K each changed by at most this share of their norm."""
         # no division: a factor of zeros is close only to zeros
         return all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
 
     if are_within(ROUNDING_SPACINGS * spacing) and same_scale:
         return "rounding"
     return "changed" if p < CHANGED_P and are_within(GAUGE_FACTOR * change) else "same form"
+
+
+def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
+    """Return True if the site's modules have the same parameters in both models; False if they have none."""
+    tensors, others = (
+        dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
+    )
+    if not tensors or tensors.keys() != others.keys():
+        return False
+    return all(are_equal(tensors[name], others[name]) for name in tensors)
 
 
 def describe(
@@ -151,9 +154,9 @@ def describe(
 def _classify_form(
     head: records.HeadChange, form: records.MeasureChange, own: records.MeasureChange | None, *, is_turned: bool
 ) -> str:
-    """Return the key in NOTES_ON_FORMS of a head whose M is the same, or changed by less than the practical size.
+    """Return the key in NOTES_ON_FORMS for a head whose M is the same, or changed by less than the practical size.
 
-    `form` and `own` are the changes of M and of attention to the same inputs; `own` is missing if no text was read.
+    `form` and `own` are the changes of M and of attention to equal inputs; `own` is None if no text was read.
     """
     beyond_rounding = None if own is None else own.beyond_rounding
     attends_differently = own is not None and beyond_rounding and not own.negligible
@@ -185,16 +188,16 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare loss, KL, agreement and hidden states of both models; return the outcome, or None and the reasons."""
+    """Compare loss, KL, agreement and hidden states of both models; return the outcome, or None and a note why."""
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
     if batches is None:
         return None, []
     inputs = batches.batches[0].inputs
     try:
-        tasks = [checks.task_on(side.loaded, inputs) for side in sides]
+        tasks = [checks.find_task(side.loaded, inputs) for side in sides]
         for side, task in zip(sides, tasks, strict=True):
-            checks.refuse_initialised(side.loaded, texts.first(inputs, 2), checks.predictions(task))
+            checks.refuse_initialised(side.loaded, texts.first(inputs, 2), checks.measure_predictions(task))
         fed = feed(sides[0].loaded, batches, tasks[0], seed)
     except AttnlensError as error:
         return None, [f"Predictions are not compared: {error.problem}"]
@@ -236,7 +239,7 @@ class Changes:
         if self.pairing.first.batches:
             distances |= self._row_distances()
         tests = self._test_measures(distances, rounding)
-        rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on this is not simulated")
+        rows = significance.build_rows(self.heads, tests, self.fdr, "rounding is not simulated for this measure")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
         sides = self.pairing.first, self.pairing.second
@@ -283,10 +286,10 @@ class Changes:
             records.BlockChange(
                 path=path,
                 layers=[site.layer for site in self.pairing.sites if site.path.startswith(f"{path}.")],
-                change=number_of(test.delta[place]),
-                rounding=None if test.rounding is None else number_of(test.rounding.size[place]),
-                p=number_of(test.p[place]),
-                q=number_of(q[place]),
+                change=finite_or_none(test.delta[place]),
+                rounding=None if test.rounding is None else finite_or_none(test.rounding.size[place]),
+                p=finite_or_none(test.p[place]),
+                q=finite_or_none(q[place]),
                 smallest=significance.SMALLEST_BLOCK,
                 negligible=negligible[place],
                 named=q[place] <= self.fdr and not negligible[place],
@@ -295,7 +298,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test each measure's changes; None for categories and for measures without windows or simulated rounding."""
+        """Test each measure's changes; return None for categories, and for measures without windows and rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)
@@ -317,7 +320,7 @@ class Changes:
         return tests
 
     def _row_distances(self) -> dict[str, Tensor]:
-        """Compute the distances between attention rows (windows, heads) and between block outputs (windows, blocks)."""
+        """Compute distances per window between attention rows, by head, and between block outputs, by block."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
         values, block_changes = SequenceValues(total), list[Tensor]()
@@ -335,8 +338,8 @@ class Changes:
         return rows | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
     def _draw_rounding(self) -> dict[str, Rounding]:
-        """Estimate the effect of rounding both models on each measure from random draws."""
-        tell = telling(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
+        """Estimate from random draws how much the rounding of both models' weights changes each measure."""
+        tell = start_stage(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)

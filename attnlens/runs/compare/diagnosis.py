@@ -25,6 +25,8 @@ from attnlens.models.hooks import SiteCall
 from attnlens.records import Site
 from attnlens.runs.compare.causes import (
     Unexplained,
+    add_call_properties,
+    add_spacing,
     are_equal,
     build_unexplained,
     compare_calls,
@@ -33,8 +35,6 @@ from attnlens.runs.compare.causes import (
     diagnose_layers,
     find_norm,
     have_same_heads,
-    with_calls,
-    with_spacing,
 )
 from attnlens.runs.compare.moves import Samples, describe_moves, find_source, sample_matrices
 from attnlens.runs.compare.significance import stored_type
@@ -63,16 +63,20 @@ Visit = Callable[[Site, tuple[SiteFactors, SiteFactors]], None]
 def describe_models(
     sides: Sides, sites: Mapping[Site, Site], order: Orders, visit: Visit = lambda *_: None
 ) -> dict[str, Any]:
-    """Return the fields of a Comparison that say what differs between two models, and why.
+    """Return the fields of a Comparison that state what differs between two models, and why.
 
     `sites` maps the first model's sites to the second's; sites that only one model has are left out. `order` maps the
-    first model's heads to the second's. `visit` gets each site's factors. If the weights are in files, at most one
-    layer of each model is in memory.
+    first model's heads to the second's. `visit` is called with each site and its factors in both models. If the weights
+    are in files, at most one layer of each model is in memory.
     """
     walk = Walk(sides, order, visit)
     walk.read(sites)
     config = compare_configs(sides[0].loaded.model, sides[1].loaded.model)
-    return {"config": config, "tensors": walk.tensors, "diagnosis": [*_compare_sizes(config), *_group(walk.found)]}
+    return {
+        "config": config,
+        "tensors": walk.tensors,
+        "diagnosis": [*_compare_sizes(config), *_merge_causes(walk.found)],
+    }
 
 
 def match_sites(sides: Sides) -> dict[Site, Site]:
@@ -83,11 +87,15 @@ def match_sites(sides: Sides) -> dict[Site, Site]:
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
-    """List the config fields that affect attention and differ, those of nested configs too."""
+    """List the config fields that affect attention and differ, including fields of nested configs."""
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
-    names = [name for name in dict.fromkeys([*sides[0], *sides[1]]) if _affects_attention(name)]
+    names = [
+        name
+        for name in dict.fromkeys([*sides[0], *sides[1]])
+        if ATTENTION_FIELD.search(name) and not OTHER_FIELD.search(name)
+    ]
     changes = [(name, *(side.get(name) for side in sides)) for name in names]
-    missing = None, "null"  # a field that is missing, and one that is set to None, mean the same
+    missing = None, "null"  # a field that is absent, and a field that is set to None, are equivalent
     return [
         records.ConfigChange(field=name, first=first, second=second)
         for name, first, second in changes
@@ -96,20 +104,16 @@ def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[rec
 
 
 def _compare_sizes(config: Sequence[records.ConfigChange]) -> Iterator[records.DiagnosedCause]:
-    """Yield another number of layers or query heads, as far as the configs state both."""
+    """Yield a cause if the number of layers or of query heads differs and both configs state it."""
     for change in config:
         name = next((name for name, fields in SIZES.items() if fields.search(change.field)), None)
         if name is not None and change.first is not None and change.second is not None:
             unit = name.removesuffix("s") if change.second == "1" else name
             text = f"the second model has {change.second} {unit} instead of {change.first} ({change.field})"
-            # the layers that one of the models lacks can't be copied by a setting
+            # no setting can supply layers that one of the models lacks
             repair = None if name == "layers" else f"set {change.field} to {change.first}"
             hypothesis = f"another number of {name}"
             yield records.DiagnosedCause(hypothesis=hypothesis, layers=[], residual=0.0, repair=repair, text=text)
-
-
-def _affects_attention(name: str) -> bool:
-    return bool(ATTENTION_FIELD.search(name)) and not OTHER_FIELD.search(name)
 
 
 def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -121,14 +125,14 @@ def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 @dataclass(frozen=True)
-class Found:
-    """A cause found in a layer."""
+class FoundCause:
+    """A cause of the difference, with the layer in which it was found."""
 
     layer: int | None  # None outside of layers
     cause: Cause
     errors: list[float] = field(default_factory=list)  # error of each head if its weights are quantised
-    site: Site | None = None  # the first model's; None outside of layers
-    whole: bool = False  # True if weights are rounded, and the cause holds for all matrices of the layer
+    site: Site | None = None  # site of the first model; None outside of layers
+    whole: bool = False  # True for a rounding that all matrices of the layer have
 
 
 @dataclass
@@ -138,10 +142,10 @@ class Walk:
     sides: Sides
     order: Orders
     visit: Visit
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundCause] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
     samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # of both models
-    _types: list[str] = field(default_factory=list)  # number types of the first layer's largest matrices
+    _types: list[str] = field(default_factory=list)  # stored number types of the largest matrices of the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
         """Compare all layers and tensors."""
@@ -150,10 +154,10 @@ class Walk:
         reached, others = ({each.site: each for each in side.reached} for side in self.sides)
         for site, other in sites.items():
             if by_path[site.path][0] != other.layer:
-                continue  # a module that several layers share
+                continue  # several layers share this module, which was compared at the first of them
             with ExitStack() as stack:
                 for side, place in zip(self.sides, (site, other), strict=True):
-                    stack.enter_context(present(side, weights.block_path(place.path)))
+                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
                 factors = self._read_factors(0, site), self._read_factors(1, other)
                 self.visit(site, factors)
                 causes = [(cause, list[float]()) for cause in compare_calls(reached[site], others[other])]
@@ -165,7 +169,7 @@ class Walk:
                 for samples, block in zip(self.samples, blocks, strict=True):
                     samples[weights.block_path(site.path)] = sample_matrices(block)
                 self.found += [
-                    Found(layer, cause, errors, site, _concerns_all(cause, causes, blocks))
+                    FoundCause(layer, cause, errors, site, _rounds_all_matrices(cause, causes, blocks))
                     for cause, errors in causes
                     for layer in by_path[site.path]
                 ]
@@ -174,7 +178,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """How the tensors of both models correspond."""
+        """Names and number types of tensors that differ between both models."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
@@ -206,9 +210,9 @@ class Walk:
     ) -> Iterator[tuple[Cause, list[float]]]:
         """Yield the causes of one layer's difference, with the error of each head if its weights are quantised.
 
-        `blocks`: the tensors of both blocks. `in_block`: the attention modules of the first model's block. Each tensor
-        is diagnosed once: those of an attention module and of the norm that it reads at its own site, all others at the
-        first.
+        `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
+        tensor is diagnosed once: tensors of an attention module, and of the norm that it reads, at the module's site;
+        all other tensors at the block's first site.
         """
         sites = reached[0].site, reached[1].site
         path = weights.block_path(sites[0].path)
@@ -217,16 +221,17 @@ class Walk:
         ]
         self.differ += [f"{path}.{name}" for name in differ]
         if not self._types:
-            self._types = [_type_of(block.values()) for block in blocks]
+            largest = [max(block.values(), key=Tensor.numel) for block in blocks]
+            self._types = [str(stored_type(matrix)).removeprefix("torch.") for matrix in largest]
         if not differ and blocks[0].keys() == blocks[1].keys():
             return
         layers = self._read_layers(sites, factors, in_block)
         if layers is None:
             return
-        layers = with_calls(layers, reached)
+        layers = add_call_properties(layers, reached)
         order = self.order.get(sites[0], ())
         moved = () if list(order) == sorted(order) else order
-        yield from diagnose_layers(with_spacing(layers[0]), with_spacing(layers[1]), moved)
+        yield from diagnose_layers(add_spacing(layers[0]), add_spacing(layers[1]), moved)
 
     def _read_layers(
         self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
@@ -241,7 +246,7 @@ class Walk:
         if calls[0] is None or calls[1] is None:
             return None
         roles = weights.locate_roles(models[0], calls[0])
-        other_roles = roles if _alike(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
+        other_roles = roles if _have_same_parameters(calls[0], calls[1]) else weights.locate_roles(models[1], calls[1])
         if not have_same_heads(calls[0], calls[1]):
             roles = other_roles = None  # then tensors are compared by name: no head has a counterpart
         rest, norms = in_block[0] == sites[0].path, self._find_norms(in_block)
@@ -257,9 +262,9 @@ class Walk:
         return first, second
 
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
-        """Return the norms that the further attention modules of a block read, by module path.
+        """Return the norm that each attention module of a block, except for the first, reads, by module path.
 
-        If the first one reads no norm, the norms' outputs are residuals, too (BART).
+        Return {} if the first module reads no norm: the outputs of norms are then the residual stream (BART).
         """
         reached = {each.site.path: each for each in self.sides[0].reached}
         if len(in_block) == 1 or in_block[0] not in reached:
@@ -272,7 +277,7 @@ class Walk:
         return {path: f"{block}.{name.removesuffix('.weight')}" for path, name in names.items() if name is not None}
 
     def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
-        """Explain the tensors left that are those of another layer of the first model, and what changed in them."""
+        """Find unexplained tensors that come from another layer of the first model, and diagnose their changes."""
         moves = dict[Site, tuple[Site, list[str]]]()
         for entry in [each for each in self.found if isinstance(each.cause, Unexplained)]:
             site, names = entry.site, set(entry.cause.parts)
@@ -282,17 +287,17 @@ class Walk:
             pair = source, sites[site]
             with ExitStack() as stack:
                 for side, place in zip(self.sides, pair, strict=True):
-                    stack.enter_context(present(side, weights.block_path(place.path)))
+                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
                 factors = self._read_factors(0, pair[0]), self._read_factors(1, pair[1])
                 layers = self._read_layers(pair, factors, in_block[weights.block_path(source.path)])
                 if layers is None or not layers[0].parts.keys() >= names:
                     continue
                 blocks = [self._tensors_of(number, place) for number, place in enumerate(pair)]
                 others = {name: part for name, part in layers[1].parts.items() if name not in names}
-                first, second = (with_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
+                first, second = (add_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
                 causes = [*diagnose_layers(first, second)]
                 changes = [
-                    replace(entry, cause=cause, errors=errors, whole=_concerns_all(cause, causes, blocks))
+                    replace(entry, cause=cause, errors=errors, whole=_rounds_all_matrices(cause, causes, blocks))
                     for cause, errors in causes
                 ]
             left = {name for cause, _ in causes if isinstance(cause, Unexplained) for name in cause.parts}
@@ -300,10 +305,10 @@ class Walk:
                 self.found.remove(entry)
                 self.found += changes
                 moves[site] = source, [name for name in entry.cause.parts if name not in left]
-        self.found += [Found(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
+        self.found += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers: the output matrix with the norms, all others one at a time."""
+        """Diagnose the tensors outside of layers: the output matrix together with the norms, others singly."""
         names, others = self._stored_names()
         left = [
             name for name in names if name in others and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
@@ -340,13 +345,13 @@ class Walk:
             causes = [*_diagnose_together({name: sides for name, sides in pairs.items() if name not in tied})]
             for name in tied:
                 first, second = (side.parts[name] for side in pairs[name])
-                self.found.append(Found(None, _compare_tied(name, sources[name], first, second)))
-        self.found += [Found(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes]
+                self.found.append(FoundCause(None, _compare_tied(name, sources[name], first, second)))
+        self.found += [FoundCause(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
 
-        The two differ for the output matrix of a model that uses its embedding, if the other model stores its own.
+        Both names differ only for an output matrix that is tied to the embedding in one model, but not in the other.
         """
         models = [side.weights_model.model for side in self.sides]
         first, second = ({name: name for name in list_tensors(model)} for model in models)
@@ -358,7 +363,7 @@ class Walk:
 
 
 def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield the causes of the differences of tensors, which each are a pair of layers."""
+    """Diagnose several tensors together, each given as a pair of layers, and yield the causes."""
     if not pairs:
         return
     sides = []
@@ -366,7 +371,7 @@ def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[C
         parts = {name: part for layer in each for name, part in layer.parts.items()}
         gains = frozenset(name for layer in each for name in layer.gains)
         offsets = {name: offset for layer in each for name, offset in layer.offsets.items()}
-        sides.append(with_spacing(Layer(parts, gains, offsets=offsets)))
+        sides.append(add_spacing(Layer(parts, gains, offsets=offsets)))
     yield from diagnose_layers(sides[0], sides[1])
 
 
@@ -378,7 +383,7 @@ def _output_name(model: PreTrainedModel) -> str:
 
 
 def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
-    """Return the name of the output matrix, and of the embedding that it is; empty names if it is not tied."""
+    """Return the names of the output matrix and of the embedding that it is tied to; empty names if it is not tied."""
     matrix = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[no-untyped-call]
     name = _output_name(model)
     source = next((name for name, part in model.named_parameters() if part is matrix), "")
@@ -386,11 +391,11 @@ def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
-    """Load one tensor, stored as `source`, until `stack` closes; a norm's gain is what the norm applies."""
+    """Load one tensor, stored as `source`, until `stack` closes; the gain of a norm includes the norm's offset."""
     owner, _, own_name = source.rpartition(".")
     module = side.weights_model.model.get_submodule(owner)
     is_norm = "Norm" in type(module).__name__
-    stack.enter_context(present(side, owner, None if is_norm else own_name))
+    stack.enter_context(tensors_in_memory(side, owner, None if is_norm else own_name))
     part = list_tensors(module)[own_name]
     offsets = dict(weights.norm_offsets(module)) if is_norm else {}
     if own_name not in offsets:
@@ -401,7 +406,7 @@ def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> 
 
 
 def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Tensor) -> Cause:
-    """Name the cause of another output matrix if only one of the models uses its embedding as the output matrix."""
+    """Build the cause of an output matrix that only one of the models ties to its embedding."""
     change = float(residuals(first, second, name).max())
     if sources[0] == name:
         text = f"the output matrix is the embedding {sources[1]}, instead of the first model's {name}"
@@ -414,7 +419,7 @@ def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Te
     return Cause(hypothesis, f"{text} (changed by {short(change)})", repair, (), change, (name,))
 
 
-def present(side: Inspection, path: str, name: str | None = None) -> AbstractContextManager[None]:
+def tensors_in_memory(side: Inspection, path: str, name: str | None = None) -> AbstractContextManager[None]:
     """Return a context in which a module's tensors (or the one called `name`) are in memory."""
     deferred = side.weights_model.deferred
     if deferred is None:
@@ -430,13 +435,10 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return parameters | {name: part for name, part in module.named_buffers() if name in saved}
 
 
-def _type_of(tensors: Iterable[Tensor]) -> str:
-    """Return the coarsest type that represents the largest tensor."""
-    return str(stored_type(max(tensors, key=Tensor.numel))).removeprefix("torch.")
-
-
-def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Return True if a cause is a rounding that holds for all matrices of a layer, whichever of them it changes."""
+def _rounds_all_matrices(
+    cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
+) -> bool:
+    """Return True if a cause is a rounding that all matrices of a layer have, even those that it leaves unchanged."""
     if cause.hypothesis == "rounding":
         return len(causes) == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
@@ -450,18 +452,19 @@ def _concerns_all(cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: 
     )
 
 
-def _alike(first: SiteCall, second: SiteCall) -> bool:
-    """Return True if both modules are of one class, with parameters of the same shapes."""
-    shapes = ({name: part.shape for name, part in each.module.named_parameters()} for each in (first, second))
-    return type(first.module) is type(second.module) and next(shapes) == next(shapes)
+def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
+    """Return True if both modules have the same class, and parameters of the same names and shapes."""
+    shapes, others = ({name: p.shape for name, p in each.module.named_parameters()} for each in (first, second))
+    return type(first.module) is type(second.module) and shapes == others
 
 
-def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
-    """Merge equal causes of several layers; unexplained ones, and roundings of some tensors, if the tensors are equal.
+def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
+    """Merge equal causes of several layers.
 
-    Outside the layers, all unexplained tensors are merged. Roundings of whole layers are merged whatever their tensors.
+    Unexplained causes inside layers, and roundings of some matrices, are merged if they concern the same tensors;
+    unexplained causes outside layers, and roundings of whole layers, whatever their tensors.
     """
-    groups: dict[tuple[object, ...], list[Found]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[FoundCause]] = defaultdict(list)
     for entry in found:
         cause, inside = entry.cause, entry.layer is not None
         name, key = cause.hypothesis, (inside, cause.text)
@@ -494,18 +497,18 @@ def _group(found: Sequence[Found]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return a cause's text after the names of its tensors, in the plural."""
+    """Return the text of a cause without the names of its tensors, in the plural (`are …`)."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 
 
-def _list_parts(entries: Iterable[Found]) -> list[str]:
+def _list_parts(entries: Iterable[FoundCause]) -> list[str]:
     """Return the parts that causes concern, each once."""
     return list(dict.fromkeys(name for entry in entries for name in entry.cause.parts))
 
 
-def _describe(entries: Sequence[Found], typical: Cause) -> str:
-    """Return one text for equal causes of several layers, whose tensors and ranks can differ."""
+def _describe(entries: Sequence[FoundCause], typical: Cause) -> str:
+    """Format one text for merged causes, whose tensors and ranks can differ."""
     causes = [entry.cause for entry in entries]
     if len({cause.text for cause in causes}) == 1:
         return typical.text

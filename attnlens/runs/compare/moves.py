@@ -1,4 +1,4 @@
-"""Find layers of the second model that hold tensors of another layer of the first: copied, exchanged or shifted."""
+"""Find layers of the second model with tensors of another layer of the first: copied, exchanged or shifted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Samples = dict[str, dict[str, Tensor]]
 """Some values of each matrix, by path of the first model's block and name of the matrix."""
 SAMPLE = 256  # values of each matrix
 CLOSE = 0.01  # largest relative difference of values that are equal up to rounding
-PART = 0.1  # smallest share of a matrix's values that are another layer's
+PART = 0.1  # smallest share of a matrix's values that must come from another layer
 NEARER = 0.5  # largest distance to another layer's matrix, relative to the distance to the layer's own
 
 
 def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return some values of each matrix of a block, so that layers can be compared that are not in memory together."""
+    """Sample values of each matrix of a block, to compare layers that are not in memory at the same time."""
     sampled = {}
     for name, part in block.items():
         if part.dim() > 1 and part.is_floating_point():
@@ -33,7 +33,11 @@ def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Samples]) -> Site | None:
-    """Return the site of the first model's other block with most matrices nearer to the second's than this block's."""
+    """Find the site of the first model whose block the second model's tensors at `site` most likely come from.
+
+    Choose the block with the most matrices that are nearer to the second model's than those of the site's own block.
+    Return None if no block has any.
+    """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)
     before, after = (each.get(path, {}) for each in samples)
@@ -55,9 +59,9 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 
 
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
-    """Return True if a matrix is nearer to the candidate than to its own, or a part of it is equal up to rounding.
+    """Return True if a matrix is much nearer to the candidate than to its own, or if a part of it is the candidate's.
 
-    Only W_K of a fused matrix can be that of another layer.
+    The latter finds one matrix of a fused one, such as W_K, that comes from another layer.
     """
     change = (values - candidate).abs()
     equal = (values != own) & (change <= CLOSE * values.abs())
@@ -68,7 +72,7 @@ def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
 def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence[Site]) -> Iterator[tuple[Site, Cause]]:
     """Yield one cause per layer with tensors of another layer, with one text for exchanged or shifted layers.
 
-    `moves`: the first model's site that the tensors are from, and their names.
+    `moves` gives, for each site, the site that its tensors come from, and the names of these tensors.
     """
     places = {site: place for place, site in enumerate(sites)}
     steps = {site: places[source] - places[site] for site, (source, _) in moves.items()}

@@ -1,4 +1,4 @@
-"""Compare two models, or two saved reports, on the same windows: which heads changed significantly."""
+"""Compare two models, or two saved reports, on the same windows, and test which heads changed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from attnlens.runs.compare.diagnosis import describe_models, match_sites
 from attnlens.runs.compare.sides import ComparedModel, Pairing
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
 from attnlens.runs.compare.stored import compare_stored
-from attnlens.runs.feeding import at_rest, wrap_model
+from attnlens.runs.feeding import evaluation_mode, wrap_model
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, inspect, prepare, survey
 from attnlens.runs.progress import Progress, silent
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 from attnlens.runs.swap.saved import restore_saved
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ UNPAIRED = (
 UNROUNDED = "Reports contain no weights, so rounding is not taken into account; compare the models to include it."
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
-"""Settings that must agree on both sides."""
+"""Settings that must be equal on both sides."""
 AGAIN = "Create both reports with the same text and options, or compare the models directly."
 
 
 def read_side(path: Path) -> Report:
-    """Read a report with its --windows-csv file, if any. Raise UsageError if that file changed or no heads exist."""
+    """Read a report and its --windows-csv file, if any. Raise UsageError if heads or windows can't be read."""
     report = read_report(path)
     remedy = "Give a report created with: attnlens inspect MODEL --json FILE"
     if report.kind != "inspection":
@@ -70,7 +70,7 @@ def read_side(path: Path) -> Report:
     if not file.exists():
         return report
     if sha256(file) != report.windows_file.sha256:
-        raise UsageError(f"{file} does not match its hash in {path.name}.", "Create both files again.")
+        raise UsageError(f"{file} does not match its hash in {path.name}.", "Create both files again, in one run.")
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
@@ -96,7 +96,7 @@ def _read_windows(path: Path, report: Report) -> Windows:
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
-    """Raise UsageError if any setting differs between two reports, because their differences would be meaningless."""
+    """Raise UsageError if two reports differ in a setting or in their windows, so that values can't be compared."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (getattr(each, "sha256", each) for each in values)
@@ -116,11 +116,15 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         return compare_distributions(first, second, fdr)
     paired = first.windows is not None and second.windows is not None
     if paired and _numbered_windows(first) != _numbered_windows(second):
-        raise UsageError("The two sides list different windows.", AGAIN)
+        raise UsageError("The --windows-csv files of the two sides list different windows.", AGAIN)
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows((first.heads, second.heads), tests, fdr, NO_ROUNDING)
     dtypes = first.settings.dtype, second.settings.dtype
-    dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: rounding alone makes every head differ."
+    notes = [UNROUNDED]
+    if dtypes[0] != dtypes[1]:
+        notes.insert(0, f"The models were run in {dtypes[0]} and {dtypes[1]}: rounding alone makes every head differ.")
+    if not paired:
+        notes.append(UNPAIRED)
     return Comparison(
         base=first.model,
         paired=paired,
@@ -129,7 +133,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         named=sum(row.named for row in rows),
         heads=[HeadChange(**fields, partner=fields["head"], reason=NO_ROUNDING) for fields in ids],
         rows=rows,
-        notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
+        notes=notes,
     )
 
 
@@ -197,12 +201,12 @@ def compare(
 ) -> Report:
     """Compare the measures of each head in two models on the same windows: second − first, with error, p and q.
 
-    Returns the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
-    sampling of windows and rounding of weights explain the change. q corrects p for all heads × measures (Benjamini and
-    Hochberg); a change is significant if q ≤ `fdr`. Each side can also be a report of `inspect`, or its path. If one
-    side is a report, a model on the other side is inspected with that report's settings. `tokenizer` applies to models
-    in memory. Models are loaded in float32 unless `dtype` is given; `revision` and `adapter` apply to the second model.
-    Raises the errors of `inspect`, and UsageError if both sides are the same or read different windows.
+    Return the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
+    sampling of windows and rounding of weights explain the change. q corrects p for all heads × measures (Benjamini
+    and Hochberg); a change is significant if q ≤ `fdr`. Each side can also be a report of `inspect`, or its path. A
+    model that is compared with a report is inspected with the report's settings. `tokenizer` applies to models in
+    memory. Models are loaded in float32 unless `dtype` is given; `revision` and `adapter` apply to the second model.
+    Raise the errors of `inspect`, and UsageError if both sides are the same or read different windows.
     """
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
@@ -229,7 +233,7 @@ def compare(
         comparison = compare_reports(before, report, request.fdr)
     else:
         runs = _prepare_sides(models, option_sets, tokenizer, progress)
-        with at_rest(runs[0][0].loaded.model), at_rest(runs[1][0].loaded.model):
+        with evaluation_mode(runs[0][0].loaded.model), evaluation_mode(runs[1][0].loaded.model):
             if any(run.loaded.deferred is not None for run, _ in runs):
                 comparison, report = compare_files(runs[0][0], runs[1][0], request.fdr)
             else:
@@ -238,17 +242,17 @@ def compare(
         comparison = comparison.model_copy(update={"notes": [*runs[0][0].loaded.notes, *comparison.notes]})
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
     timings = {"all": time.perf_counter() - start}
-    return report_of("compare", "comparison", **fields, comparison=comparison, timings=timings)
+    return assemble_report("compare", "comparison", **fields, comparison=comparison, timings=timings)
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
-    """Raise UsageError for options that no side uses, because a report already contains its settings."""
+    """Raise UsageError for options that have no effect because a report already contains its settings."""
     reports = [isinstance(side, Report) for side in subjects]
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
     if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
         names = ", ".join(ignored)
-        raise UsageError(f"{names} would be ignored: reports are not recomputed.", f"Omit {names}.")
+        raise UsageError(f"{names} would be ignored, because reports are not recomputed.", f"Omit {names}.")
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
@@ -266,7 +270,7 @@ def _prepare_sides(
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
 ) -> list[tuple[PreparedRun, hooks.Swaps]]:
-    """Load both models with the same texts; return each with the kernels that it was saved with."""
+    """Load both models with the same texts; return each with the kernels stored in its folder by --save."""
     runs: list[tuple[PreparedRun, hooks.Swaps]] = []
     for subject, options in zip(models, option_sets, strict=True):
         swaps: hooks.Swaps = {}
@@ -293,7 +297,7 @@ def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[
 
 
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
-    """Compare two inspected models: heads if they correspond, and text measures if both read the same inputs."""
+    """Compare two inspected models: head by head if their sites agree, on text if both received the same inputs."""
     shapes, other_shapes = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
         for side in (first, second)

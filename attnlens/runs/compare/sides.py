@@ -22,7 +22,7 @@ from attnlens.models.hooks.survey import hide_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
-from attnlens.runs.feeding import at_rest
+from attnlens.runs.feeding import evaluation_mode
 from attnlens.runs.inspect import sequences
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
 from attnlens.runs.inspect.pipeline import compute, survey
@@ -38,7 +38,7 @@ one; heads that merely resemble several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match the second model's heads to the first's by the forms' distances; keep the order if no match is clear."""
+    """Match each head of the first model with one of the second by form; keep the order if any match is unclear."""
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -51,7 +51,7 @@ def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
     partners = torch.from_numpy(linear_sum_assignment(distances.numpy())[1])
     moved = partners != numbers
     before, after = distances.diagonal()[moved], distances[numbers, partners][moved]
-    # strict: equal heads in any order have distance 0 and stay in place
+    # < instead of ≤: equal heads have distance 0 in any order, and must stay in place
     reordered = bool((after < ALIKE * before).all()) and bool((after < ALIKE).all())
     return tuple((partners if reordered else numbers).tolist())
 
@@ -65,7 +65,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute distances between each head's M and M'; NaN if both are 0 or a factor is not finite, 1 if only M is 0."""
+    """Compare each head's M and M' by distance and angles; NaN if both are 0, or if a factor is not finite."""
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:
@@ -92,8 +92,8 @@ class ComparedModel(Inspection):
 
     @classmethod
     def of(cls, run: PreparedRun, swaps: hooks.Swaps) -> ComparedModel:
-        """Inspect a model and keep the factors of its weights; if there are `swaps`, tokens.* have no value."""
-        with at_rest(run.loaded.model):
+        """Inspect a model and keep the factors of its weights; with `swaps`, tokens.* have no value."""
+        with evaluation_mode(run.loaded.model):
             inspection = survey(run, factors={})
             report, results = compute(inspection)
         report = _remove_token_measures(report) if swaps else report
@@ -110,7 +110,7 @@ class ComparedModel(Inspection):
         report = self.report.model_copy().with_windows(Windows([], [], {}))
         return replace(self, inputs=None, report=report)
 
-    def factors_of(self, site: Site) -> SiteFactors | None:
+    def get_factors(self, site: Site) -> SiteFactors | None:
         """Return the factors of a site's weights, or why they are unknown; None if the run did not read weights."""
         return (self.factors or {}).get(site)
 
@@ -133,11 +133,11 @@ class Pairing:
     second: ComparedModel
     sites: dict[Site, Site]  # second model's site for each site of the first model
     order: dict[Site, tuple[int, ...]]  # second model's head for each head of the first, by the first model's sites
-    unmoved: list[Site]  # sites with reordered heads that --heads nevertheless compares by number
+    unmoved: list[Site]  # sites with reordered heads that are nevertheless paired by number because of --heads
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form, or by number if forms can't be read or heads are left out."""
+        """Pair sites in order, and heads by form; pair by number if forms can't be read or heads are left out."""
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
@@ -154,7 +154,7 @@ class Pairing:
         """Return both models' forms, with the second's heads in the first's order, or why they can't be compared."""
         forms = []
         for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
-            factors = side.factors_of(place)
+            factors = side.get_factors(place)
             if isinstance(factors, UnreadableError):
                 return f"the form M of the {which} model can't be computed: {factors.problem}"
             if factors is None:
@@ -166,7 +166,7 @@ class Pairing:
         return first, replace(second.select(self.order[site]), heads=first.heads)
 
     def move_together(self, site: Site, order: Sequence[int]) -> bool:
-        """Return True if W_V and W_O are in this order of heads too, so that only the numbers of heads changed."""
+        """Return True if W_V and W_O are reordered like W_Q and W_K, so that only the heads' numbers changed."""
         if list(order) == sorted(order):
             return True
         layers = []
@@ -194,7 +194,7 @@ class Pairing:
     def add_divergences(
         self, values: SequenceValues, original: Pass, others: Mapping[str, Pass], batch: texts.Batch, start: int
     ) -> None:
-        """Add the divergences of attention rows in other passes to `values`, by name, from sequence `start` on."""
+        """Add each other pass's divergences from the original to `values`; the batch starts at sequence `start`."""
         for first, second in self.sites.items():
             before = original.calls.get(first)
             # sites of a saved swap that keep their own kernel are not visited
@@ -208,7 +208,7 @@ class Pairing:
     def divergences(
         self, first: Site, call: Call, others: Sequence[Call], inputs: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """Average Σ_j p log(p/p') of a site's call and each other over queries that see keys; NaN if none does."""
+        """Compute Σ_j p log(p/p') for each other call, averaged over queries that see a key; NaN if there are none."""
         original, *calls = (
             hide_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
             for each in (call, *others)
@@ -233,7 +233,7 @@ class Pairing:
 WIDE = ("query", "key", "value", "bias")  # parts of a call that are converted to float64
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
-"""Names of block inputs that are hidden states; a block's first input is one under any name."""
+"""Names of block inputs that are hidden states. The first input of a block always contains them."""
 
 
 @dataclass
@@ -242,8 +242,8 @@ class Pass:
 
     calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each inspected site
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Input states of each block, by the block's path and the input's name."""
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # output states of each block, by its path
+    """Hidden states that each block received, by the block's path and the input's name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # hidden states that each block returned, by its path
 
 
 def run_pass(
@@ -252,7 +252,7 @@ def run_pass(
     """Run one side's model, and record its attention calls and the input and output states of `blocks`.
 
     If `original` is given, each block runs on the input states that `original` recorded. The output states of a block
-    are its output or the output's first element; blocks whose output states are not a tensor are left out.
+    are its output, or the first element of a tuple; blocks whose output states are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 
@@ -287,7 +287,7 @@ def run_pass(
 
 
 def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
-    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o', without padding; NaN if an output is missing."""
+    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o' per sequence, without padding; NaN if one is missing."""
     masks = [batch.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch.inputs]
     changes = torch.full((batch.size, len(blocks)), torch.nan, dtype=torch.float64)
     for place, (path, _) in enumerate(blocks):
@@ -305,10 +305,10 @@ def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: te
 
 
 def _convert_state(state: Tensor | None, value: object) -> object:
-    """Convert `state` to the type and device of `value`; `torch.where` makes tracers see `value` as a source too."""
+    """Return `state` with the type and device of `value`, or `value` if their shapes differ or one is not a tensor."""
     if state is None or not isinstance(value, Tensor) or value.shape != state.shape:
         return value
-    always = torch.ones((), dtype=torch.bool, device=value.device)
+    always = torch.ones((), dtype=torch.bool, device=value.device)  # tracers must see `value` as a source
     return torch.where(always, state.to(value.device, value.dtype), value)
 
 

@@ -32,17 +32,17 @@ SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGL
 a head that is exact in real numbers changes M by about eps · cond in floating point, which matters to no reader."""
 SMALLEST_BLOCK = 1e-3  # smallest change of a block's output of practical size, as a share of its norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
-CHANGED_P = 1e-3  # p below which a change is not rounding: rounding alone moves one of a thousand heads as much
-POWER = 0.8  # probability with which the smallest detectable change is named
+CHANGED_P = 1e-3  # p below which a change is more than rounding, which changes one head in 1000 this much
+POWER = 0.8  # probability with which a test detects the smallest detectable change
 
 
 @dataclass(frozen=True)
 class Rounding:
     """Effect of rounding the weights on a measure, estimated from random draws."""
 
-    size: Float[Tensor, " heads"]  # root mean square of the changes; mean of divergences, which are squares
+    size: Float[Tensor, " heads"]  # root mean square of the changes; for a divergence, their mean
     freedom: Float[Tensor, " heads"]  # degrees of freedom of the size
-    squared: bool = False  # True for a divergence
+    squared: bool = False  # True for a divergence, which grows with the square of a change
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ChangeTest:
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
     se: Float[Tensor, " heads"] | None = None  # standard error over windows
-    freedom: int = 0  # degrees of freedom of the standard error
+    freedom: int = 0  # degrees of freedom of the standard error; 0 without one
     rounding: Rounding | None = None
 
     def negligible(self, smallest: float | None) -> Bool[Tensor, " heads"]:
@@ -64,7 +64,7 @@ class ChangeTest:
 
     @property
     def beyond_rounding(self) -> list[bool | None]:
-        """True for each head that rounding alone moves as much with a probability below CHANGED_P; None if unknown."""
+        """True for heads that rounding alone changes this much with a probability below CHANGED_P; None if unknown."""
         if self.rounding is None:
             return [None] * len(self.delta)
         size, p = self.rounding.size, rounding_p_values(self.delta, self.rounding)
@@ -73,7 +73,7 @@ class ChangeTest:
         return [bool(value) if is_known else None for value, is_known in zip(beyond, known, strict=True)]
 
     def least_change(self, level: float) -> Float[Tensor, " heads"]:
-        """Compute the change that a test at `level` detects with probability POWER; NaN if no error is known."""
+        """Compute the smallest change that a test at `level` detects with probability POWER; NaN without any error."""
         least = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
             least = torch.fmax(least, self.se * _detectable_errors(level, torch.tensor(self.freedom)))
@@ -91,7 +91,7 @@ def _detectable_errors(level: float, freedom: Tensor) -> Tensor:
 def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> ChangeTest:
-    """Test changes paired by window: p is the larger p-value for sampling or rounding, or 1 if nothing changed."""
+    """Test changes paired by window: p is the larger of the p-values for sampling and rounding; 1 without a change."""
     values = differences.double()
     p = torch.full(values.shape[1:], torch.nan, dtype=torch.float64)
     missing = values.isnan().mT
@@ -102,38 +102,38 @@ def test_windows(
             p[heads] = p_values(values[present][:, heads].mT, design.select(present), torch.ones(len(present)), seed)
     delta = values.nanmean(0)
     p[(values.nan_to_num() == 0).all(0) & ~delta.isnan()] = 1.0
-    # equal changes in all windows: no other sample would give another change
+    # the same change in all windows cannot be due to sampling
     error = standard_error(values, design)
     p[(error == 0) & (delta != 0)] = 0.0
-    # if rounding never moved a measure, p depends on windows alone
+    # if rounding never changed a measure, p depends on windows alone
     beyond = rounding_p_values(delta, rounding) if rounding is not None else p
     p = torch.maximum(p, beyond.nan_to_num(nan=0.0))
     return ChangeTest(delta, p, error, design.freedom, rounding)
 
 
 def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
-    """Test changes of measures that depend on no text: p is the p-value for rounding, or 1 if nothing changed."""
+    """Test changes of measures of weights: p is the p-value for rounding, or 1 without a change."""
     p = torch.where(delta == 0, 1.0, rounding_p_values(delta, rounding)).masked_fill(~delta.isfinite(), torch.nan)
     return ChangeTest(delta, p, rounding=rounding)
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
-    """Test unpaired changes by Student's t, which is conservative (`se` too large) if windows are the same."""
+    """Test unpaired changes by Student's t; if both sides read the same windows, `se` and p are too large."""
     p = torch.from_numpy(2 * stdtr(max(freedom, 1), -(delta.abs() / se).numpy()))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
     return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute P(|t| ≥ |delta|/size) by Student's t; NaN if rounding never moved the measure."""
+    """Compute P(|t| ≥ |delta|/size) by Student's t; NaN if rounding never changed the measure."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stdtr(rounding.freedom.numpy(), -scores))
     return torch.where(rounding.size > 0, p, torch.nan)
 
 
-def number_of(value: float | Tensor) -> float | None:
-    """Convert a value to float; None if it is NaN or infinite."""
+def finite_or_none(value: float | Tensor) -> float | None:
+    """Convert a value to float; return None if it is NaN or infinite."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -142,8 +142,8 @@ def combine_rounding(
 ) -> Rounding:
     """Combine the rounding of both models: add the mean squares of their draws, or the means if draws are `squared`.
 
-    The degrees of freedom of the sum are Welch's and Satterthwaite's: those of all draws if rounding moves both
-    models alike, those of one model's draws if it moves that model only.
+    The degrees of freedom of the sum follow Welch and Satterthwaite: those of all draws if rounding changes both
+    models equally, those of one model's draws if rounding changes only that model.
 
     A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore
     at least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
@@ -166,7 +166,7 @@ Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and t
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
-    """Build a row per measure and head; changes with q ≤ `fdr` are `named`. `untested`: why a measure has no test."""
+    """Build one row per measure and head; changes with q ≤ `fdr` are `named`. `untested`: why some have no test."""
     keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
     numbers = [math.nan if test is None else float(test.p[place]) for _, test, place in keys]
     p = torch.tensor(numbers, dtype=torch.float64)
@@ -175,7 +175,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
     least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
-    categories = {name for name in tests if is_category(heads, name)}  # for each, all heads are read
+    categories = {name for name in tests if is_category(heads, name)}  # computed once, because all heads are read
     smallest = {name: None if name in categories else _smallest_change(heads, name) for name in tests}
     negligible = {name: test.negligible(smallest[name]) for name, test in tests.items() if test is not None}
     beyond = {name: test.beyond_rounding for name, test in tests.items() if test is not None}
@@ -190,11 +190,11 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
         reason = "categories have no differences" if name in categories else next(iter(gaps), None)
         fields: dict[str, float | None] = {}
         if test is not None:
-            fields = {"delta": number_of(test.delta[place]), "p": number_of(row_p)}
-            fields["se"] = None if test.se is None else number_of(test.se[place])
-            fields["rounding"] = None if test.rounding is None else number_of(test.rounding.size[place])
+            fields = {"delta": finite_or_none(test.delta[place]), "p": finite_or_none(row_p)}
+            fields["se"] = None if test.se is None else finite_or_none(test.se[place])
+            fields["rounding"] = None if test.rounding is None else finite_or_none(test.rounding.size[place])
             if not math.isnan(row_p):
-                fields["least"] = number_of(least[name][place])
+                fields["least"] = finite_or_none(least[name][place])
             elif fields["delta"] is not None and reason is None:
                 unmoved = "rounding never changed the measure, so the size of its effect is unknown"
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
@@ -208,7 +208,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
                 measure=name,
                 before=before,
                 after=after,
-                q=number_of(row_q),
+                q=finite_or_none(row_q),
                 smallest=smallest[name],
                 negligible=small,
                 beyond_rounding=beyond[name][place] if test is not None else None,
@@ -221,7 +221,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
 
 
 def _smallest_change(heads: Heads, name: str) -> float | None:
-    """Return the smallest change of practical size; None if the first model's heads do not spread in the measure."""
+    """Return the smallest change of practical size; None if the first model's heads are too few or all alike."""
     if name in SMALLEST:
         return SMALLEST[name]
     values = field_values(heads, name)[0]
@@ -245,8 +245,8 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
 
 
 DRAWS = 3
-"""Number of random roundings of each model's weights. Fewer draws cost fewer forward passes and lose power, but no
-coverage, because Student's t has as many degrees of freedom (benchmarks/rounding.py)."""
+"""Number of random roundings of each model's weights. Fewer draws need fewer forward passes; they reduce the power, but
+not the coverage, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
 FEW = 1
 """Number of windows on which the effect of rounding on tokens.* is measured. Its mean square on one window is at least
 that of the mean over windows, and each window costs 2 × DRAWS passes per model."""
@@ -259,8 +259,8 @@ BITS = {
     torch.float32: (torch.int32, 23),
     torch.float64: (torch.int64, 52),
 }
-"""Integer type with the same number of bits, and number of mantissa bits, of each number type that weights can be
-stored in, from the widest spacing to the finest."""
+"""Integer type of the same width, and number of mantissa bits, for each number type of stored weights, from coarse to
+fine."""
 DIFFERENT, MANY = 16, 4096
 """Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
 of 2 are exact in every type."""
@@ -304,12 +304,12 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
 
 
 def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0 and the variance of rounding."""
+    """Copy a tensor and move one value in twelve by ± one spacing of `kind`, with the variance of rounding."""
     return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
 
 
 def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample one flat index in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
+    """Draw one flat index in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
     part, remainder = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
     places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
@@ -322,11 +322,11 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sample the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
-    analyzers = side.analyzers_of("weights")
+    """Simulate how rounding changes weights.* and forms, by measure: (draws, heads), NaN for heads without a form."""
+    analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
-        factors = side.factors_of(site)
+        factors = side.get_factors(site)
         if isinstance(factors, weights.Factors):
             changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), draws, generator)
             tables |= {(site.name, name): values for name, values in changes.items()}
@@ -336,7 +336,7 @@ def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) ->
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Sample how rounding changes one site's scalars, and how far it moves the site's forms; shape (draws, heads)."""
+    """Simulate how rounding changes one site's scalar measures and forms, by measure: (draws, heads)."""
     form = factors.query_key
     finite = sequences.finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
@@ -363,17 +363,18 @@ def _draw_site_changes(
 def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], draws: int, generator: torch.Generator, tell: Tell
 ) -> dict[str, Tensor]:
-    """Sample the effect of rounding on means of tokens.* over windows, on attention rows (KL), and on blocks.
+    """Simulate how rounding changes means of tokens.* over windows, attention rows (KL), and block outputs.
 
-    Each table has the shape (draws, heads), or (draws, blocks).
+    Return a table (draws, heads) per measure; that of block outputs has the shape (draws, blocks).
     """
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
-    identity, analyzers = Pairing(side, side, {site: site for site in order}, order, []), side.analyzers_of("tokens")
+    identity = Pairing(side, side, {site: site for site in order}, order, [])
+    analyzers = side.select_analyzers("tokens")
 
     def measure(passes: Sequence[Pass], compared: Mapping[str, Sequence[Pass]]) -> dict[str, Tensor]:
-        """Compute tokens.* in `passes`, and the divergence of rows in `compared` by measure, as (windows, heads)."""
+        """Compute tokens.* in `passes`, and divergences of `compared` from the recorded passes: (windows, heads)."""
         values, start = sequences.SequenceValues(batches.sequences), 0
         for number, batch in enumerate(batches):
             for site, call in passes[number].calls.items():

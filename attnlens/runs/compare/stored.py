@@ -10,13 +10,13 @@ from attnlens.records import Comparison, HeadChange, HeadId, MeasureChange, Rela
 from attnlens.report.report import Report
 from attnlens.runs.compare.diagnosis import Sides, describe_models
 from attnlens.runs.compare.sides import form_distances
-from attnlens.runs.compare.significance import build_rows, number_of
+from attnlens.runs.compare.significance import build_rows, finite_or_none
 from attnlens.runs.inspect.inspection import SiteFactors
 
-UNTESTED = "weights in files are not rounded at random, so the effect of rounding is unknown"
+UNTESTED = "the effect of rounding is not simulated for weights that are read from files"
 NOTE = (
-    "The weights were read from files, one layer at a time: attention on text is not compared, heads are compared by "
-    "their numbers, and changes have no p-value."
+    "The weights were read from files, one layer at a time: attention on text is not compared, each head is compared "
+    "with the head of the same number, and changes have no p-value."
 )
 
 
@@ -27,7 +27,7 @@ def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> 
     relations: dict[tuple[str, int], Relation | None] = {}
 
     def visit(site: Site, factors: tuple[SiteFactors, SiteFactors]) -> None:
-        """Compute the distances between the forms of one site."""
+        """Compute the distances between the forms of one site, and find the identical heads."""
         first, second = factors
         if not isinstance(first, Factors) or not isinstance(second, Factors):
             return
@@ -37,7 +37,7 @@ def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> 
         table = form_distances(*forms)
         for name, values in table.items():
             for head, value in enumerate(values):
-                distances[site.name, head, name] = number_of(value)
+                distances[site.name, head, name] = finite_or_none(value)
         pairs = [(getattr(form, name) for form in forms) for name in ("query", "paired_key")]
         equal = [[torch.equal(*parts) for parts in zip(*pair, strict=True)] for pair in pairs]
         for head, same in enumerate(map(all, zip(*equal, strict=True))):

@@ -1,4 +1,4 @@
-"""Describe a surveyed model, list the independent units of its inspection, and compute each unit.
+"""Describe a model with its attention sites, list the independent units of its inspection, and compute each unit.
 
 A unit covers the weights of a site, a batch of tokens, or the gatherers of a few sites. Its value can be stored
 (runs/store.py); results.py converts the values to the heads of a report.
@@ -29,13 +29,13 @@ from attnlens.runs.feeding import measure_losses
 from attnlens.runs.inspect import sequences
 from attnlens.runs.inspect.sequences import Place
 from attnlens.runs.progress import Progress, silent, time_stage
-from attnlens.runs.provenance import content_of
+from attnlens.runs.provenance import hash_content
 from attnlens.runs.store import versions
 from attnlens.runs.work import Stopped
 
 
 class Unit(TypedDict, total=False):
-    """Result of a work unit. Units of weights and of gatherers have `answers`; units of tokens have `values`."""
+    """Value of a work unit. Units of weights and of gatherers have `answers`; units of tokens have `values`."""
 
     answers: dict[Place, dict[int, Answer]]  # by (site, "weights" or gatherer), and by head
     layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
@@ -56,7 +56,7 @@ GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory,
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), multiplied by ‖W_Q‖‖W_K‖ if the measure scales with it."""
+    """Return each head's null mean and sd, (heads, 2), multiplied by ‖W_Q‖‖W_K‖ if the measure grows with it."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -68,8 +68,8 @@ def build_measure(
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
-        hidden = info.identified == "all pairs" and site.part == "decoder"  # of causal heads
-        reason = "not identified: the model never compares a query with a later key" if hidden else info.missing
+        unidentified = info.identified == "all pairs" and site.part == "decoder"  # in causal heads
+        reason = "not identified: the model never compares a query with a later key" if unidentified else info.missing
         return Measure(value=None, reason=reason)
     if base is not None and not bool(base.isnan()):
         fields["base"] = float(base)
@@ -117,14 +117,14 @@ class PreparedRun:
     cut: texts.Cut = field(default_factory=texts.Cut)  # how the texts are cut into sequences
     progress: Progress = silent
     timings: dict[str, float] = field(default_factory=dict)  # seconds per stage so far
-    show: str | None = None
+    show: str | None = None  # what --show adds to the report; None: nothing
 
     @property
     def weights_model(self) -> loading.Loaded:
         """Model whose weights are read: on the meta device if the model is spread over devices."""
         return self.loaded.shapes or self.loaded
 
-    def analyzers_of(self, source: str) -> list[Analyzer]:
+    def select_analyzers(self, source: str) -> list[Analyzer]:
         """Return the analyzers that read one QueryKey of this source at a time."""
         return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
@@ -136,16 +136,16 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(PreparedRun):
-    """A surveyed model with its inputs, which is measured in units; any process can compute any unit."""
+    """A model with its attention sites and inputs, measured in units; any process can compute any unit."""
 
-    calls: Sequence[SiteCall]  # all sites of the model
-    one_token: Sequence[SiteCall]  # the same sites of `weights_model`, reached by one token of text alone
-    window: Sequence[SiteCall]  # the same sites of `weights_model`, reached by a window of text alone
-    reached: Sequence[SiteCall]  # requested sites
+    calls: Sequence[SiteCall]  # calls of all sites of the model
+    one_token: Sequence[SiteCall]  # calls of the same sites of `weights_model` on one token without media
+    window: Sequence[SiteCall]  # calls of the same sites of `weights_model` on a window of text without media
+    reached: Sequence[SiteCall]  # calls of the requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # attention that the survey found but attnlens can't read
-    identity_error: float | None = None  # change of the model's outputs if its attention is recomputed, if known
-    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
+    identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
+    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if they are not kept
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
     """Nulls by shape, each with the rotation used to draw it: keeping the rotation alive prevents reuse of its id."""
@@ -172,8 +172,8 @@ class Inspection(PreparedRun):
 
     @property
     def reads_weights(self) -> bool:
-        """True if the weights are measured, or if their factors are kept."""
-        return self.factors is not None or bool(self.analyzers_of("weights"))
+        """True if weights are measured, or if their factors are kept."""
+        return self.factors is not None or bool(self.select_analyzers("weights"))
 
     @cached_property
     def facts(self) -> Mapping[str, object]:
@@ -181,7 +181,7 @@ class Inspection(PreparedRun):
         return {
             "command": "inspect",
             "versions": versions(),
-            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
+            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder contains the same model
             "from_files": self.loaded.deferred is not None,
             # notes and options do not determine numbers
             "settings": self.settings.model_dump(mode="json", exclude={"notes", "options"}),
@@ -192,7 +192,7 @@ class Inspection(PreparedRun):
             "key_heads": list(self.key_heads.values()),
             "parts": self.window_texts,
             "batches": [batch.size for batch in self.batches],
-            "content": content_of(self.loaded, self.reached, self.inputs, self.analyzers),
+            "content": hash_content(self.loaded, self.reached, self.inputs, self.analyzers),
         }
 
     @cached_property
@@ -223,7 +223,7 @@ class Inspection(PreparedRun):
         factors, base = next(self.read_factors([site]))
         if self.factors is not None:
             self.factors[site] = factors
-        if not self.analyzers_of("weights"):
+        if not self.select_analyzers("weights"):
             return {}
         if isinstance(factors, UnreadableError):
             return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem)]}
@@ -243,7 +243,7 @@ class Inspection(PreparedRun):
         keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
         norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
         nulls = self._draw_nulls(query_key)
-        for analyzer in self.analyzers_of("weights"):
+        for analyzer in self.select_analyzers("weights"):
             readings, bases = {name: part.cpu() for name, part in analyzer.read(query_key).items()}, {}
             if query_key.base is not None and not analyzer.needs_base:
                 unchanged = base is not None and base.query is whole.query
@@ -261,8 +261,8 @@ class Inspection(PreparedRun):
         return unit
 
     def _read_tokens(self, inputs: texts.Batches, number: int) -> Unit:
-        """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
-        batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
+        """Compute the tokens.* measures of a batch; release each site's queries and keys after their analysis."""
+        batch, analyzers = inputs.batches[number], self.select_analyzers("tokens")
         # lines differ in length, and so do their curves
         values = sequences.SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
         rows, skipped = list[AttentionRows](), list[Skipped]()
@@ -280,7 +280,7 @@ class Inspection(PreparedRun):
                 numbers = sequences.sequence_numbers(len(call.query), batch, 0)
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
-                sentence = sequences.sentence_of(site.part, self.loaded, inputs.batches, 0)
+                sentence = sequences.decode_sentence(site.part, self.loaded, inputs.batches, 0)
                 heads = self.select_requested(finite)
                 rows.extend(sequences.attention_rows(query_key.select(heads), sentence) if heads else [])
 
@@ -346,11 +346,11 @@ class Inspection(PreparedRun):
         return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
-        """Return the heads that `--heads` requests."""
+        """Return those of these heads that --heads requests."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
-        """Yield each site's factors and its form without the adapter; the form is None if the model has no adapter."""
+        """Yield each site's factors, and its form without the adapter (None for a model without an adapter)."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
@@ -360,7 +360,7 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors and its form without the adapter (the same form if the adapter skips the site)."""
+        """Return a site's factors, and its form without the adapter: the same form if the adapter skips the site."""
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None
@@ -372,7 +372,7 @@ class Inspection(PreparedRun):
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
-        """Return M on inputs (x, 1), exact in the model's dtype, or why scores are not bilinear in one input x."""
+        """Return M as a form on inputs (x, 1) in the model's dtype, or why scores are not bilinear in one input x."""
         if isinstance(factors, UnreadableError):
             return factors.problem
         if (form := factors.on_inputs) is not None:
@@ -386,15 +386,11 @@ class Inspection(PreparedRun):
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
-        """Return the nulls of sites with this shape, scale and rotation, drawn at the first call."""
+        """Return the nulls of sites with this shape, scale and rotation; draw them at the first call."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
-            analyzers, layout, draws = (
-                self.analyzers_of("weights"),
-                replace(query_key, base=None),
-                NULL_DRAWS["factors"],
-            )
-            null = gaussian_null(analyzers, layout, draws=draws, seed=self.settings.seed)
+            layout, draws = replace(query_key, base=None), NULL_DRAWS["factors"]
+            null = gaussian_null(self.select_analyzers("weights"), layout, draws=draws, seed=self.settings.seed)
             self._nulls[shape] = query_key.rotation, null
         return self._nulls[shape][1]
 

@@ -23,17 +23,17 @@ from attnlens.records import Settings, Site, Skipped
 from attnlens.report.report import Report
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
-from attnlens.runs.feeding import at_rest, refuse_work, wrap_model
+from attnlens.runs.feeding import evaluation_mode, refuse_work, wrap_model
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors, WorkUnit, merge_skipped
 from attnlens.runs.inspect.results import Results
 from attnlens.runs.inspect.sequences import refuse_many_rows
 from attnlens.runs.progress import Interrupted, Progress, silent, time_stage
 from attnlens.runs.store import Store
-from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_units
+from attnlens.runs.work import NOTHING_KEPT, Compute, WorkerSetup, WorkPlan, run_units
 
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
-ALL = "parts of the run"  # name of the progress over the units of all stages
+ALL = "parts of the run"  # stage under which the progress over all units is reported
 Model = str | PathLike[str] | loading.Loaded | PreTrainedModel  # name or path of a model, or a model in memory
 
 
@@ -46,12 +46,12 @@ def inspect(
     progress: Progress = silent,
     request: InspectRequest,
 ) -> Report:
-    """Measure symmetry, definiteness and spectrum per head of a model, from its weights and from real text.
+    """Measure the symmetry, definiteness and spectrum of each attention head, from weights and from real text.
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
     `tokenizer` (without a tokenizer, only weights are analysed); a model in memory is not changed. Measures are
     float64; tokens.* have standard errors, weights.* a null. `select` is an option of the analyzer selection:
-    `top-p:0.9` selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError,
+    `top-p:0.9` selects the fewest tokens with 90 % of the attention. Raise ModelError, TextError, UsageError,
     IdentityError, and Interrupted, which contains the finished part.
     """
     report, clear_work = run_inspect(model, request, tokenizer, progress)
@@ -62,24 +62,24 @@ def inspect(
 def run_inspect(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function to call once it is written: it removes the units, unless one failed."""
+    """Return the report, and a function that removes the stored units, to be called once the report is written."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
     else:
         refuse_work(request)
     run = prepare(model, request, tokenizer, progress)
-    with at_rest(run.loaded.model):
+    with evaluation_mode(run.loaded.model):
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.loaded.deferred is not None))
-        report, results = compute(inspection, plan, store, elsewhere)
+        worker_setup = open_in_worker, (model, request.with_options(from_files=inspection.loaded.deferred is not None))
+        report, results = compute(inspection, plan, store, worker_setup)
     return report, store.clear if store is not None and not results.missing else lambda: None
 
 
 def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple[Mapping[str, object], Compute]:
-    """Prepare an inspection inside a worker process; return the run's facts and the function that computes a unit."""
+    """Prepare an inspection again in a worker process; return its facts and the function that computes a unit."""
     run = prepare(model, request)
     run.loaded.model.train(False)
     inspection = survey(run)
@@ -89,7 +89,7 @@ def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple
 def prepare(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> PreparedRun:
-    """Read the texts and load the model; if memory is too small and only weights are read, leave them in the files."""
+    """Read the texts and load the model; leave it in its files if it exceeds the memory and only weights are read."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -108,9 +108,9 @@ def prepare(
         settings = settings.model_copy(update={"notes": [*settings.notes, TOO_LARGE]})
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, files, settings.length)
-    settings = feeding.of_model(settings, loaded)
+    settings = feeding.add_model_settings(settings, loaded)
     contents = (named or texts.sample(loaded.info.id)) if settings.source != "weights" else ()
-    cut = feeding.cut_of(settings, request)
+    cut = feeding.build_cut(settings, request)
     return PreparedRun(loaded, settings, analyzers, contents, cut, progress, timings, request.show)
 
 
@@ -118,12 +118,12 @@ def compute(
     inspection: Inspection,
     plan: WorkPlan = NOTHING_KEPT,
     store: Store | None = None,
-    elsewhere: Elsewhere | None = None,
+    worker_setup: WorkerSetup | None = None,
 ) -> tuple[Report, Results]:
     """Compute the units; return the report and the results. Raise Interrupted with the finished part, or ModelError."""
     names = list(inspection.units)
     tell = report_stages(inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)})
-    outcome = run_units(names, inspection.read_unit, plan, store, elsewhere=elsewhere, tell=tell)
+    outcome = run_units(names, inspection.read_unit, plan, store, worker_setup=worker_setup, tell=tell)
     results = Results(inspection, outcome.values, outcome.missing, outcome.stopped)
     if not any(head.measures for head in results.heads):
         if outcome.stopped:
@@ -137,7 +137,7 @@ def compute(
 
 
 def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable[[str], None]:
-    """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
+    """Start the progress of each stage and of all units; return a function to call with each finished unit's name."""
     totals, done = Counter[str](), Counter[str]()
     for unit in units.values():
         totals[unit.stage] += unit.size
@@ -160,13 +160,13 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
 
 
 def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
-    """Measure some `sites` of a verified model on `inputs`, in this process."""
+    """Measure `sites` of a verified model on `inputs`, in this process."""
     inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, verify that recomputed attention changes nothing; units add to `factors`."""
+    """Cut the texts, find the sites, and verify recomputed attention; units add the weights they read to `factors`."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
@@ -174,7 +174,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = None, list[Skipped]()
-        if loaded.deferred is None:  # otherwise it can't run, and each of its sites is verified when it is read
+        if loaded.deferred is None:  # a model in its files can't run; its sites are verified when they are read
             # one long sequence is sufficient, and its predictions alone take gigabytes
             long = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in result.sites)
             probe = sample if inputs is None else texts.first(inputs.batches[0].inputs, 1 if long else 2)
@@ -182,18 +182,18 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
             if broken is not None:
                 why = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified"
                 skipped.append(Skipped(site=broken, reason=why))
-        checks.refuse_initialised(weights_model, sample, checks.attention)
+        checks.refuse_initialised(weights_model, sample, checks.measure_attention_inputs)
         if inputs is not None and feeding.predicts_text(loaded):
-            lacking = checks.no_loss(weights_model, sample, "causal")
+            lacking = checks.explain_missing_loss(weights_model, sample, "causal")
             skipped += [] if lacking is None else [Skipped(site=lacking[0], measure=feeding.LOSS, reason=lacking[1])]
-        checks.check_chosen(settings.layers, settings.heads, result.sites)
+        checks.check_selection(settings.layers, settings.heads, result.sites)
         run = replace(run, settings=feeding.record_length(settings, loaded, result.sites))
         reached = [each for each in result.sites if each.site.is_among(settings.layers)]
         if run.show == ATTENTION:
             refuse_many_rows(reached, settings.heads)
         if no_text:
             skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
-        for entry in checks.out_of_reach(loaded, result):
+        for entry in checks.list_skipped(loaded, result):
             unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
             skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
         inspection = inspect_sites(run, result.sites, reached, inputs)
@@ -203,7 +203,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Return the inspection of a verified model's `reached` sites, with every site's calls on ids without media."""
+    """Build the inspection of a verified model's `reached` sites; add every site's calls on ids without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
@@ -212,7 +212,7 @@ def inspect_sites(
         if calls != others:
             raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
-    one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
+    one_token, window = checks.survey_without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 
 
@@ -229,7 +229,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
         if readable or settings.source == "tokens":
             raise
         return without_input, None, error.problem
-    feeding.design_of(settings, batches)  # refuses too few texts
+    feeding.build_design(settings, batches)  # refuses too few texts
     return feeding.describe_input(settings, batches, loaded), batches, None
 
 
@@ -241,7 +241,7 @@ def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks
         result = hooks.run_survey(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
-        raise ModelError(f"{problem}its forward pass depends on actual values ({first})", remedy) from error
+        raise ModelError(f"{problem}its forward pass depends on actual values ({first}).", remedy) from error
     if any(each.site.traced for each in result.sites):
         raise ModelError(f"{problem}{BY_HAND}.", remedy)
     return result

@@ -18,11 +18,11 @@ from attnlens.maths.statistics import Design, Stream, median_error, null_of_medi
 from attnlens.models.weights import Traits
 from attnlens.report.report import Report
 from attnlens.runs import checks
-from attnlens.runs.feeding import LOSS, guess_notes
+from attnlens.runs.feeding import LOSS, describe_guessing
 from attnlens.runs.inspect.inspection import TWO_DOMAINS, Inspection, Unit, WorkUnit, build_measure, merge_skipped
 from attnlens.runs.inspect.sequences import Place, arrange_by_measure
 from attnlens.runs.progress import INTERRUPTED
-from attnlens.runs.provenance import report_of
+from attnlens.runs.provenance import assemble_report
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,7 +34,7 @@ ALONE = "only one window or one text has a value, so the spread is unknown"
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an inspection, derived from the values of its units. The same values give the same results."""
+    """Results of an inspection, computed from the values of its units alone."""
 
     inspection: Inspection
     values: Mapping[str, Unit]  # values of the finished units by name
@@ -48,7 +48,7 @@ class Results:
 
     @cached_property
     def finished(self) -> list[int]:
-        """Numbers of the sequences whose batches have a value."""
+        """Numbers of the sequences in finished batches."""
         starts = list(accumulate((batch.size for batch in self.inspection.batches), initial=0))
         batches = [unit.batch or 0 for unit in self._units("tokens")]
         return [number for batch in batches for number in range(starts[batch], starts[batch + 1])]
@@ -138,12 +138,13 @@ class Results:
         units = [unit for unit in tokens if unit["losses"]]
         if units and not self.interrupted and all(entry.measure != LOSS for entry in inspection.skipped):
             means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
-            worse = guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
+            worse = describe_guessing(means, counts, self.window_texts, units[0]["vocabulary"])
             settings = settings.model_copy(update={"notes": [*settings.notes, *worse]})
         if len(self.finished) < self.total:
             settings = settings.model_copy(update={"windows": len(self.finished)})
         traits = [Traits(**value["traits"]) for value in weights if "traits" in value]
-        how = checks.conventions(inspection.reached, traits) if inspection.analyzers_of("weights") else None
+        reads_weights = bool(inspection.select_analyzers("weights"))
+        conventions = checks.describe_conventions(inspection.reached, traits) if reads_weights else None
         body = records.InspectionBody(
             selections=[each.shown for part in self._answers.values() for each in part.values() if each.shown],
             attention=[rows for unit in tokens for rows in unit["rows"]],
@@ -154,11 +155,14 @@ class Results:
             places = [(settings.noise.name, number) for number in range(self.total)]
         heads = [{name: getattr(head, name) for name in records.HeadId.model_fields} for head in self.heads]
         windows = [places[number] for number in self.finished if number < len(places)]
-        return report_of(
+        return assemble_report(
             "inspect",
             "inspection",
             model=inspection.loaded.info.model_copy(
-                update={"conventions": how, "layer_names": checks.layer_names(each.site for each in inspection.calls)}
+                update={
+                    "conventions": conventions,
+                    "layer_names": checks.layer_names(each.site for each in inspection.calls),
+                }
             ),
             settings=settings,
             coverage=self._count_coverage(),
@@ -169,13 +173,13 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads with a value, and how many of these lack the values of each source."""
+        """Count the requested heads with a value and, for each source, those of them that have no value from it."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
             present += [{known.get(name) or name.partition(".")[0] for name in names}] if names else []
         sources = dict.fromkeys(each.source for each in self.inspection.analyzers)
-        without = {source: sum(source not in of_head for of_head in present) for source in sources}
+        without = {source: sum(source not in head_sources for head_sources in present) for source in sources}
         return records.Coverage(
             sites=len({head.site for head in self.heads}),
             heads=len(self.heads),
@@ -218,7 +222,7 @@ class Results:
         if answer := self._answers.get((site.name, "weights"), {}).get(head):
             measures |= answer.measures
             curves |= answer.curves
-        analyzers = self.inspection.analyzers_of("tokens") if self.inspection.batches else ()
+        analyzers = self.inspection.select_analyzers("tokens") if self.inspection.batches else ()
         for info in (info for analyzer in analyzers for info in analyzer.measures):
             place = site.name, info.name
             if place in self._curves:
@@ -263,11 +267,11 @@ MOST = 8  # maximum number of named heads
 DEEP = 3  # number of heads at each end of a measure that can be named
 
 
-def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads with extreme values of a measure, by decreasing distance from the median in spreads.
+def find_extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
+    """Return up to eight heads with an extreme value of any measure, by decreasing robust z-score.
 
-    Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so weights.*
-    list them once.
+    Heads are ranked within their part (encoder, decoder, cross). If a module is called several times, its heads are
+    listed once for weights.*, because all calls share the weights.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
@@ -278,15 +282,15 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
         separate, shared = [[record] for group in calls.values() for record in group], list(calls.values())
         for info in infos.values():
             if info.ends:
-                candidates += _ends(info, shared if info.name.startswith("weights.") else separate)
+                candidates += _find_ends(info, shared if info.name.startswith("weights.") else separate)
     best: dict[tuple[int, int], records.Extreme] = {}
     for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
         best.setdefault((candidate.layer, candidate.head), candidate)
     return list(best.values())[:MOST]
 
 
-def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return (distance from the median, head) for a measure's extreme heads; `heads` lists the calls of each head."""
+def _find_ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
+    """Return (|robust z-score|, head) for a measure's extreme heads; `heads` lists the calls of each head."""
     by_head = [(calls[0].measures[info.name].value, calls) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for value, calls in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -321,7 +325,7 @@ NEVER_RUN = "the model was read from its files and not run; each site was checke
 
 
 def summarise(results: Results) -> records.Summary:
-    """Compute medians over the model, each layer and each text, and the extreme heads."""
+    """Compute medians over all heads, each layer's heads and each text's windows, and list the extreme heads."""
     heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(heads):
@@ -346,7 +350,7 @@ def summarise(results: Results) -> records.Summary:
         layer_symmetry=[results.layer_symmetry.get(layer) for layer in by_layer] if results.layer_symmetry else [],
         texts=texts,
         between_texts={name: float(torch.tensor(medians, dtype=torch.float64).std()) for name, medians in several},
-        extremes=extremes(heads, measure_infos()),
+        extremes=find_extremes(heads, measure_infos()),
         identity_error=results.inspection.identity_error,
         reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.loaded.deferred is not None else {}),
     )

@@ -26,7 +26,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield sequence indices and pieces of a batch without padding; a piece's scores need at most PIECE_BYTES."""
+    """Yield pieces of a batch without padding, each with its sequences' indices; scores need at most PIECE_BYTES."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
@@ -56,7 +56,7 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return the sequence number of each row; a module may split sequences into several rows (Swin's windows)."""
+    """Return the sequence number of each row; some modules split a sequence into several rows (Swin's windows)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
@@ -65,9 +65,9 @@ class SequenceValues:
     """Scalars of each sequence and head, and the parts of mean curves, by site and measure."""
 
     count: int  # number of sequences
-    steps: int | None = None  # length to which shorter, cumulative curves are extended
+    steps: int | None = None  # length to which shorter curves are extended; None: not extended
     sums: dict[Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Sum and number of values of each sequence's rows: a module may cut a sequence into windows (Swin)."""
+    """Sum and number of values over the rows of each sequence, of which Swin has several; both (sequences, heads)."""
     curves: dict[Place, list[list[Tensor]]] = field(default_factory=dict)
     """Number of sequences and mean curve of each piece, both (heads, steps)."""
 
@@ -100,7 +100,7 @@ class SequenceValues:
 
     @property
     def means(self) -> dict[Place, Float[Tensor, "sequences heads"]]:
-        """Mean of each head over each sequence's rows; NaN where no row has a value."""
+        """Mean of each head over each sequence's rows; NaN if no row has a value."""
         return {place: sums / counts for place, (sums, counts) in self.sums.items()}
 
 
@@ -126,27 +126,27 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})
-    sentences = (sentence_of(shown.part, loaded, batches, number) for number in numbers)
+    sentences = (decode_sentence(shown.part, loaded, batches, number) for number in numbers)
     return shown.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
-def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """Return the tokens that this part of the model reads in a sequence, as words; None if it reads no text."""
+def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
+    """Return the tokens of a sequence that this part of the model reads, decoded; None if the part reads no text."""
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
     inputs, row = [(batch.inputs, row) for batch in batches for row in range(batch.size)][number]
 
-    def words(prefix: str) -> list[str]:
+    def decode(prefix: str) -> list[str]:
         ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
         real = (ids if mask is None else ids[mask[row].bool()]).tolist()
         decoded = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
         return [word.strip() or SIGNS.get(word[:1], "␣") for word in decoded]
 
-    queries = words("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
+    queries = decode("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
     if part != "cross":
         return Sentence(sequence=number, keys=queries)
-    return Sentence(sequence=number, keys=words(""), queries=queries)
+    return Sentence(sequence=number, keys=decode(""), queries=queries)
 
 
 def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
@@ -163,7 +163,7 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return each head's attention rows in the batch's first sequence, without padding; [] if it is only padding."""
+    """Return each head's attention rows in the batch's first sequence without padding; [] if all of it is padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []

@@ -33,9 +33,9 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of log γ that minimises Σ KL(original ‖ hybrid) over queries that also see far keys.
+    """Fit of log γ that minimises Σ KL(original ‖ hybrid) over queries that see both near and far keys.
 
-    The derivative, Σ γN/(γN + F) minus the sum of the original shares of near keys, increases with log γ. N is the
+    The derivative is Σ γN/(γN + F) minus the sum of the original shares of near keys; it increases with log γ. N is the
     weight of near keys at γ = 1, and F is the weight of far keys and the sink.
     """
 
@@ -74,7 +74,7 @@ TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 @dataclass
 class Search:
-    """Line search per head between typed and fitted parameters that minimises KL(original ‖ new) of the attention rows.
+    """Search, per head, between typed and fitted parameters for the smallest KL(original ‖ new) of attention rows.
 
     Least squares gives all scores equal weight, but softmax depends mainly on the large ones, so the fitted parameters
     can have a larger KL than the typed ones.
@@ -114,7 +114,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
-    """Return the swaps with parameters fitted per head: least squares, then `Search` or, for hybrids, `NearShares`."""
+    """Fit the swaps' parameters per head: by least squares, then by `Search` or, for hybrids, by `NearShares`."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -139,14 +139,18 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Expand each unfitted trainable parameter from its typed value to one row per head, as a fit would return it."""
-    unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
+    """Expand each unfitted trainable parameter from one typed value to one row per head, the shape of a fit."""
+    unfitted = {site: swap for site, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
     _update_fits(setup, fits, batches)
     for site, each in fits.items():
         kernel, parameters = unfitted[site].kernel, each.solve()
-        start = {n: torch.full_like(part, each.typed[n]) for n, part in parameters.items() if n in kernel.trainable}
+        start = {
+            name: torch.full_like(part, each.typed[name])
+            for name, part in parameters.items()
+            if name in kernel.trainable
+        }
         expanded[site] = hooks.Replacement(kernel.with_fitted(start), unfitted[site].heads)
     return expanded
 
@@ -163,7 +167,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: Tell = lambda _: None,
 ) -> None:
-    """Run the original model batch by batch, and update each fit with the swapped heads of its site at real tokens."""
+    """Run the original model on each batch, and update each fit with its site's swapped heads, without padding."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:
@@ -184,8 +188,8 @@ def sample_gradients(
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
     """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
 
-    Returns all calls, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients of the summed
-    loss in nats with respect to them, and the number of targets.
+    Return all calls, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients of the summed
+    loss in nats with respect to these outputs, and the number of targets.
     """
     model, calls, outputs = setup.loaded.model, dict[Site, Call](), dict[Site, Tensor]()
 
@@ -208,9 +212,9 @@ SEQUENCES = 16  # maximum number of sequences per text for the gradients of the 
 
 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Set the rotation of the fits that use unrotated keys. Raise UsageError if a site's rotation is unknown."""
+    """Set the rotation of fits that use keys before rotation. Raise UsageError if a site's rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
-    by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
+    by_site = find_turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
@@ -220,12 +224,13 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
 
 
 def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
-    """Set the output metric of the fits that need it. Raise ModelError if the model has no predictions or gradient."""
+    """Set the output metric of fits that need one. Raise ModelError if the model has no predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:
         count = texts.sequences_in(batch.inputs)
-        first += [batch if count <= left else batch.rows(0, left)] if left > 0 else []
+        if left > 0:
+            first.append(batch if count <= left else batch.rows(0, left))
         left -= count
     metrics = output_metrics(setup, first)
     for site, fit in by_output:
@@ -233,7 +238,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
 
 
-def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
+def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     """Return the rotation of each site's keys as frequencies, or the reason why it can't be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
@@ -262,7 +267,7 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
 def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
     """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to its output o.
 
-    The loss is of targets sampled from the predictions. The sum over n tokens estimates n W_Oᵀ F W_O, where F is the
+    The loss has targets sampled from the predictions. The sum over n tokens estimates n W_Oᵀ F W_O, where F is the
     predictions' Fisher information at the residual stream (Martens 2020, Eq. 7); a fit does not depend on n.
     """
     totals: dict[Site, Tensor] = {}

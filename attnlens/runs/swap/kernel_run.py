@@ -42,14 +42,22 @@ from attnlens.records import (
 )
 from attnlens.requests import SwapRequest
 from attnlens.runs import checks
-from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
-from attnlens.runs.feeding import guess_notes
-from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, tokens_in
-from attnlens.runs.progress import Progress, Tell, telling, time_stage
-from attnlens.runs.store import Keep, Store, keep_nothing, key_of
+from attnlens.runs.differences import (
+    Continuations,
+    Differences,
+    Prompts,
+    compare,
+    continue_prompts,
+    measure_agreement,
+    tabulate_windows,
+)
+from attnlens.runs.feeding import describe_guessing
+from attnlens.runs.outputs import Variant, enough_memory, measure_peak, run, speed, tokens_in
+from attnlens.runs.progress import Progress, Tell, start_stage, time_stage
+from attnlens.runs.store import Keep, Store, hash_json, keep_nothing
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites, refuse_random
-from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
+from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, measure_leaks, measure_sites, refuse_random
+from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, find_predictors, list_units, measure_heads, sweep
 from attnlens.runs.work import Stopped
 
 
@@ -67,8 +75,8 @@ class SwapSession:
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
-    ranks: RankStep | None = None  # chooses the ranks instead of a fit
-    train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`
+    ranks: RankStep | None = None  # chooses the ranks; None: the kernel is fitted
+    train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`; None: no training
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # parts of the calibration text used to choose ranks
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
@@ -76,19 +84,19 @@ class SwapSession:
     sites: tuple[Site, ...] = ()
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # shapes of the chosen heads
-    missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
+    missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
-    identity_error: float = 0.0
+    identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
     timings: dict[str, float] = field(default_factory=dict)
-    measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
+    measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify the sites, and select those requested. Raise UsageError if any kernel is undefined there."""
+        """Find, verify and select the requested sites. Raise UsageError if a kernel is undefined at a site."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
-            checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
+            checks.refuse_initialised(self.loaded, self.probe, checks.measure_predictions(self.task))
             self.sites = tuple(each.site for each in survey.sites)
             self.model_heads = sum(each.call.query.shape[1] for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
@@ -97,11 +105,11 @@ class SwapSession:
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
-        """Return a SwapSetup of the model with these kernels."""
+        """Build the SwapSetup of the model with these kernels."""
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
-        """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's `path`."""
+        """Return a function whose context manager swaps in kernels and weights; `path` overrides `changed.path`."""
 
         @contextmanager
         def replace_attention() -> Iterator[None]:
@@ -129,17 +137,17 @@ class SwapSession:
 
     @property
     def peak(self) -> int | None:
-        """Peak memory in bytes of a pass over the first batch with the model in its current state; None if unknown."""
-        return peak_of(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
+        """Peak memory in bytes of a pass over the first batch under the current attention; None if unknown."""
+        return measure_peak(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
 
     @cached_property
-    def own_peak(self) -> int | None:
+    def original_peak(self) -> int | None:
         """Peak memory in bytes of the original model; None if unknown."""
         return self.peak
 
     @cached_property
-    def continuation(self) -> tuple[Continued | str, list[str]]:
-        """The original model's continuations of the prompts (or why they are missing), and notes."""
+    def continuation(self) -> tuple[Continuations | str, list[str]]:
+        """The original model's continuations of the prompts, or why they are missing; and notes for the report."""
         if isinstance(self.prompts, str):
             return self.prompts, []
         requested, limit = self.options.generate, position_limit(self.loaded.model)  # which includes the longest prompt
@@ -167,15 +175,15 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
         assign(before)
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of the names, types, shapes and values of tensors: 16 hex digits of SHA-256."""
     content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     return sha256(content).hexdigest()[:16]
 
 
-def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
+def hash_parameters(swaps: hooks.Swaps) -> dict[str, str]:
     """Return a hash of the fitted parameters at every site."""
-    return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
+    return {site.name: hash_tensors(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
 EXACT: Route = "auto"  # path of the controls; the `path` option applies only to the kernel
@@ -188,9 +196,9 @@ class ChangedModel:
 
     swaps: hooks.Swaps
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name
-    path: Route | None = None  # None: the requested one
+    path: Route | None = None  # None: the requested path
     differences: Differences | None = None
-    agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: nothing generated
+    agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
         """Return the record of the measurements."""
@@ -203,11 +211,11 @@ class ChangedModel:
 
 @dataclass
 class ControlSwap:
-    """A control of one kernel."""
+    """A simple alternative to one kernel, measured for comparison."""
 
     role: ControlRole
     model: ChangedModel | None  # None if the control does not exist
-    state: float | None = None  # numbers stored per head, mean over sites
+    state: float | None = None  # numbers stored per head, mean over sites; None if unknown
     reason: str = ""  # why the control does not exist
 
     def record(self, swapped: Differences, seed: int, texts: Sequence[str], window: int | str) -> Control:
@@ -250,7 +258,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Return how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
+    """Compute how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -258,7 +266,7 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 
 def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[ControlSwap]:
-    """Build the controls of an unhealed kernel, except those equal to this kernel or to the model's own kernel."""
+    """Build the controls of an unhealed kernel, except those equal to this kernel or to the model's own."""
     controls = [
         _same_size(swaps, shapes),
         map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
@@ -273,7 +281,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the first known window width: the kernel's, its same-size control's, or 64; or why no window applies."""
+    """Return the first known window width (the kernel's, its same-size control's, 64), or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -327,7 +335,7 @@ class KernelResult(TypedDict):
 
     swap: Swap
     plan: Plan | None
-    window: int | str  # keys beyond which losses are reported for this kernel, or why it is unknown
+    window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
     notes: list[str]  # notes for the settings of the report
     losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
@@ -356,7 +364,7 @@ class KernelRun:
     store: Store | None = None  # stores parts of long computations
     controls: list[ControlSwap] = field(default_factory=list)
     window: int | str = ""  # keys beyond which losses are reported, or why there is no number
-    state: float | None = None  # numbers kept per swapped head
+    state: float | None = None  # numbers stored per swapped head; None if there is no attention matrix
     healing: Healing | None = None
     notes: list[str] = field(default_factory=list)  # for the settings of the report
     rank_notes: list[str] = field(default_factory=list)  # for the record of the kernel
@@ -366,7 +374,7 @@ class KernelRun:
         """Run and measure all stages; raise Stopped with the result if the user interrupted healing or the sweep."""
         session = self.session
         with enough_memory(session.fed[0].inputs):
-            _ = session.own_peak  # measured first, before anything keeps memory allocated
+            _ = session.original_peak  # measured first, before anything keeps memory allocated
             swap, plan = self._run_stages()
         controls = {str(number): control.model for number, control in enumerate(self.controls)}
         measured = {name: model and model.differences for name, model in (self.stages | controls).items()}
@@ -376,7 +384,7 @@ class KernelRun:
             "window": self.window,
             "notes": self.notes,
             "losses": {name: each.by_token.join() for name, each in measured.items() if each and each.by_token.before},
-            "windows": windows_of(list(self.measured.values())),  # one column per stage
+            "windows": tabulate_windows(list(self.measured.values())),  # one column per stage
         }
         if self.interrupted:
             raise Stopped(self.kernel.spelling, value)
@@ -388,7 +396,9 @@ class KernelRun:
             self._fit()
         user = "" if self.kernel.info.built_in else self.kernel.info.name
         refuse_random(session.setup(self.last.swaps), session.probe)
-        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user)
+        errors = measure_leaks(
+            session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user
+        )
         with time_stage(timings, "compare"):
             self._compare()
         if session.train is not None and session.calibrated is not None:
@@ -422,10 +432,10 @@ class KernelRun:
         """Function that stores and reuses parts of long computations."""
         return keep_nothing if self.store is None else self.store.compute
 
-    def teller(self, stage: str, total: int) -> Tell:
-        """Return a function that reports the progress of a stage, prefixed with the kernel if there are several."""
+    def start_stage(self, stage: str, total: int) -> Tell:
+        """Start a stage, named after the kernel if there are several; return the function that reports its progress."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
-        return telling(self.session.progress, label, total)
+        return start_stage(self.session.progress, label, total)
 
     def _fit(self) -> None:
         """Choose ranks, or fit the kernel: its stage is `swapped` if it requires a fit, otherwise `fitted`."""
@@ -437,11 +447,11 @@ class KernelRun:
         if source is None or not kernel.fits or not (kernel.needs_fit or session.options.fit):
             return
         text, passes = source.some(MOST_FITTED), 1 if kernel.needs_fit or kernel.near is not None else 2
-        fitted = fit(session.setup(swaps), text, self.teller("fit", text.sequences * passes))
+        fitted = fit(session.setup(swaps), text, self.start_stage("fit", text.sequences * passes))
         self.stages["swapped" if kernel.needs_fit else "fitted"] = ChangedModel(fitted)
 
     def _compare(self) -> None:
-        """Measure the stages so far, and the controls."""
+        """Build the controls, and measure them and the stages so far."""
         session, swaps = self.session, self.last.swaps
         controls, self.state = build_controls(swaps, session.shapes), mean_state(swaps, session.shapes)
         self.window = choose_window(swaps, controls, session.shapes)
@@ -453,10 +463,10 @@ class KernelRun:
             first = next(iter(self.measured.values()))
             names = [session.settings.texts[number].name for number in first.sampled.texts]
             vocabulary = texts.vocabulary(session.loaded.model) or math.inf
-            self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
+            self.notes += describe_guessing(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse an equal control of another kernel; run a pass, and store the reason if a site refuses the control."""
+        """Reuse an equal control of another kernel; run one pass, and store the reason if the control is refused."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -473,23 +483,23 @@ class KernelRun:
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
-        """Measure the differences between models and the original on the evaluated text, unless they are known."""
+        """Measure the differences from the original on the evaluated text, for models without `differences`."""
         session = self.session
         variants = {model: session.variant(model) for model in models if model.differences is None}
-        tell = self.teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
+        tell = self.start_stage("compare", len(variants) * sum(map(tokens_in, session.fed)))
         measured = compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
         for model, differences in measured.items():
             model.differences = differences
 
     def _generate(self) -> None:
-        """Measure for how many tokens the greedy continuations of each stage and control equal the original's."""
+        """Count the tokens for which greedy continuations of each stage and control equal the original model's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
-        tell = self.teller("generate", len(models) + 1)
+        tell = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation
         tell(1)
         for model in models:
             variant = self.session.variant(model, EXACT)
-            model.agreement = agreement(self.session.loaded.model, original, variant)
+            model.agreement = measure_agreement(self.session.loaded.model, original, variant)
             tell(1)
         self.notes += notes
 
@@ -520,8 +530,10 @@ class KernelRun:
             sites=sites,
             **fields | {"reasons": reasons | fields["reasons"]},
             off_simplex=sum(shares) / len(shares) if shares else None,
-            tokens_per_second=Pair(before=speed(last.sizes, last.own_seconds), after=speed(last.sizes, last.seconds)),
-            peak_memory_bytes=Pair(before=session.own_peak, after=peak),
+            tokens_per_second=Pair(
+                before=speed(last.sizes, last.original_seconds), after=speed(last.sizes, last.seconds)
+            ),
+            peak_memory_bytes=Pair(before=session.original_peak, after=peak),
             stages=[Stage(name=stage, **fields) for stage, fields in outcomes.items()],
             healing=self.healing,
             state=self.state,
@@ -552,8 +564,9 @@ class KernelRun:
         if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:
             yield "γ, the weight of near keys, is 1 in every head; --fit estimates it."
         if healed and self.control_models:
-            but = ", except for the healed far part" if any(model.weights for model in self.control_models) else ""
-            yield f"Controls are measured on the model before healing{but}."
+            healed_part = any(model.weights for model in self.control_models)
+            exception = ", except for the healed far part" if healed_part else ""
+            yield f"Controls are measured on the model before healing{exception}."
         for control in self.controls:
             if control.model is None:
                 yield f"No {control.role} control: {control.reason}."
@@ -561,25 +574,25 @@ class KernelRun:
     def _sweep(self, swap: Swap) -> Swap:
         """Add the effect of each head or layer, and predictors; if the user interrupts, add only a note."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
-        fitted = key_of(digests_of(swaps))
+        fitted = hash_json(hash_parameters(swaps))
 
         def keep(name: str, make: Callable[[], Result]) -> Result:
             return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
 
-        chosen = units(swaps, str(options.sweep), {site: shape.heads for site, shape in session.shapes.items()})
+        chosen = list_units(swaps, str(options.sweep), {site: shape.heads for site, shape in session.shapes.items()})
         correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
         try:
             if correlated and session.measures is None:
-                tell = self.teller("predictors", 1)
+                tell = self.start_stage("predictors", 1)
                 with time_stage(session.timings, "predictors"):
-                    session.measures = head_measures(session.loaded, session.evaluated, session.settings, chosen)
+                    session.measures = measure_heads(session.loaded, session.evaluated, session.settings, chosen)
                 tell(1)
-            tell = self.teller("sweep", len(chosen) * len(session.fed))
+            tell = self.start_stage("sweep", len(chosen) * len(session.fed))
             alone = sweep(session.setup(swaps), chosen, session.fed, session.design, tell, keep)
         except KeyboardInterrupt:
             self.interrupted = True
             return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})
         update: dict[str, object] = {"sweep": alone.effects(seed)}
         if correlated and session.measures is not None:
-            update["predictors"], update["prediction"] = predicted_by(alone, session.measures, seed)
+            update["predictors"], update["prediction"] = find_predictors(alone, session.measures, seed)
         return swap.model_copy(update=update)

@@ -28,11 +28,11 @@ from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, reads_calibration, swap_kernels
 from attnlens.runs import checks, feeding
-from attnlens.runs.differences import COLUMNS, of_file, prompts_of
+from attnlens.runs.differences import COLUMNS, choose_prompts, tokenize_prompts
 from attnlens.runs.outputs import FEWEST, TokenLosses
-from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
-from attnlens.runs.provenance import code_of, content_of, report_of
-from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, start_stage
+from attnlens.runs.provenance import assemble_report, hash_content, read_code
+from attnlens.runs.store import Store, hash_json, versions
 from attnlens.runs.swap.kernel_run import ChangedModel, KernelResult, KernelRun, RankStep, SwapSession, changed_weights
 from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
@@ -45,12 +45,12 @@ Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a mo
 
 @dataclass(kw_only=True)
 class SwapWork(SwapSession):
-    """The work of one run, with one unit per kernel."""
+    """The work of one run, in one unit per kernel."""
 
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
-    call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
+    call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if there are none
     last: ChangedModel | None = None  # the last model that this process measured
 
     @cached_property
@@ -62,9 +62,9 @@ class SwapWork(SwapSession):
         if not isinstance(prompts, str):
             prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
         content = {
-            "fed": [content_of(self.loaded, (), part, analyzers) for part in batches],
+            "fed": [hash_content(self.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in self.kernels.values()],
+            "code": [read_code(kernel.info).hex() for kernel in self.kernels.values()],
             "generation": str(getattr(self.loaded.model, "generation_config", None)),
             "plan": str(getattr(self.request, "ranks", None)),
             "sites": [[site.name, heads] for site, heads in self.chosen.items()],
@@ -77,7 +77,7 @@ class SwapWork(SwapSession):
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "kernels": list(self.kernels),
             "parts": list(self.evaluated.parts or ()),
-            "content": key_of(content),
+            "content": hash_json(content),
         }
 
     @cached_property
@@ -86,14 +86,14 @@ class SwapWork(SwapSession):
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report and a function that removes the stored units. Raise Interrupted or UnsavedError."""
+        """Compute the units; return the report, and a function that removes them. Raise Interrupted or UnsavedError."""
         plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
         several = len(kernels) > 1 and plan.shard is None
-        more = telling(progress, "kernels", len(kernels)) if several else lambda _: None
+        more = start_stage(progress, "kernels", len(kernels)) if several else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.options.save is not None else self.store
-        elsewhere = open_run, self.call
-        outcome = run_units(kernels, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
+        worker_setup = open_run, self.call
+        outcome = run_units(kernels, self.read_unit, plan, store, worker_setup=worker_setup, tell=lambda _name: more(1))
         if not outcome.values:
             raise KeyboardInterrupt
         timings = self.timings | {"all": time.perf_counter() - self.start}
@@ -115,13 +115,13 @@ class SwapWork(SwapSession):
             raise UnsavedError(error, report) from error
 
     def finish(self) -> Report:
-        """Return the report, and remove the stored units."""
+        """Run the work, remove the stored units, and return the report."""
         report, clear = self.run()
         clear()
         return report
 
     def read_unit(self, name: str) -> KernelResult:
-        """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
+        """Run one kernel; finished parts of its fit, sweep and healing are stored until all of it is finished."""
         kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
@@ -146,7 +146,7 @@ def swap_kernel(
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several kernels are compared. If
-    `model` is a name, finished work is stored, and the same call resumes from it. Raises UsageError,
+    `model` is a name, finished work is stored, and the same call resumes from it. Raise UsageError,
     ModelError, TextError, OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return swap_work(model, words("kernels", kernels), request, progress).finish()
@@ -161,7 +161,7 @@ def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, prog
 
 
 def check_work(model: Model, request: KernelRequest) -> None:
-    """Raise UsageError or OutputError if units of this run can't be kept, or computed where the options say."""
+    """Raise UsageError or OutputError if units can't be stored, or can't be distributed as the options request."""
     if isinstance(model, loading.Loaded):
         feeding.refuse_work(request)
     else:
@@ -190,16 +190,16 @@ def prepare(
     lines = None if request.prompts is None else texts.read(request.prompts, offline=request.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
     feeding.refuse_text(loaded, [*files, *request.calibration], settings.length)
-    settings = feeding.of_model(settings, loaded).model_copy(update={"source": "tokens"})
+    settings = feeding.add_model_settings(settings, loaded).model_copy(update={"source": "tokens"})
     contents = named or texts.sample(loaded.info.id)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
     if repeated is not None:
         problem = f"The calibration text ({repeated.name}) is the same as the evaluation text."
         raise TextError(problem, "Omit --calibration to use windows that are not evaluated, or choose another text.")
-    prompts = None if lines is None else of_file(loaded, lines)
-    cut = feeding.cut_of(settings, request)
+    prompts = None if lines is None else tokenize_prompts(loaded, lines)
+    cut = feeding.build_cut(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
-    task = checks.task_on(loaded, evaluated.batches[0].inputs)
+    task = checks.find_task(loaded, evaluated.batches[0].inputs)
     options = SwapRequest(**{name: v for name, v in request.explicit().items() if name in SwapRequest.model_fields})
     work = SwapWork(
         command=command,
@@ -210,7 +210,7 @@ def prepare(
         task=task,
         evaluated=evaluated,
         fed=feed(loaded, evaluated, task, settings.seed),
-        design=feeding.design_of(settings, evaluated),
+        design=feeding.build_design(settings, evaluated),
         progress=progress,
         ranks=ranks,
         train=train,
@@ -223,7 +223,7 @@ def prepare(
         _cut_calibration(work, others or contents, cut, named=bool(others))
     work.settings = feeding.describe_input(work.settings, evaluated, loaded)
     if request.generate:
-        work.prompts = prompts_of(loaded.model, work.fed, task, prompts)
+        work.prompts = choose_prompts(loaded.model, work.fed, task, prompts)
     work.survey()
     return work
 
@@ -265,7 +265,7 @@ Part = TypeVar("Part", bound=Outcome)
 
 
 def _set_window(result: KernelResult, window: int, session: SwapSession) -> Swap:
-    """Return a kernel's record with losses beyond `window` keys instead of beyond the kernel's own window."""
+    """Return a kernel's record, in which losses beyond `window` keys replace those beyond the kernel's own window."""
 
     def replace_losses(outcome: Part, name: str) -> Part:
         if name not in result["losses"] or outcome.loss is None:
@@ -285,7 +285,7 @@ def _set_window(result: KernelResult, window: int, session: SwapSession) -> Swap
 def build_report(
     session: SwapSession, by_name: Mapping[str, KernelResult], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
-    """Build the report from the results of finished kernels; `missing` has the reasons why others have none."""
+    """Build the report from the results of finished kernels; `missing` gives the reasons for failed kernels."""
     results = list(by_name.values())
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
@@ -309,7 +309,7 @@ def build_report(
     by_measure = {name: torch.cat([each["windows"][name] for each in results], 1) for name in measures}
     notes = dict.fromkeys(chain.from_iterable(each["notes"] for each in results))
     heads = sum(shape.heads for shape in session.shapes.values())
-    return report_of(
+    return assemble_report(
         session.command,
         "swap",
         model=session.model_info,

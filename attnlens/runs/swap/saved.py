@@ -31,7 +31,7 @@ from attnlens.report.report import Report
 from attnlens.requests import Loading
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
-WRITTEN = "Give an unchanged folder written by --save."
+WRITTEN = "Give a folder that --save wrote and that has not been changed since."
 
 
 class UnsavedError(OutputError):
@@ -43,7 +43,7 @@ class UnsavedError(OutputError):
 
 
 class SavedSite(Record):
-    """One site: path, call number, layer and part of `records.Site`, and its swapped heads (null: all)."""
+    """One site of the model, with the fields of `records.Site`."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -52,7 +52,7 @@ class SavedSite(Record):
     layer: int
     part: Part
     repeated: bool
-    heads: list[int] | None = None
+    heads: list[int] | None = None  # swapped heads; None: all heads, or the site is not swapped
 
 
 class SavedSwap(Record):
@@ -68,7 +68,7 @@ class SavedSwap(Record):
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     """Write the model, its tokenizer, the kernel and its fitted parameters to a new folder, or raise OutputError.
 
-    The folder is renamed to `folder` once it is complete, so a killed run does not leave a partial one.
+    A temporary folder is renamed to `folder` once it is complete, so that a killed run leaves no incomplete `folder`.
     """
     real = Path(os.path.realpath(folder))
     make_folder(real.parent)
@@ -106,7 +106,7 @@ def _write_files(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hoo
 
 @contextmanager
 def _hide_quantization(model: Any) -> Iterator[None]:
-    """Remove the quantisation settings of a GGUF model, whose weights are dequantised, inside the block."""
+    """Context manager: hide the quantisation settings of a GGUF model, because its weights are dequantised."""
     quantizer, config = getattr(model, "hf_quantizer", None), model.config
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
         yield
@@ -139,7 +139,7 @@ class Swapped:
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     """Load a model that `swap-kernel --save` wrote, with its kernel in place; `loading` are options of `load`.
 
-    Raises ModelError if the folder does not contain such a model, or if a file has changed since it was saved.
+    Raise ModelError if the folder does not contain such a model, or if a file has changed since it was saved.
     """
     loaded, sites, swaps = restore_saved(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
@@ -149,10 +149,10 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
 
 def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...], hooks.Swaps]:
-    """Return the model, sites and kernels of a `--save` folder without swapping. Raise the errors of `load_swapped`."""
+    """Load the model, sites and kernels of a `--save` folder without swapping. Raise the errors of `load_swapped`."""
     Loading(**loading)  # raises UsageError for invalid values
     with _convert_errors(place):
-        facts, fitted = _read_attributes(place)
+        facts, fitted = _read_facts(place)
     loaded = load(str(place), swapped=True, **loading)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
     reached = hooks.survey(loaded.model, inputs)
@@ -168,7 +168,7 @@ def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...]
 
 @contextmanager
 def _convert_errors(place: Path) -> Iterator[None]:
-    """Turn the errors that a damaged or altered folder causes into a ModelError."""
+    """Context manager: convert the errors that a damaged or changed folder causes to ModelError."""
     try:
         yield
     except ValidationError as error:
@@ -181,7 +181,7 @@ def _convert_errors(place: Path) -> Iterator[None]:
     raise ModelError(f"{place} does not contain a valid swapped model: {problem}.", WRITTEN)
 
 
-def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
+def _read_facts(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """Read attnlens.json and the fitted parameters; check the parameters' hash, names, shapes and finiteness."""
     refuse_outside(place, place / FACTS)
     facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
@@ -197,7 +197,7 @@ def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ValueError if a weight file is missing, additional, or differs from its hash in attnlens.json."""
+    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or differs from its hash there."""
     present = {path.name for path in place.glob("*.safetensors")}
     changed = {name for name, digest in digests.items() if facts.files.get(name, digest) != digest}
     if wrong := sorted(present ^ facts.files.keys() | changed):

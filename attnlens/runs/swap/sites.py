@@ -27,7 +27,7 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Call, Site, SiteSwap, Task
 from attnlens.runs import checks
-from attnlens.runs.feeding import at_rest, require_model, tensors
+from attnlens.runs.feeding import convert_batch, evaluation_mode, require_model
 from attnlens.runs.outputs import Variant
 
 
@@ -50,7 +50,7 @@ MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_
 
 
 def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
-    """Raise IdentityError if a user's kernel gives different outputs when it is computed twice for the same inputs.
+    """Raise IdentityError if a user's kernel, computed twice on the same inputs, gives different outputs.
 
     Both computations are in one forward pass, because every pass starts with the same random state.
     """
@@ -71,7 +71,7 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
         hooks.forward(setup.loaded.model, inputs)
 
 
-def leaks(
+def measure_leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> dict[str, float | str]:
     """Measure `causality_error` and `mask_error`, or explain why either does not apply. Raise IdentityError on a leak.
@@ -89,7 +89,7 @@ def leaks(
 def causality_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> float | str:
-    """Measure the relative change of a causal model's outputs in each first half if the ids of the second change."""
+    """Measure how much a causal model's outputs in the first half change, relatively, if ids in the second half do."""
     name = next(name for name in MASKS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
@@ -100,7 +100,7 @@ def causality_error(
 def mask_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = "", *, left: bool
 ) -> float | str:
-    """Measure the relative change of the outputs at real tokens if padding before (`left`) or after them changes."""
+    """Measure how much outputs at real tokens change, relatively, if padding before (`left`) or after them does."""
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
@@ -118,7 +118,7 @@ def _check_error(
     flaw: str,
     user: str,
 ) -> float | str:
-    """Return the error, or why it is unknown; raise IdentityError if it is large under the new kernel alone."""
+    """Return the error, or why it is unknown; raise IdentityError if it is large with the new kernel only."""
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
         return NO_ROWS
@@ -135,7 +135,7 @@ def _check_error(
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding, on the left or right; real tokens keep their positions."""
+    """Replace the last tokens by random padding, on the right unless `left`; real tokens keep their positions."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -151,7 +151,7 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference between two inputs' outputs at real tokens in `positions`, or None."""
+    """Compare two inputs' outputs at real tokens in `positions` by their relative difference; None if unknown."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in MASKS if name in pair[0])
@@ -205,12 +205,13 @@ def replaced(
             loss = model(**batch, labels=batch["input_ids"]).loss
 
     `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace (None: all).
-    Sites are found on made-up inputs, or on `batch` for models that need other inputs. On entry, recomputing the
+    A pass on made-up inputs, or on `batch` if the model needs other inputs, finds the sites. On entry, recomputing the
     model's own attention must reproduce its outputs, and a forward pass with the new kernel must succeed. The context
     value counts calls of each module in `calls`. On exit, the model's own attention is restored.
 
-    Raises UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
-    for attention that cannot be replaced, IdentityError; and on exit ModelError if a site was never reached.
+    Raise UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
+    for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes its
+    outputs. On exit, raise ModelError if a site was never reached.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
@@ -220,14 +221,14 @@ def replaced(
     if part is not None:
         checked_name("part", part, PARTS)
     loaded = require_model(model)
-    with at_rest(loaded.model), torch.no_grad():
+    with evaluation_mode(loaded.model), torch.no_grad():
         if batch is None:
             try:
                 inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
             except TextError as error:
                 raise UsageError(error.problem, "Pass batch=, a dict of inputs for this model.") from None
         else:
-            inputs = tensors(loaded.model, batch)
+            inputs = convert_batch(loaded.model, batch)
         survey = checks.survey_model(loaded, inputs)
         checks.require_identity(loaded, inputs)
         chosen = choose_sites(survey, [new], layers, heads, part)
@@ -246,9 +247,9 @@ def choose_sites(
     heads: Sequence[int] | None,
     part: Part | None,
 ) -> dict[Site, tuple[int, ...] | None]:
-    """Return the chosen sites with their heads (None: all); raise UsageError or ModelError if one can't be replaced."""
+    """Return the chosen sites with heads (None: all); raise UsageError or ModelError if a site can't be swapped."""
     heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
-    checks.check_chosen(layers, heads, survey.sites)
+    checks.check_selection(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
     for site, count in heads_of.items():
         if site.is_among(layers) and part in (None, site.part):
@@ -272,7 +273,7 @@ def choose_sites(
 
 
 def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
-    """Return the head shapes of each chosen site, at the length of the surveyed inputs."""
+    """Return the shapes of each chosen site's heads, with the length of the surveyed inputs."""
     shapes = {}
     for site, call in ((each.site, each.call) for each in reached if each.site in chosen):
         visible, heads = call.visible(), chosen[site] or range(call.query.shape[1])
@@ -327,7 +328,7 @@ def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[
 
 
 def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
-    """Return the properties of a site that notes mention."""
+    """Return which of the properties that notes mention apply to a site."""
     norms, group = call.key.double().norm(dim=-1), int(kernel.parameters.get("group", 1))
     spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
     return {

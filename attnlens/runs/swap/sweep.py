@@ -1,4 +1,4 @@
-"""Swap each head or layer individually and rank the effects on the loss."""
+"""Swap each head or layer individually, and rank them by their effect on the loss."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ CONSTANT = "the same in every head"
 
 @dataclass(frozen=True)
 class SweptMeasures:
-    """The scalar measures of the swept heads."""
+    """Scalar measures of the heads that a sweep swaps."""
 
     values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
-    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, of means over sequences
+    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence of measures that are means of them
     reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
-def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, units: Sequence[Unit]) -> SweptMeasures:
-    """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
+def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, units: Sequence[Unit]) -> SweptMeasures:
+    """Compute the measures of `inspect` for these heads, from one pass over the batches and from the weights."""
     analyzers = registry.select_sweep_analyzers()
     sites = checks.survey_model(loaded, batches.batches[0].inputs).sites
     run = PreparedRun(loaded, settings, analyzers)
@@ -71,8 +71,8 @@ def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, un
     return SweptMeasures(values, windows, reasons | dict.fromkeys(sorted(constant), CONSTANT))
 
 
-def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
-    """Correlate each measure with the harm of the heads, and sort by corrected p; omit diverged heads."""
+def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
+    """Correlate each measure with the heads' harm (rise in loss), and sort by corrected p; omit diverged heads."""
     harm, rises = alone.harms, alone.changed - alone.original
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
@@ -100,7 +100,7 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
     )
 
 
-def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple[float, float], seed: int) -> Predictor:
+def _predictor(name: str, alone: UnitEffects, measures: SweptMeasures, p: tuple[float, float], seed: int) -> Predictor:
     """Correlate one measure with the harm, with intervals over heads, layers and windows."""
 
     def ends(interval: Interval) -> tuple[float, float] | None:
@@ -124,9 +124,9 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
         heads_ci95=ends(over_heads),
         layers_ci95=layers,
         sequences_ci95=windows,
-        p_value=p_values[0],
-        p_corrected=p_values[1],
-        holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
+        p_value=p[0],
+        p_corrected=p[1],
+        holds=p[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
         reasons=reasons if layers else reasons | {"layers_ci95": "all heads belong to one layer"},
         values=[None if math.isnan(number) else number for number in value[alone.order].tolist()],
     )
@@ -135,19 +135,19 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
 Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or None for all
 
 
-def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
-    """List the units that are swapped individually: the chosen layers or heads."""
+def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
+    """List the units to swap individually: the chosen layers or, unless `what` is `layers`, heads."""
     if what == "layers":
         return [(site, None) for site in swaps]
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
 
 
 @dataclass(frozen=True)
-class Alone:
+class UnitEffects:
     """Effects of individually swapped units on each sequence with predictions."""
 
     units: list[Unit]  # the units that were swapped alone
-    original: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
+    original: Float[Tensor, " windows"]  # loss of the original model; 0 if distances are compared
     changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
     rows: list[int]  # indices of these sequences among all evaluated sequences
@@ -156,7 +156,7 @@ class Alone:
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
-        """Mean increase in the loss or distance that each unit causes; NaN if the model diverged."""
+        """Mean increase in loss or distance that swapping each unit causes; NaN if the model diverged."""
         means = (self.changed - self.original).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
 
@@ -166,7 +166,7 @@ class Alone:
         return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
     def effects(self, seed: int) -> list[Effect]:
-        """Return the units' effects by decreasing harm, with paired 95 % intervals; false discovery rate: 5 %."""
+        """Return the units' effects by decreasing harm, with paired 95 % intervals; the false discovery rate is 5 %."""
         finite = self.changed.isfinite().all(1)
         p = torch.full((len(self.units),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
         if self.tested:
@@ -193,8 +193,8 @@ def sweep(
     design: Design,
     progress: Tell,
     keep: Keep = keep_nothing,
-) -> Alone:
-    """Measure the loss with each unit swapped alone, reusing outputs of earlier blocks; `keep` stores each result."""
+) -> UnitEffects:
+    """Measure the loss with each unit swapped alone; reuse outputs of earlier blocks. `keep` stores each result."""
     blocks, task = hooks.blocks(setup.loaded.model, batches[0].inputs), setup.task
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)
@@ -211,7 +211,7 @@ def sweep(
     rows = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
-    return Alone(chosen, torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
+    return UnitEffects(chosen, torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
 
 
 @dataclass
@@ -230,7 +230,7 @@ class SweptBatch:
         return outputs, original, _losses(original, original, self.fed, self.setup.task)
 
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
-        """Compute the loss of each sequence in the original model, and with one head (None: all) of a site swapped."""
+        """Compute each sequence's loss in the original model, and with one head (None: all) of a site swapped."""
         outputs, original, own_losses = self.original
         setup, swap = self.setup, self.setup.swaps[site]
         if head is not None:  # select the head's fitted parameters
@@ -244,7 +244,7 @@ class SweptBatch:
         return {"original": own_losses, "changed": _losses(original, new, self.fed, setup.task)}
 
     def _run(self) -> Tensor:
-        """Return the predictions at scored positions, or the (batch, tokens, d_model) states of a headless model."""
+        """Return the logits at predicted positions, or the states (batch, tokens, d_model) for the task `hidden`."""
         with torch.no_grad():
             result = hooks.forward(self.setup.loaded.model, self.fed.inputs, **output_options(self.setup.task))
         logits = predictions(result, self.fed, self.setup.task)
@@ -252,7 +252,7 @@ class SweptBatch:
 
 
 def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """Compute each sequence's mean loss, or KL(original ‖ new) on noise, or 1 − cosine of states without a head."""
+    """Compute each sequence's mean loss; on noise KL(original ‖ new), and without predictions 1 − cosine of states."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
         # rows can be windows of an image, or hold all images
@@ -267,7 +267,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
 
 
 def _sequence_weights(fed: Fed, task: Task) -> Tensor:
-    """Return each sequence's weight in the mean: its number of predicted tokens (without a head: real tokens), or 1."""
+    """Return each sequence's weight in means: its predicted tokens (real tokens for the task `hidden`), or 1."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
