@@ -1,4 +1,7 @@
-"""Registers the shared fixtures, except in the process of pytest-xdist that runs no tests and need not import torch."""
+"""Registers the shared fixtures, except in the process of pytest-xdist that runs no tests and need not import torch.
+
+That process starts the server behind the commands that tests start, while its workers import and collect.
+"""
 
 import pytest
 
@@ -8,3 +11,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import shared_fixtures
 
         config.pluginmanager.register(shared_fixtures)
+    else:
+        import forkserver
+
+        forkserver.start_for_workers()

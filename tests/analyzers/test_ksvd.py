@@ -171,6 +171,7 @@ def test_values_are_passed_without_copying_and_selected_with_their_heads():
     assert query_key(random(2, 4, 3), random(2, 4, 3)).select([0]).paired_value is None
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_inspect_measures_a_model_with_errors_over_its_sequences_and_the_overview_is_figure_1(tmp_path):
     report = attnlens.inspect("demo", analyzers="ksvd", windows=3, layers=[0, 1])
     assert report.coverage.without == {}

@@ -203,7 +203,7 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(saved, tmp_path):
 
 def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
     """The same bytes in other folders are the same model on the same text, for check and for compare."""
-    words = ("--windows", "4", "--length", "16", "--source", "tokens", "--no-progress")
+    words = ("--windows", "4", "--length", "16", "--source", "tokens", "--analyzer", "symmetry", "--no-progress")
     for name in ("a", "b"):
         shutil.copytree(DEMO, tmp_path / name, ignore=shutil.ignore_patterns("step*"))
         shutil.copy(DEMO / "text.txt", tmp_path / f"{name}.txt")

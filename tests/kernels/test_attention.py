@@ -63,9 +63,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @every_kernel
 @in_turns
 def test_every_path_and_the_weights_give_the_dense_sum(number, turns):
-    """Plain kernels without per-head maps share their routes, so each takes a third of the cases."""
-    kernel = KERNELS[number]
-    names = list(CASES)[number % 3 :: 3] if turns and number < len(PLAIN) - 3 else list(CASES)
+    """Kernels share their routes: each plain one without per-head maps takes a third of the cases, others half."""
+    kernel, share = KERNELS[number], 3 if number < len(PLAIN) - 3 else 2
+    names = list(CASES)[number % share :: share] if turns else list(CASES)
     narrow = ["causal", "left padding, causal", "right padding", "grouped heads", "decoding"]
     cases = [(name, torch.float64) for name in names]
     cases += [(narrow[at % 5], torch.float32) for at in ((number, number + 2) if turns else range(5))]

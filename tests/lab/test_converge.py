@@ -22,6 +22,7 @@ from attnlens.runs.progress import Interrupted, silent
 from attnlens.runs.series import demo_checkpoints, parse_step
 
 SMALL = {"windows": 2, "length": 32}
+WEIGHTS = {"source": "weights", "analyzers": ["symmetry", "spectrum"], "layers": [0, 1]}
 STEPS = [0, 30, 100, 300, 1000, 3000, 6000]
 
 
@@ -32,7 +33,7 @@ def trajectory(experiment: Experiment, measure: str, layer: int, head: int) -> l
 
 @pytest.fixture(scope="module")
 def of_weights() -> attnlens.Report:
-    return attnlens.converge_checkpoints(source="weights", analyzers=["symmetry", "spectrum"])
+    return attnlens.converge_checkpoints(**WEIGHTS)
 
 
 def test_demos_own_series_has_its_seven_steps(of_weights):
@@ -40,11 +41,11 @@ def test_demos_own_series_has_its_seven_steps(of_weights):
     assert (experiment.name, experiment.axis) == ("training", "training step")
     assert all(curve.steps == STEPS for curve in experiment.curves.values())
     assert (of_weights.command, of_weights.model.id) == ("converge", "demo")
-    assert of_weights.coverage.sentence == "COMPLETE: 32 of 32 heads"
-    assert len([t for t in experiment.trajectories if t.measure == "weights.symmetry"]) == 32
+    assert of_weights.coverage.sentence == "COMPLETE: 16 of 16 heads"
+    assert len([t for t in experiment.trajectories if t.measure == "weights.symmetry"]) == 16
     names = [file.name for file in of_weights.model.files]
     assert names[:2] == ["step-00000/model.safetensors", "step-00030/model.safetensors"]
-    null = attnlens.inspect("demo", source="weights", analyzers=["symmetry"]).summary.median_nulls["weights.symmetry"]
+    null = attnlens.inspect("demo", **WEIGHTS).summary.median_nulls["weights.symmetry"]
     curve = experiment.curves["weights.symmetry: null"]
     assert experiment.null("weights.symmetry") == curve
     assert experiment.null("tokens.entropy") is None
@@ -57,7 +58,7 @@ def test_demos_own_series_has_its_seven_steps(of_weights):
 def test_each_checkpoint_reads_what_inspect_reads_of_it_alone(of_weights):
     (experiment,) = of_weights.experiments
     for place, step in ((2, 100), (5, 3000)):
-        alone = attnlens.inspect(checkpoint(step), source="weights", analyzers=["symmetry", "spectrum"])
+        alone = attnlens.inspect(checkpoint(step), **WEIGHTS)
         for measure in ("weights.symmetry", "weights.effective_rank"):
             for head in alone.heads:
                 assert trajectory(experiment, measure, head.layer, head.head)[place] == head.measures[measure].value

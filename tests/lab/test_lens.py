@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from hostile import refused
 from loaded import BARE
@@ -9,14 +10,17 @@ from loaded import BARE
 import attnlens
 from attnlens.errors import UsageError
 
-SMALL = {"windows": 2, "length": 16, "layers": [1]}
+SMALL = {"windows": 2, "length": 16, "layers": [1], "analyzers": ["symmetry"]}
 
 
 def test_methods_return_what_the_functions_return(demo):
     lens = attnlens.Lens("demo")
-    first, second = (run(analyzers=["symmetry"], **SMALL) for run in (lens.inspect, partial(attnlens.inspect, demo)))
+    first, second = (run(**SMALL) for run in (lens.inspect, partial(attnlens.inspect, demo)))
     assert first.heads == second.heads
-    first, second = (run("linear", **SMALL, **BARE) for run in (lens.swap, partial(attnlens.swap_kernel, demo)))
+    first, second = (
+        run("linear", windows=2, length=16, layers=[1], **BARE)
+        for run in (lens.swap, partial(attnlens.swap_kernel, demo))
+    )
     assert first.swap.loss == second.swap.loss
     other = attnlens.load("demo")
     other.model.transformer.h[1].attn.c_attn.weight.data[:, :16] *= 1.5  # queries of head 0
@@ -35,6 +39,7 @@ def test_a_model_in_memory_is_used_as_it_is(demo):
     refused(UsageError, lambda: attnlens.Lens("demo", devise="cpu"), "Unknown option 'devise'")
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_heads_plot_and_notebook_show_the_report_of_a_plain_inspect(demo, monkeypatch):
     lens = attnlens.Lens(demo)
     assert lens._repr_html_() is None
@@ -47,5 +52,5 @@ def test_heads_plot_and_notebook_show_the_report_of_a_plain_inspect(demo, monkey
     assert report.findings[0].answer in shown
     assert "<script" not in shown
     assert "data:image/" in shown
-    ranked = lens.ranks("loss:50%", windows=2, length=16, layers=[1], generate=0)
+    ranked = lens.ranks("loss:50%", latents="group=1", windows=2, length=16, layers=[1], generate=0)
     assert ranked.plan.budget == 0.5

@@ -531,6 +531,7 @@ def test_generation_needs_no_cache():
     assert causal.generate(torch.full((1, 4), 5), max_new_tokens=2, min_new_tokens=2).shape == (1, 6)
 
 
+@pytest.mark.full
 def test_the_module_needs_no_transformers():
     script = "import sys; from attnlens.lab.primal import PrimalAttention; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

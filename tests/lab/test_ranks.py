@@ -324,7 +324,7 @@ def test_rises_are_those_of_a_loop_over_windows(demo, report):
 def test_the_promising_part_chooses_nothing_and_a_larger_budget_buys_smaller_ranks(demo):
     fitting, choosing, promising = cut_parts(demo)
     first, other, swapped, of_less = (
-        budgeting(demo, layers=[0, 2]).choose(fitting, *parts, Budget("loss", share))
+        budgeting(demo, layers=[2]).choose(fitting, *parts, Budget("loss", share))
         for *parts, share in (
             (choosing, promising, 0.02),
             (choosing, fitting, 0.02),

@@ -34,20 +34,32 @@ def few():
 
 
 @pytest.fixture(scope="module")
-def report(demo):
-    """A plan for three of the heads of two layers; the search of one form reports its progress to the end."""
-    counts = []
-    note = lambda stage, *at: counts.append(at) if stage == "budget" else None  # noqa: E731
+def search_of_one_form(demo):
+    """A search for three of the heads of two layers: its report, the plans given before it, and its stages.
+
+    Each stage is a name, (done, total), and the number of plans given until then.
+    """
+    given, stages = [], []
     options = {"latents": "group=1", "budget": "loss:2%", "layers": [0, 2], "heads": [1, 4, 5]}
-    report = attnlens.find_ranks(demo, progress=note, **options, **READ)
-    assert counts[0][0] == 0
-    assert counts[-1][0] == counts[-1][1]
-    return report
+    note = lambda stage, *at: stages.append((stage, at, len(given)))  # noqa: E731
+    report = rank_work(demo, RanksRequest(**options, **READ), note, given.append).finish()
+    return report, given, stages
+
+
+@pytest.fixture(scope="module")
+def report(search_of_one_form):
+    return search_of_one_form[0]
 
 
 @pytest.fixture(scope="module")
 def plan(report):
     return report.plan
+
+
+def test_the_search_of_one_form_reports_its_progress_to_the_end(search_of_one_form):
+    counts = [at for stage, at, _ in search_of_one_form[2] if stage == "budget"]
+    assert counts[0][0] == 0
+    assert counts[-1][0] == counts[-1][1]
 
 
 def changed(plan, at=0, **update):
@@ -257,18 +269,16 @@ def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys)
     assert (tmp_path / "plan.json").read_bytes() == content
 
 
-def test_the_plan_is_given_as_soon_as_the_ranks_are_chosen(demo, report):
-    given, stages = [], []
-    options = {"latents": "group=1", "budget": "loss:2%", "layers": [0, 2], "heads": [1, 4, 5]}
-    note = lambda stage, *_: stages.append((stage, len(given)))  # noqa: E731
-    final = rank_work(demo, RanksRequest(**options, **READ), note, given.append).finish()
-    (early,) = given
-    assert early.ranks == final.plan.ranks == report.plan.ranks
+def test_the_plan_is_given_as_soon_as_the_ranks_are_chosen(demo, search_of_one_form):
+    final, (early,), stages = search_of_one_form
+    assert early.ranks == final.plan.ranks
     assert early.measured is None
     assert "not yet measured" in early.reasons["measured"]
     assert final.plan.measured is not None
     assert "measured" not in final.plan.reasons
-    assert ("compare", 0) in stages, "the later stage is announced before the ranks are chosen"
+    assert ("compare", 0) in [(stage, plans) for stage, _, plans in stages], (
+        "the later stage is announced before the ranks are chosen"
+    )
     assert apply(demo, early).plan.ranks == early.ranks
 
 

@@ -120,7 +120,7 @@ def test_an_adapter_is_merged_as_by_hand(kind, bases, tmp_path):
     name = f"{paths[0]}.weight"
     control = weights(by_hand(tmp_path / "control", base, tensors, dict.fromkeys(paths, 1.0)))
     assert not torch.allclose(control[name], loaded.model.get_parameter(name))
-    adapted, plain, before = (attnlens.inspect(m, source="weights") for m in (loaded, expected, base))
+    adapted, plain, before = (attnlens.inspect(m, **SYMMETRY) for m in (loaded, expected, base))
     assert before.model.adapter is None
     assert not any(name.startswith("adapter") for name in before.measure_names())
     assert all(measure.base is None for head in before.heads for measure in head.measures.values())

@@ -20,6 +20,9 @@ from attnlens.report.sections.checked import site_checks
 from attnlens.report.shapes import Shapes
 from attnlens.runs.doctor import TOLERANCE, check_sites
 
+ONE = {"backends": ["eager"]}
+"""Other backends are compared in test_doctor_backends."""
+
 
 def examined(name):
     """The checks of each site of a tiny model, without and with padding."""
@@ -73,7 +76,7 @@ def test_heads_in_another_order_and_a_dropped_rotation_are_found(monkeypatch):
 
 def test_only_the_chosen_sites_and_heads_are_checked(demo, monkeypatch):
     options = {"windows": 3, "length": 16, "pack": False, "layers": [1, 3], "heads": [0, 5]}
-    report = attnlens.doctor(demo, **options)
+    report = attnlens.doctor(demo, **options, **ONE)
     assert [check.site for check in report.doctor] == ["transformer.h.1.attn", "transformer.h.3.attn"]
     assert {(check.passed, check.heads) for check in report.doctor} == {(True, 2)}
     assert (report.coverage.sites, report.coverage.heads) == (2, 4)
@@ -82,12 +85,12 @@ def test_only_the_chosen_sites_and_heads_are_checked(demo, monkeypatch):
         refused(UsageError, lambda wrong=wrong: attnlens.doctor(demo, **wrong), "The model lacks")
     patch_queries(monkeypatch, lambda query: torch.cat([query[:2], 2 * query[2:3], query[3:]]))
     for heads, passed in (([0, 1], True), ([1, 2], False)):
-        assert attnlens.doctor(demo, heads=heads, layers=[0], length=16).doctor[0].passed is passed
+        assert attnlens.doctor(demo, heads=heads, layers=[0], length=16, **ONE).doctor[0].passed is passed
 
 
 def test_the_model_is_loaded_or_copied_in_float64_unless_another_type_is_requested(demo, tmp_path):
-    assert attnlens.doctor("demo", layers=[0], length=16, dtype="float32").settings.dtype == "float32"
-    report = attnlens.doctor(demo, layers=[0], length=16)
+    assert attnlens.doctor("demo", layers=[0], length=16, dtype="float32", **ONE).settings.dtype == "float32"
+    report = attnlens.doctor(demo, layers=[0], length=16, **ONE)
     assert (report.settings.dtype, demo.model.dtype) == ("float64", torch.float32)
     assert report.doctor[0].weights_error < 1e-12
     upcasting = tiny.gpt2(reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
@@ -95,14 +98,14 @@ def test_the_model_is_loaded_or_copied_in_float64_unless_another_type_is_request
         torch.nn.init.normal_(block.attn.c_attn.weight, std=0.3)
     upcasting.save_pretrained(tmp_path)
     for dtype in ("float64", "float32"):
-        checks = attnlens.doctor(tmp_path, length=8, dtype=dtype).doctor
+        checks = attnlens.doctor(tmp_path, length=8, dtype=dtype, **ONE).doctor
         assert len(checks) == 2
         assert all(check.passed and check.weights_error is not None for check in checks)
 
 
 def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_float32(demo, monkeypatch):
     fsmt = loaded(model_types.build("fsmt"), tiny.tokenizer("roberta"))
-    report = attnlens.doctor(fsmt, length=8, layers=[0])
+    report = attnlens.doctor(fsmt, length=8, layers=[0], **ONE)
     assert (report.summary.verdict, report.settings.dtype) == ("agrees", "float32")
     (note,) = (note for note in report.settings.notes if "float32" in note)
     assert note.startswith("Computed in float32, whose rounding counts as error, because in float64: ")
@@ -110,7 +113,7 @@ def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_flo
     assert any(note in section.notes for section in site_checks(Shapes(report), "terminal")), "shown with the table"
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
     # EoMT passes float32 masks to torch's attention, which misreads them for queries in float64
-    eomt = attnlens.doctor(loaded(model_types.build("eomt")), layers=[0])
+    eomt = attnlens.doctor(loaded(model_types.build("eomt")), layers=[0], **ONE)
     assert eomt.summary.verdict != "differs"
     assert "because in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
 
@@ -123,23 +126,24 @@ def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_flo
 
 
 def test_doctor_gives_a_verdict_on_each_site_and_on_the_model(tmp_path):
-    whole = attnlens.doctor(family("llama"), length=8)
+    whole = attnlens.doctor(family("llama"), length=8, **ONE)
     assert {check.verdict for check in whole.doctor} == {whole.summary.verdict} == {"agrees"}
     assert not any("float32" in note for note in whole.settings.notes)
     hunyuan, tokenizer = model_types.build("hunyuan_v1_dense"), tiny.tokenizer("roberta")
-    partly = attnlens.doctor(loaded(hunyuan, tokenizer), length=8)
+    partly = attnlens.doctor(loaded(hunyuan, tokenizer), length=8, **ONE)
     assert {check.verdict for check in partly.doctor} == {partly.summary.verdict} == {"partly checked"}
     assert not partly.coverage.complete
     assert "without weights.*" in partly.coverage.sentence
-    other = attnlens.doctor(loaded(model_types.build("paligemma"), tokenizer), length=8)
+    other = attnlens.doctor(loaded(model_types.build("paligemma"), tokenizer), length=8, **ONE)
     assert {check.verdict for check in other.doctor} == {"not checked"}
     assert all("eager attention changes" in check.reason for check in other.doctor)
     assert (other.coverage.analysed, other.summary.verdict) == (0, "partly checked")
     assert other.summary.identity_error < 1e-5
     for part in (hunyuan, tokenizer):
         part.save_pretrained(tmp_path)
+    options = "--layers", "0", "--length", "8", "--backends", "eager", "--no-progress"
     for words, code in (((tmp_path,), 0), ((tmp_path, "--strict"), 3), (("demo", "--strict"), 0)):
-        assert invoke("doctor", *words, "--length", "8", "--no-progress").returncode == code, words
+        assert invoke("doctor", *words, *options).returncode == code, words
 
 
 def test_outputs_that_are_infinite_in_both_passes_are_equal():

@@ -169,9 +169,10 @@ def test_padding_never_enters_a_statistic(name, demo, tmp_path):
     """Padded queries of a decoder see the encoder's tokens all the same; only the inputs tell that they are padding."""
     path, model = tmp_path / "lines.txt", demo if name == "demo" else family(name)
     path.write_text("in the beginning was the word.\njesus wept.\nand it was so.\nlet there be light.\n")
-    padded, alone = (
-        attnlens.inspect(model, source="tokens", text=path, pack=False, batch_size=size) for size in (4, 1)
+    options = {"source": "tokens", "text": path, "pack": False} | (
+        {} if name == "demo" else {"analyzers": ["spectrum"]}
     )
+    padded, alone = (attnlens.inspect(model, **options, batch_size=size) for size in (4, 1))
     names = [ENTROPY, "tokens.max_weight"] if name != "demo" else padded.measure_names()
     for together, single in zip(padded.windows.rows(), alone.windows.rows(), strict=True):
         assert together.keys() == single.keys(), "values that are NaN are left out"
@@ -304,7 +305,7 @@ def test_a_config_with_which_the_model_can_not_run_is_refused(tmp_path):
 
 
 def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(tmp_path):
-    read = lambda: attnlens.inspect(tmp_path, source="weights", length=4).coverage  # noqa: E731
+    read = lambda: attnlens.inspect(tmp_path, source="weights", analyzers=["symmetry"], length=4).coverage  # noqa: E731
     for name, field, layer in (("gpt2", "n_layer", "transformer.h.1"), ("bert", "num_hidden_layers", "layer.1")):
         families.build(name).save_pretrained(tmp_path)
         assert read().complete
@@ -358,7 +359,7 @@ def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
 
 
 def test_settings_describe_what_was_read(demo, tmp_path):
-    alone = attnlens.inspect(demo, source="weights", length=16).settings
+    alone = attnlens.inspect(demo, source="weights", analyzers=["symmetry"], layers=[0], length=16).settings
     assert (alone.text, alone.windows, alone.pack, alone.length) == (None, None, None, 16)
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
     report = attnlens.inspect(demo, text=tmp_path / "lines.txt", pack=False, **TOKENS | {"length": 40})
@@ -393,6 +394,7 @@ def test_several_texts_have_rows_of_their_own_and_their_spread(demo, tmp_path):
     assert [text.reasons for text in uneven.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_one_window_has_no_error_and_the_reason_is_shown(demo):
     report, reason = attnlens.inspect(demo, layers=[0], windows=1, **TOKENS), "one window has no spread"
     measure = report.heads[0].measures[ENTROPY]
@@ -408,8 +410,9 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
         if stage == "tokens" and done >= 4:
             raise KeyboardInterrupt
 
+    read = {"source": "tokens", "analyzers": ["spectrum"], "windows": 8, "batch_size": 2, "length": 16}
     with pytest.raises(Interrupted) as stopped:
-        attnlens.inspect(demo, windows=8, batch_size=2, length=16, progress=stop)
+        attnlens.inspect(demo, **read, progress=stop)
     report = stopped.value.report
     assert (report.settings.windows, report.heads[0].measures[ENTROPY].n) == (4, 4)
     missing = "without 4 of 8 sequences, because the run was interrupted"
@@ -418,7 +421,7 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
 
 def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
     bare = replace(demo, tokenizer=None, tokenizer_problem="its files are missing")
-    coverage = attnlens.inspect(bare, length=16).coverage
+    coverage = attnlens.inspect(bare, length=16, analyzers=["symmetry"]).coverage
     why = "because this model has no usable tokenizer: its files are missing"
     assert coverage.sentence == f"PARTIAL: 32 of 32 heads, without tokens.*, {why}"
     assert (coverage.analysed, coverage.without, coverage.complete) == (32, {"tokens": 32}, False)
@@ -528,8 +531,9 @@ def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
     assert len(call().inspection.attention) == 32
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_the_program_writes_attention_rows_and_draws_them(tmp_path):
-    options = "--layers", "0", "--windows", "2", "--length", "16", "--no-progress", "-q"
+    options = "--layers", "0", "--analyzer", "symmetry", "--windows", "2", "--length", "16", "--no-progress", "-q"
     files = "--json", tmp_path / "r.json", "--html", tmp_path / "r.html"
     done = invoke("inspect", "demo", "--show", "attention", *options, *files)
     assert done.returncode == 0, done.stderr

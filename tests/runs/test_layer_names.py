@@ -21,11 +21,12 @@ from attnlens.requests import head, layer_list
 from attnlens.runs.swap.pipeline import swap_kernel
 
 SHALLOW = {"windows": 2, "length": 8}
+SYMMETRY = {"source": "weights", "analyzers": ["symmetry"]}
 
 
 @pytest.fixture(scope="module")
 def whisper():
-    return attnlens.inspect(family("whisper"), source="weights")
+    return attnlens.inspect(family("whisper"), **SYMMETRY)
 
 
 @pytest.mark.parametrize("name", ["whisper", "bart", "t5"])
@@ -44,7 +45,7 @@ def test_each_part_is_numbered_by_the_models_own_modules(name):
 def test_a_model_with_one_part_keeps_plain_numbers(name):
     sites = sites_of(families.build(name), families.inputs(name, families.build(name)))
     assert [site.layer_name for site in sites] == [str(site.layer) for site in sites]
-    report = attnlens.inspect(family(name), source="weights")
+    report = attnlens.inspect(family(name), **SYMMETRY)
     assert report.model.layer_names == []
     assert report.model.layer_name(1) == "1"
 
@@ -64,16 +65,16 @@ def test_gaps_in_the_models_numbers_stay_and_ambiguous_paths_are_counted():
 
 
 def test_options_select_a_layer_of_one_part_or_of_each(whisper):
-    one = attnlens.inspect(family("whisper"), source="weights", layers="decoder.1")
+    one = attnlens.inspect(family("whisper"), **SYMMETRY, layers="decoder.1")
     assert {(h.part, one.model.layer_name(h.layer)) for h in one.heads} == {("decoder", "decoder.1")}
     expected = [h for h in whisper.heads if h.part == "decoder" and whisper.model.layer_name(h.layer) == "decoder.1"]
     assert [h.measures["weights.symmetry"].value for h in one.heads] == pytest.approx(
         [h.measures["weights.symmetry"].value for h in expected]
     )
-    each = attnlens.inspect(family("whisper"), source="weights", layers=[1])
+    each = attnlens.inspect(family("whisper"), **SYMMETRY, layers=[1])
     assert {each.model.layer_name(h.layer) for h in each.heads} == {"encoder.1", "decoder.1", "cross.1"}
     with pytest.raises(UsageError, match=r"The model lacks layer decoder\.9") as refused:
-        attnlens.inspect(family("whisper"), source="weights", layers="decoder.9")
+        attnlens.inspect(family("whisper"), **SYMMETRY, layers="decoder.9")
     assert "encoder.0 to encoder.1" in refused.value.remedy
     assert "cross.0 to cross.1" in refused.value.remedy
 
@@ -97,6 +98,7 @@ def test_rules_select_layers_within_their_part(whisper):
         parse_condition("min > 0 @layers middle.1")
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_every_rendering_shows_the_names(whisper):
     names = list(dict.fromkeys(whisper.model.layer_name(h.layer) for h in whisper.heads))
     assert sorted(names) == [f"{part}.{layer}" for part in ("cross", "decoder", "encoder") for layer in (0, 1)]

@@ -67,6 +67,8 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
+SHARED = "ATTNLENS_TESTS_SERVER"
+"""Variable with the folder of the server that another process started for this one."""
 _folder: list[Path] = []
 
 
@@ -112,20 +114,32 @@ def run(
 def commands() -> Path:
     """A folder with the commands `attnlens` and `python`, behind which this test process's server runs."""
     if not _folder:
-        folder = Path(tempfile.mkdtemp(prefix="attnlens-tests-"))
-        command = [sys.executable, __file__, str(folder / "socket")]
-        server = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        atexit.register(server.kill)
+        folder = Path(os.environ[SHARED]) if SHARED in os.environ else start()
+        deadline = time.monotonic() + 120
         while not (folder / "ready").exists():
-            assert server.poll() is None, "the server broke down"
+            assert time.monotonic() < deadline, "the server broke down"
             time.sleep(0.05)
-        for name, words in CLIENTS.items():
-            client = folder / name
-            client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket"), words=words))
-            client.chmod(0o755)
         _folder.append(folder)
     return _folder[0]
+
+
+def start() -> Path:
+    """Start a server, which ends with this process, and return its folder. It can answer when `ready` exists there."""
+    folder = Path(tempfile.mkdtemp(prefix="attnlens-tests-"))
+    for name, words in CLIENTS.items():
+        client = folder / name
+        client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket"), words=words))
+        client.chmod(0o755)
+    command, env = [sys.executable, __file__, str(folder / "socket")], _environment() | {"XDG_CACHE_HOME": str(folder)}
+    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.kill)
+    return folder
+
+
+def start_for_workers() -> None:
+    """Start a server for the processes of pytest-xdist that this process will start."""
+    os.environ[SHARED] = str(start())
 
 
 @contextmanager

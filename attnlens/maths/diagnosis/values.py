@@ -258,6 +258,7 @@ def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
 
 
 LARGEST = 32  # numbers of a float8 type that the largest value of a group is tried as
+AT_ONCE = 1 << 16  # values in a tensor that tries several of these numbers at once
 
 
 def propose_float8(pair: Pair) -> Iterator[Fit]:
@@ -289,11 +290,12 @@ def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacin
     numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
     most = values.abs().amax(1, keepdim=True).clamp(min=TINY)
     factors = torch.full_like(most, torch.nan)
-    for number in numbers.tolist():
-        codes = (values * (number / most)).to(kind).double()
-        fitted = (codes * values).sum(1, keepdim=True) / codes.square().sum(1, keepdim=True).clamp(min=TINY)
-        exact = ((values - codes * fitted).abs() <= spacing * values.abs()).all(1, keepdim=True)
-        factors = torch.where(factors.isnan() & exact, fitted, factors)
+    for tried in torch.split(numbers, max(1, AT_ONCE // max(1, values.numel()))):
+        codes = (values * (tried[:, None, None] / most)).to(kind).double()
+        fitted = (codes * values).sum(2, keepdim=True) / codes.square().sum(2, keepdim=True).clamp(min=TINY)
+        exact = ((values - codes * fitted).abs() <= spacing * values.abs()).all(2, keepdim=True)
+        first = fitted.gather(0, exact.int().argmax(0, keepdim=True))[0]
+        factors = torch.where(factors.isnan() & exact.any(0), first, factors)
     return None if bool(factors.isnan().any()) else factors
 
 
