@@ -19,7 +19,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
 from attnlens.models.weights.probe import Maps
 from attnlens.records import Call, Site
-from attnlens.runs.swap.fit import turns
+from attnlens.runs.swap.fit import find_turns
 
 Sides = tuple[Tensor, Tensor]
 """A and B, each (latents, size, size), the leading directions first."""
@@ -148,7 +148,7 @@ def read_sites(loaded: Loaded, sites: Sequence[Site], fed: Sequence[Fed]) -> dic
     first, window = (
         list(hooks.survey(loaded.model, texts.placeholder(loaded, length, 0).batches[0].inputs)) for length in (1, 2)
     )
-    rotations = turns(loaded, list(sites))
+    rotations = find_turns(loaded, list(sites))
     rotated: Mapping[Site, Turn | None] = {
         site: None if isinstance(turn, str) else turn for site, turn in rotations.items()
     }

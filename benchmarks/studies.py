@@ -20,7 +20,7 @@ from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.runs.swap.sites import SwapSetup
-from attnlens.runs.swap.sweep import sweep, units
+from attnlens.runs.swap.sweep import list_units, sweep
 
 if TYPE_CHECKING:
     from attnlens.report.report import Report
@@ -88,7 +88,7 @@ def measure_harms(loaded: loading.Loaded, batches: texts.Batches, words: str) ->
     captures = hooks.survey(loaded.model, batches.batches[0].inputs)
     sites = tuple(item.site for item in captures)
     swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in sites}
-    head_units = units(swaps, "heads", {item.site: item.call.query.shape[1] for item in captures})
+    head_units = list_units(swaps, "heads", {item.site: item.call.query.shape[1] for item in captures})
     setup = SwapSetup(loaded, sites, swaps, task)
     blocks = zip(feed(loaded, batches, task, seed=0), batches, strict=True)
     rows = [sweep(setup, head_units, [fed], Design.plain(item.size), lambda _: None).harms for fed, item in blocks]

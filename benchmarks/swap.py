@@ -164,12 +164,12 @@ def compare_sweep(
     from attnlens.models.texts import Batch, Batches
     from attnlens.models.texts.targets import feed, task_of
     from attnlens.runs.swap.sites import SwapSetup
-    from attnlens.runs.swap.sweep import sweep, units
+    from attnlens.runs.swap.sweep import list_units, sweep
 
     task = task_of(loaded.model)
     short = {name: value[:2, :128] for name, value in inputs.items()}
     fed = feed(loaded, Batches((Batch(short, ()),), 2, 128, texts=(), unknown={}), task, seed=0)
-    chosen = units(swaps, "layers", {})
+    chosen = list_units(swaps, "layers", {})
     start = time.perf_counter()
     design = Design.plain(sum(len(batch.inputs["input_ids"]) for batch in fed))
     sweep(SwapSetup(loaded, sites, swaps, task), chosen, fed, design, lambda _done: None)

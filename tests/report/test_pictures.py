@@ -146,7 +146,7 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
         "bert-base-uncased · BertForMaskedLM · 110 M parameters",
         "4 layers × 4 heads · COMPLETE: 16 of 16 heads",
     )
-    assert "7 sequences; heads' median se 0.0" in panel(shapes, "tokens.entropy").texts[-1].get_text()
+    assert "7 inputs; median standard error 0.0" in panel(shapes, "tokens.entropy").texts[-1].get_text()
     readings = shapes.readings
     marked = {name: "mark on the colour bar" in maps.full_caption(shapes, readings[name]) for name in readings}
     assert marked == {name: each.null is not None for name, each in readings.items()}

@@ -60,7 +60,7 @@ PIECES: dict[str, tuple[Any, str, str]] = {
     "converge": (Series, "read_unit", UNITS),
     "sweep": (SweptBatch, "losses", "*/*/batch-*.safetensors"),
     "heal": (Descent, "advance", "*/*/heal-*.safetensors"),
-    "budget": (search, "losses", "*/*/losses-on-*.safetensors"),
+    "budget": (search, "measure_losses", "*/*/losses-on-*.safetensors"),
 }
 """The function that is called for each piece of work, and the files of pieces."""
 CONTINUING = "heal and continue"

@@ -107,16 +107,16 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def short_caption(reading: MeasureMap) -> str:
-    """Format the null as mean ± sd, or the error with the number of sequences, on one line."""
+    """Format the null as mean ± sd, or the error with the number of inputs, on one line."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         mean, sd = (style.typeset(number, decimals) for number in reading.null)
-        return f"null {mean} ± {sd} (mean ± sd)"
+        return f"chance {mean} ± {sd} (mean ± sd of one head)"
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
-        sequences = join_items(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
-        texts.append(f"{sequences} sequences; heads' median se {short(reading.error)}")
+        inputs = join_items(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
+        texts.append(f"{inputs} inputs; median standard error {short(reading.error)}")
     return "; ".join(texts)
 
 
@@ -468,7 +468,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
         axes.fill_betweenx(ends, left, right, step="post", color=colour, label=label, linewidth=0)
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
-    axes.set_xlabel("share, one line per head")
+    axes.set_xlabel("share (heads sorted within layers)")
     label_layers(axes, shapes.layer_numbers, shapes.parts)
     style.legend_above(axes, 56, handlelength=0.8)
 
