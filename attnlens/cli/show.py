@@ -184,7 +184,7 @@ def progress(*, shown: bool, options: Collection[str] = ()) -> Iterator[ReportPr
 
 
 class Pace:
-    """Steps done in a stage and when, from which the time left is estimated."""
+    """Record of a stage's progress over time, used to estimate the time left."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, int]] = []  # seconds and steps done: before the first step, after it, and later
@@ -195,7 +195,7 @@ class Pace:
         return time.monotonic() - self.reports[0][0]
 
     def add(self, done: int) -> None:
-        """Add a report; of reports before the first step, keep the last, because some stages are announced early."""
+        """Add a report. Before the first step, keep only the latest, because some stages are announced early."""
         now = time.monotonic()
         if not self.reports or done <= self.reports[0][1]:
             self.reports = [(now, done)]
@@ -203,7 +203,7 @@ class Pace:
             self.reports.append((now, done))
 
     def forecast(self, remaining: int) -> list[float]:
-        """Estimate the seconds that the remaining steps take: from all steps so far, and from each half of the time.
+        """Estimate the seconds left in three ways: from the pace so far, and from the pace in each half of the time.
 
         The first step is left out, because it may include costs that occur once. Return [] if fewer than two steps
         followed it, or if the estimates differ by more than a factor of AGREEMENT.

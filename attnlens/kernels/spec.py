@@ -233,7 +233,7 @@ def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Compute log|x| in float32 or better. |x| is at least the smallest normal number, so a row of zeros is uniform."""
+    """Compute log|x| in float32 or better; clamp |x| to the smallest normal number, so that zeros get equal weights."""
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 

@@ -241,7 +241,7 @@ def _integers(what: str, value: object) -> list[int]:
 
 
 def _integer(value: object) -> int | None:
-    """Return an integer of Python or numpy as an int; for anything else, including a bool, return None."""
+    """Return a Python or numpy integer as an int; return None for anything else, including a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -305,7 +305,7 @@ AnalyzerNames = Annotated[tuple[str, ...], checks(_analyzers)]
 Numbers = Annotated[list[int], checks(numbers)]  # Numbers of heads
 Layers = Annotated[list[int | str], checks(layer_list)]  # Layers as numbers, or with their part: `decoder.2`
 Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]
-"""Whole number, of Python or numpy."""
+"""Whole number (a Python or numpy integer)."""
 Place = Annotated[str, checks(path)] | None  # Path, or another name of a location
 FilePlace = Annotated[str, checks(_place)] | None
 FolderPlace = Annotated[str, checks(folder)] | None

@@ -223,7 +223,7 @@ class Feeding(Loading):
         python_only=True,
     )
     length: Whole | None = input_option("Tokens per window.", least=2, shown=f"{LENGTH}, or the model's limit if lower")
-    windows: Whole = input_option(f"{WINDOWS_HELP} Four times as many halve standard errors.", WINDOWS, least=1)
+    windows: Whole = input_option(f"{WINDOWS_HELP} Quadrupling it halves the standard errors.", WINDOWS, least=1)
     batch_size: Whole = work_option("Number of sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"

@@ -151,7 +151,7 @@ def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -
 
 
 def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Iterator[str]:
-    """Yield the notes on the windows that readers need, one sentence each."""
+    """Yield what a reader of the report must know about its windows, one sentence each."""
     yield from inputs.notes
     yield from texts.foreign_notes(inputs.unknown)
     if inputs.left_out:

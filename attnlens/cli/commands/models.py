@@ -75,8 +75,8 @@ JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per sit
     opt.MODEL | JUNIT | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS
 )
 def doctor(context: typer.Context) -> None:
-    """Verify that attnlens reads attention as this model computes it, and that its attention backends and masks agree;
-    exit 2 if anything differs."""
+    """Verify that attnlens reads a model's attention exactly, that the model's attention backends agree, and that its
+    masks are right; exit 2 if anything differs."""
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 WHAT = opt.argument("what", "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", shown="the first three")
 EXPLAINED = opt.argument(
-    "name", "A measure, curve, distance or kernel of `attnlens list`, or a term of the screens.", list[str], "NAME"
+    "name",
+    "A measure, curve, distance or kernel (see `attnlens list`), or a term used in the output.",
+    list[str],
+    "NAME",
 )
 SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 

@@ -261,7 +261,7 @@ def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Return the step of W_V and W_O in another basis, or scaled: harmless if no tensor acts between them."""
+    """Build the step that rescales W_V and W_O or changes their basis: harmless if no tensor acts between them."""
     factors = [float(basis.diagonal().mean()) for basis in bases]
     same = max(factors) - min(factors) <= CLOSE * abs(factors[0])
     unit = [factors[0] * torch.eye(len(basis)).to(basis) for basis in bases]

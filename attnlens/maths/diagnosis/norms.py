@@ -53,7 +53,7 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 
 
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
-    """Return the axis of the inputs of each matrix that can have inputs of this width.
+    """Return the input axis of each matrix whose input can have this width, by name.
 
     W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
     """

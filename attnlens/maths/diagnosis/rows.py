@@ -182,7 +182,7 @@ SAMPLE = 64  # number of rows that are compared before all rows are matched
 
 
 def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose one order of all rows of W_Q, W_K or both that mixes the heads."""
+    """Propose that the rows of W_Q, W_K or both were permuted across heads."""
     orders: dict[str, Tensor] = {}
     for role in present_roles(first, second, roles=PERMUTED):
         before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]

@@ -245,7 +245,7 @@ def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
 
 
 def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
-    """Yield the first way to group the values of B in which each group has a grid, both sides' groups, and the grid."""
+    """Yield the first grouping of B whose groups all lie on a grid: its name, the groups of A and B, and the grid."""
     if pair.first.dim() < 2:
         return
     for where, first, second in _list_groups(*(_as_rows(part, pair).double() for part in (pair.first, pair.second))):

@@ -380,10 +380,11 @@ class Form:
         return gram if self.query_key.rotation is None else average_rotations(self.query_key.rotation, gram)
 
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
-        """Apply `decompose` to the root R of each matrix; a matrix is given by its Gram matrix and its factors.
+        """Apply `decompose` to a root R of each Gram matrix G, with RᵀR = G.
 
-        R is computed by Cholesky or, if the matrix is ill-conditioned, by QR of the concatenated factors; under
-        rotation, where these are too long, from eigenvalues.
+        Each matrix is a tuple: G, and the factors whose columns, concatenated, have the Gram matrix G. R is computed by
+        Cholesky. If G is ill-conditioned, R is computed by QR of the concatenated factors or, under rotation, because
+        these are then too long, from the eigenvalues of G.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:

@@ -61,7 +61,10 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p of μ_a = μ_b for each of `pairs_of`; NaN if most pairs of its kinds have no spread."""
+        """Return the two-sided p-value of μ_a = μ_b for each pair in `pairs_of`.
+
+        A p-value is NaN if the differences of most pairs of the same two kinds have zero variance.
+        """
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
         variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)

@@ -63,10 +63,12 @@ def check_loaded(
         if name.endswith(PACKED) or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
             scales.append(name)
     if codes or scales:
-        names = f"{format_names(codes)} as {stored[codes[0]].type}" if codes else f"{format_names(scales)} for"
+        what = f"parts of quantised weights ({format_names(scales)})"
+        if codes:
+            what = f"{format_names(codes)} as {stored[codes[0]].type} codes"
         method = configs.quantisation(place)[0]
         reason = f"tensors that {method} needs are missing" if method else "config.json does not describe them"
-        problem = f"{where} stores {names} codes, but {reason}."
+        problem = f"{where} stores {what}, but {reason}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     if mismatched := sorted(loading_info["mismatched_keys"]):
         name, *shapes = mismatched[0]

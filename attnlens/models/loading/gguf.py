@@ -78,7 +78,7 @@ def read_header(path: Path) -> Header:
             raise ModelError(problem, "Convert the model to GGUF again.")
         size = prod(shape) // block * block_size
         if (last := header.data + offset + size) > len(content):
-            problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)}"
+            problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)} bytes"
             raise ModelError(f"{path} is truncated: {problem}.", SAY_AGAIN)
         header.tensors.append(TensorInfo(name, shape, kind, offset, size))
     return header

@@ -86,7 +86,10 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
-    """Add a modality with the checkpoint's processor or with random numbers; if both fail, add only a note."""
+    """Add a modality with the checkpoint's processor or, without one, with random inputs.
+
+    If both fail, add only a note, or raise TextError if the model requires the modality.
+    """
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
         processor = load_processor(model, modality, folder)

@@ -98,7 +98,7 @@ class Changes:
 
     @property
     def own(self) -> set[Place]:
-        """Heads that changed by themselves."""
+        """Heads whose own form or attention changed, not only their inputs."""
         return self.forms | self.local
 
     @classmethod
@@ -233,7 +233,7 @@ DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "K
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return the changes of the first known distance in heads that changed by themselves, largest first."""
+    """Return the changed heads' values of the first of DISTANCES that is nonzero in any of them, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
