@@ -115,7 +115,7 @@ def _describe_problem(error: typer.BadParameter) -> str:
 
 
 def _variable_of(error: typer.BadParameter) -> str:
-    """Return the variable that set the invalid option, in parentheses; empty if no variable set the option."""
+    """Return, in parentheses, the environment variable that set the invalid option; empty if none did."""
     name = getattr(getattr(error, "param", None), "name", None)  # only some of click's errors have a parameter
     if error.ctx is None or name is None:
         return ""

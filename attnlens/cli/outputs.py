@@ -103,10 +103,11 @@ def run_command(
     work: Work,
     options: Collection[str] | None = None,
 ) -> Report:
-    """Check the outputs, run the work, and deliver and return the report; if interrupted, of the finished part.
+    """Check the outputs, run the work, and deliver and return the report.
 
-    `options` are the names of the options that this run accepts, by default the request's fields. Raise OutputError if
-    a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
+    If the user interrupts the work, the report contains the finished part. `options` are the names of the options that
+    this run accepts, by default the request's fields. Raise OutputError if a changed model was not saved. With
+    --strict, exit with PARTLY if parts are missing.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))

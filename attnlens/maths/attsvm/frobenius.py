@@ -91,7 +91,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Answer to the question if a W with u W z ≥ b exists, with its proof.
+    """Whether a W with u W z ≥ b exists, with a proof.
 
     The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
     """
@@ -103,7 +103,7 @@ class Separability:
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:
-    """Decide if any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
+    """Decide whether any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
     `limit` and the errors are those of `solve`.
     """

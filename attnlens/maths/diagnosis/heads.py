@@ -69,7 +69,7 @@ def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> It
 
 
 def _reorder_together(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
-    """Return the step of heads that moved in all matrices: harmless if all other tensors with heads moved too."""
+    """Build the step that moves heads in all matrices: harmless if all other tensors with heads moved too."""
     parts, stayed = _move_heads(first, second, orders)
     names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
     text = f"the heads are in another order, alike in {names}"
@@ -90,7 +90,7 @@ def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
 
 
 def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose another order of heads: harmless if it is the same in W_Q, W_K, W_V and W_O."""
+    """Propose that heads were reordered: harmless if the order is the same in W_Q, W_K, W_V and W_O."""
     roles = [
         r for r in present_roles(first, second) if first.parts[f"{r}.weight"].shape == second.parts[f"{r}.weight"].shape
     ]

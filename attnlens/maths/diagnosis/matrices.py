@@ -245,7 +245,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Return the step of W_Q and W_K in another basis: harmless if it commutes with norms and rotations of q and k."""
+    """Build the step that changes the basis of W_Q and W_K: harmless if it commutes with norms and rotations."""
     text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
     repair = None
     harmless = False

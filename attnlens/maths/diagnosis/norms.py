@@ -71,7 +71,7 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
 
 
 def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
-    """Return the step of a norm folded into `readers`: harmless if all matrices and biases that read it changed.
+    """Build the step that folds a norm into `readers`: harmless if all matrices and biases that read it changed.
 
     `alone` is True if the layer has no other norm that the remaining matrices could read.
     """
@@ -98,7 +98,7 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
 
 
 def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
-    """Return the step of a norm that is folded into `readers`, and still applied."""
+    """Build the step that folds a norm into `readers` although the norm is still applied."""
     names, bias = name_parts([norm]), norm.removesuffix("weight") + "bias"
     unit = {norm: torch.ones_like(first.parts[norm])}
     unit |= {bias: torch.zeros_like(first.parts[bias])} if bias in second.parts else {}

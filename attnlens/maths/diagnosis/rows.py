@@ -123,7 +123,7 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose another order within heads, interleaved, reversed or any: of the rows of W_Q and W_K, or W_V and W_O."""
+    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or permuted otherwise in heads."""
     for roles in SIDES:
         yield from _permuted_rows(first, second, roles)
 
@@ -247,7 +247,7 @@ def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
 
 
 def _same_orders(by_role: dict[str, dict[int, Tensor]], layer: Layer, roles: tuple[str, str]) -> bool:
-    """Return True if the rows of both roles are reordered alike in every head."""
+    """Return True if the rows of both roles have the same order in every head."""
     if set(by_role) != set(roles):
         return False
     heads, kv_heads = (len(layer.parts[f"{role}.weight"]) for role in roles)

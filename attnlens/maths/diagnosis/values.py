@@ -59,7 +59,7 @@ def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bo
 
 
 def _unit_spacing(numbers: Tensor, kind: torch.dtype) -> Tensor:
-    """Return the spacing of a type at these numbers of it; those near 0 (subnormal) are equally spaced."""
+    """Return the spacing of a type's numbers at these values; it is constant near 0 (subnormal numbers)."""
     info = torch.finfo(kind)
     spacing = torch.ldexp(torch.full_like(numbers, info.eps / 2), torch.frexp(numbers)[1])
     return spacing.clamp(min=info.smallest_normal * info.eps)
@@ -303,7 +303,7 @@ COLUMNS = "column by column"
 
 
 def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield both matrices with their values grouped by row, by values in a row, and by column, and the words for it."""
+    """Yield each grouping of values (by row, in groups within rows, by column): its description, and both matrices."""
     for size in GROUPS:
         if not size:
             if second.shape[1] >= LEAST_VALUES:
