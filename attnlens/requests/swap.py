@@ -169,7 +169,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "Also train the same matrices of the original model for comparison, for the same amount (needs `--learn text`)."
+        "Also train the original model for comparison: the same matrices, for the same amount (needs `--learn text`)."
     )
     checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
     eta: float | None = keyword(

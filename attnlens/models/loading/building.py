@@ -63,9 +63,10 @@ def check_loaded(
         if name.endswith(PACKED) or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
             scales.append(name)
     if codes or scales:
-        what = f"parts of quantised weights ({format_names(scales)})"
         if codes:
             what = f"{format_names(codes)} as {stored[codes[0]].type} codes"
+        else:
+            what = f"parts of quantised weights ({format_names(scales)})"
         method = configs.quantisation(place)[0]
         reason = f"tensors that {method} needs are missing" if method else "config.json does not describe them"
         problem = f"{where} stores {what}, but {reason}."
