@@ -110,8 +110,9 @@ def overview() -> str:
     for group, commands in GROUPS.items():
         lines += ["", group]
         for name, question in commands.items():
-            example = next(example for example in EXAMPLES[name] if example.split()[1] == name)
-            lines += [f"  {name:12} {question}", f"{'':15}{example}"]
+            own = next(at for at, example in enumerate(EXAMPLES[name]) if example.split()[1] == name)
+            needed = EXAMPLES[name][: own + 1]  # an example of `compare` needs the model that the one before it saves
+            lines += [f"  {name:12} {question}", *(f"{'':15}{example}" for example in needed)]
     return "\n".join([*lines, "", "attnlens COMMAND -h shows the main options, attnlens COMMAND --help all of them."])
 
 

@@ -96,7 +96,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("converge demo", ("needs --head, --checkpoints or --revisions",)),
     ("explain share_skw", ("Unknown measure or kernel 'share_skw'", "Did you mean")),
     (["explain", "\x1b[31mred"], ("Unknown measure or kernel",)),
-    ("explain effective_rank", ("the name of several measures", "weights.effective_rank, tokens.effective_rank")),
+    ("explain rank90", ("the name of several measures", "weights.rank90, ")),
     # removed names, and keywords of Python
     ("inspect --models a", ("Run the command once per model",)),
     ("inspect --dry-run", ("--windows 2 shortens the run",)),

@@ -166,6 +166,10 @@ def _row_step(
     subject = list_names(subjects) if roles != PERMUTED else f"rows of {names}"
     kind, _, scope = name.partition(" of ")
     words, repair = NAMED.get(kind, ("in another order within heads", None))
+    whole = len(concerned) == len(first.parts["query.weight"])
+    if not whole:  # the repair must not be applied to the other heads
+        which = "this head" if len(concerned) == 1 else "each of these heads"
+        words, repair = words.replace("each head", which), repair and repair.replace("each head", which)
     scope = " (of the coordinates that RoPE rotates)" if scope else ""
     stays = [part for role in by_role for part in (f"{role}.bias", f"{role}.gain") if _stays(part, parts, first)]
     stays += [part for part in tensors_between(first, roles) if _stays(part, parts, first)]
@@ -173,7 +177,6 @@ def _row_step(
     text = f"the {subject} are {words}{scope}{name_unchanged(stays)}"
     if harmless:
         text += ", alike: attention is the same" if roles == PERMUTED else ", alike: attention's output is the same"
-    whole = len(concerned) == len(first.parts["query.weight"])
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
 

@@ -79,7 +79,7 @@ class Hub:
             # `hf download` has the option --revision; it does not understand id@revision
             suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
             problem = f"{self.id}{suffix} is neither a local folder nor in the local cache, and {reason}."
-            remedy = f"Run `hf download {self.id}{option}` with a network connection, or give the path of a folder."
+            remedy = f"Check the path of a folder, or run `hf download {self.id}{option}` with a network connection."
             if get_close_matches(self.id, ["demo"]):
                 remedy = f"Did you mean demo? {remedy}"
             raise ModelError(problem, remedy) from None

@@ -39,7 +39,7 @@ SYNONYMS = {  # Words that users search for → measure
     "psd": "weights.definiteness",
     **dict.fromkeys(("svm", "att-svm"), "selection.svm_cosine"),
     "copying": "weights.positivity",
-    "low rank": "weights.effective_rank",
+    **dict.fromkeys(("low rank", "effective rank", "effective_rank"), "weights.effective_rank"),
 }
 TERMS = {  # Terms of screens and reports → explanation
     "null": "Chance: the values of the same measure for random heads of the same shape (or for random rotations of the "
@@ -53,10 +53,18 @@ TERMS = {  # Terms of screens and reports → explanation
     "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states by how much "
     "the outputs change; a large change means that the queries and keys were not read correctly.",
     "median": "The middle value over all heads of the report that have a value; summary.medians in a report.",
-    "comparison.named": "Number of significant changes that `compare` reported, of comparison.tests.",
+    "comparison.named": "Number of significant changes that `compare` reports: the 30 in `30 of 863 changes are "
+    "significant`. Each is a change of one measure in one head. A rule: 'comparison.named: value == 0'.",
+    "comparison.tests": "Number of changes that `compare` tested, of every measure in every head: the 863 in `30 of "
+    "863 changes are significant`.",
     "swap.loss.delta": "Change of the loss by the kernel, in nats per token: the loss with the kernel minus the "
     "original loss; swap.loss.se is its standard error.",
     "summary.medians": "Median over heads of each measure; in a rule, as summary.medians.tokens.entropy.",
+    "form m": "M = s·W_Q W_Kᵀ, the bilinear form of a head: the score of a query input x and a key input y is xᵀMy, "
+    "plus positions and biases. s is the scale, usually 1/√head_dim.",
+    "complete": "Every site and head of the model, or of the part requested, was read; otherwise the reasons follow.",
+    "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3.",
+    "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
 TERM_SYNONYMS = {
     **dict.fromkeys(("chance", "nulls", "sd"), "null"),
@@ -64,6 +72,8 @@ TERM_SYNONYMS = {
     **dict.fromkeys(("significance", "significantly", "q", "fdr", "p"), "significant"),
     **dict.fromkeys(("length", "placement"), "windows"),
     "medians": "median",
+    **dict.fromkeys(("m", "form", "w_q w_k"), "form m"),
+    **dict.fromkeys(("layer.head", "heads"), "head"),
 }
 NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of the columns that name the rows
 
