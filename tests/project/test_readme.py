@@ -117,8 +117,8 @@ def test_every_python_example_runs(tmp_path):
         (folder := tmp_path / str(number)).mkdir()
         result = python("-c", example, cwd=folder)
         assert result.returncode == 0, page + result.stderr
-        if "print(report, " in example:
-            assert result.stdout.startswith("<Report inspect demo: COMPLETE")
+        if "print(report)" in example:
+            assert result.stdout.startswith("demo · GPT2LMHeadModel")
 
 
 def test_the_readme_is_short_and_leads_to_every_page_as_all_links_lead_to_files():
