@@ -92,7 +92,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Return the MeasureInfo of the measure's value for random queries and keys, which is not identified."""
+    """Build the MeasureInfo of a measure's value for random queries and keys, which is not identified."""
     return replace(
         info,
         name=f"{info.name}_by_chance",

@@ -168,8 +168,8 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular vectors.
 
-    Both K and V are centred over keys, because a near-constant vector could otherwise span K's leading space, in which
-    centred values have no part. `ksvd.share_inside` states the share expected by chance.
+    Both K and V are centred over keys. Otherwise a near-constant vector, to which centred values are almost orthogonal,
+    could span K's leading space. `ksvd.share_inside` states the share expected by chance.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

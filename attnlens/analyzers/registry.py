@@ -1,4 +1,4 @@
-"""Register analyzers by decorators; define their interface and the metadata of measures."""
+"""Registration of analyzers by decorators, their interface, and the metadata of measures."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Analyzer(Named):
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the only measure in sweeps, and its function
 
     def read(self, query_key: QueryKey) -> Readings:
-        """Compute the measures. Raise UsageError if an undeclared measure, or another type or shape is returned."""
+        """Compute the measures; raise UsageError if the function returns an undeclared one or a wrong type or shape."""
         readings, remedy = self.function(query_key), "Return {measure: tensor of shape (…, heads)}; curves add an axis."
         if not isinstance(readings, dict):
             raise UsageError(f"The analyzer {self.name} returns {type(readings).__name__} instead of a dict.", remedy)
@@ -295,6 +295,7 @@ def select_adapter_analyzers(source: Sources) -> list[Analyzer]:
 
 
 def _plain_analyzers() -> list[Analyzer]:
+    """Return the analyzers that are not gatherings."""
     return [entry for entry in list_analyzers() if isinstance(entry, Analyzer)]
 
 
@@ -304,7 +305,7 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def measure_sources() -> dict[str, Source]:
-    """Return the source of every measure and curve, which some names do not contain (`ksvd.rank90` reads tokens)."""
+    """Return the source of every measure and curve; some names do not contain it (`ksvd.rank90` reads tokens)."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 

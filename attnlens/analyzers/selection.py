@@ -127,6 +127,7 @@ def qualify_name(what: str, space: Space) -> str:
 
 
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
+    """Build the MeasureInfo of a measure in one space, with the space's symbols in its texts."""
     texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in SPACE_MEASURES) * SPACES.index(space)
     name, series = qualify_name(info.name, space), info.series and info.series + behind
@@ -159,7 +160,7 @@ class StoredSequence:
     """The parts of one sequence that a Selector stores."""
 
     sequence: int  # index of the sequence among the inputs
-    query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs with a 1, (1, n, d_model + 1)
+    query: Float[Tensor, "heads queries head_dim"]  # queries; or the inputs and a 1, (1, n, d_model + 1)
     key: Float[Tensor, "kv_heads keys head_dim"]  # keys; or the module's inputs with a 1
     copies: tuple[Int[Tensor, "queries keys"], ...]  # results of count_copies, one per mask and key head
     place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by the head's number
@@ -220,13 +221,13 @@ class Selector:
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Solve one head's problem in the first space; return the reason if there is no result."""
+        """Compare one head with its SVM in the first space; return the reason if there is no result."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
-        """Return the parts of the sequence from which the heads' problems are built."""
+        """Return the parts of a sequence that are needed to build the heads' problems."""
         count, keys = len(query_key.heads), query_key.key.shape[-2]
         masks = query_key.allowed
         masks = torch.ones(1, query_key.query.shape[-2], keys).bool() if masks is None else masks[0].cpu()
@@ -261,9 +262,10 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield space, selections and solution; `draw` is the number of a random head of the null, None for the head.
+        """Yield each space, its selections, and the comparison with the SVM or the reason why there is none.
 
-        A head selects once for all spaces; its null selects in each space.
+        `draw` is the number of a random head of the null; None is the head itself. The head selects once for all
+        spaces; a random head selects separately in each space.
         """
         chosen = None
         for space in self.spaces:
@@ -288,6 +290,7 @@ class Selector:
         }
 
     def _answer(self, head: int, solutions: SolvedBySpace, draws: Sequence[SolvedBySpace]) -> Answer:
+        """Build a head's answer from its solutions and those of its null."""
         site, first = self.place.site, self.spaces[0]
         measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in PROBLEM_MEASURES}
         kinds = [info.name for info in SPACE_MEASURES if not info.curve]

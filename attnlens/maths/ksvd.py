@@ -21,7 +21,8 @@ Three functions handle long sequences. No command uses the last two; they are fo
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
   the s leading components, each exact to rounding.
 - `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
-  its rows at a few queries. It divides by the block's s-th σ, so it is more stable for s half the number of keys.
+  its rows at a few queries. It divides by the block's s-th σ, so it is more stable if s is half the number of
+  sampled keys.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -97,11 +98,11 @@ def centre_rows(x: Queries) -> Queries:
 def random_features(
     x: Float[Tensor, "*batch n head_dim"], scale: float, count: int, seed: int = 0
 ) -> Float[Tensor, "*batch n count"]:
-    """Compute φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0, for which ⟨φ(q), φ(k)⟩ has the mean exp(s⟨q, k⟩) over ω.
+    """Compute positive random features φ with the expected inner product E⟨φ(q), φ(k)⟩ = exp(s⟨q, k⟩), in float64.
 
-    These are the features of Choromanski et al. 2021, Lemma 1, in float64; the ω are Gaussian in orthogonal blocks. The
-    exponent is at most ‖ω‖²/2, about head_dim/2, so that exp does not overflow for any usual head_dim. Raises
-    UsageError if count < 1.
+    φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count (Choromanski et al. 2021, Lemma 1), with Gaussian ω in orthogonal blocks;
+    s is `scale`. The exponent is at most ‖ω‖²/2, about head_dim/2, so exp does not overflow for any usual head_dim.
+    Raises UsageError if count < 1.
     """
     require_positive("count", count)
     x = x.double() * scale**0.5
@@ -122,9 +123,10 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n rows at which the mask is true, as in the published code.
+    """Return `count` evenly spaced rows among those at which the mask is true, or among all rows if it is None.
 
-    All rows count if the mask is None. Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
+    Of n such rows, these are the rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code. Rows are
+    repeated if n < count, and row 0 is repeated if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -222,7 +224,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
 
 
 def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
-    """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
+    """Raise UsageError if the tensor contains NaN or Inf, because it then has no singular vectors."""
     if not bool(tensor.isfinite().all()):
         verb = "contain" if name.endswith("s") else "contains"
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Exclude the heads whose values are not finite.")
@@ -248,7 +250,7 @@ def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHe
 
 
 def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:
-    """Return A and B with K = A Bᵀ; an F with more rows than columns is replaced by its root R, RᵀR = FᵀF."""
+    """Return A and B with K = A Bᵀ. An F with more rows than columns is first replaced by a root R with RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
         return left, right
@@ -276,7 +278,7 @@ def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], borde
 
 
 def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
-    """Return the first s components for n queries; components with σ at or below the threshold are zero."""
+    """Unpack the first s components of n queries; set those with σ at or below the threshold to zero."""
     # Strict: a zero matrix has threshold 0, and none of its values is above it.
     above = packed[..., -2, :s] > packed[..., -1, :s]
     first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)
@@ -289,10 +291,10 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     ARPACK's restarted Lanczos method is applied to KᵀK: residuals are near 1e-15, but directions with σ below 1e-8·σ₁
     are lost. σ up to eps · max(n, m) · σ₁ count as 0.
 
-    This is a library function that no command calls: `truncated(attention, s=8)` for attention matrices (heads, n, m).
+    No command calls this function; programs can call `truncated(attention, s=8)` for attention matrices (heads, n, m).
     Use it if s is far below min(n, m), as for attention over more than a thousand tokens. If 4s ≥ min(n, m), it uses
-    the full SVD, which is then as fast. For a K that is computed from features use `dual`, which is exact and faster.
-    Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
+    the full SVD, which is then as fast. If K is computed from features, use `dual`, which is exact and faster. Raises
+    UsageError if s < 1 or if the matrix contains NaN or Inf.
     """
     require_positive("s", s)
     n, m = matrix.shape[-2:]
@@ -336,11 +338,11 @@ class Nystrom:
 
 
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
-    """Compute the features of a block W = K(x_I, y_J), from which `dual` computes the kernel SVD of the whole sequence.
+    """Compute feature maps from a block W = K(x_I, y_J), with which `dual` approximates the whole sequence's SVD.
 
-    This is a library function that no command calls, for sequences whose K does not fit in memory. Build the block from
-    `sampled_rows` of queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both
-    results to `dual`, as in the example of `attnlens.maths.ksvd`.
+    Use it for sequences whose K does not fit in memory; no command calls it. Build the block from `sampled_rows` of
+    queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`, as
+    in the example of `attnlens.maths.ksvd`.
 
     The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
     invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of
@@ -354,7 +356,7 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
 @dataclass(frozen=True)
 class Primal:
-    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head; scores take O(n·s) time and need no tokens but F."""
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head. Scores need no training tokens other than F."""
 
     query_weight: Float[Tensor, "*batch sampled s"]
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
@@ -376,9 +378,9 @@ class Primal:
 
 
 def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
-    """Compute primal weights, at which J is stationary, from the `dual` of the same features and projection.
+    """Compute the primal weights W_e and W_r from the `dual` solution of the same features and projection.
 
-    Their e- and r-scores equal those of the dual.
+    J is stationary at these weights, and their e- and r-scores equal those of the dual.
     """
     through_keys = key_features.double().mT @ solution.right
     through_queries = query_features.double().mT @ solution.left
@@ -395,7 +397,7 @@ def objective(
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> PerHead:
-    """Return J of every head under the convention "paper" (Eq. 6) or "code"; J has the kernel's unit and any sign.
+    """Return J of every head under the convention "paper" (Eq. 6) or "code"; J has the kernel's unit and either sign.
 
     paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every stationary point, where e and r contribute
     ½Σσ each. J is indefinite, so J = 0 does not prove that a point is stationary: check `residual` too. code:
@@ -412,10 +414,11 @@ def objective(
 
 
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
-    """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
+    """Return the penalty ≥ 0 that η multiplies in the loss.
 
-    The paper does not mention heads; under "paper" each head is treated as a separate problem. Under "code" a negative
-    J of one head can cancel a positive J of another. Raises UsageError for another convention.
+    paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)². The paper does not mention heads; under "paper" each
+    head is treated as a separate problem. Under "code" a negative J of one head can cancel a positive J of another.
+    Raises UsageError for another convention.
     """
     _check_convention(convention)
     if convention == "paper":
@@ -447,8 +450,8 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
 
-    0: equal spans, as for a symmetric K; π/2: orthogonal spans. If `sizes` separates equal singular values, the spans
-    are arbitrary.
+    0: equal spans, as for a symmetric K; π/2: orthogonal spans. The spans are not unique if `sizes` cuts through a
+    group of equal singular values.
     """
     first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
     angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))

@@ -1,4 +1,4 @@
-"""Normalised gradient descent on one-layer attention, for many trials at once, and the instances of its problem."""
+"""Normalised gradient descent on one-layer attention, for many trials at once, and its problem instances."""
 
 from __future__ import annotations
 
@@ -91,9 +91,8 @@ class Instances:
     queries: Float[Tensor, "trials n d_query"]  # Queries z
     labels: Float[Tensor, "trials n"]  # Labels Y = ±1
     head: PredictionHead  # Prediction head h
-    allowed: Bool[Tensor, "trials n T"] | None = (
-        None  # True for tokens in the softmax (such as a causal mask); None: all
-    )
+    allowed: Bool[Tensor, "trials n T"] | None = None
+    """True for tokens in the softmax, as in a causal mask; None: all tokens."""
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
         """Return the tokens anchored at the chosen token of each instance."""
@@ -119,6 +118,7 @@ class Instances:
         return anchored, gaps
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
+        """Set the gaps of tokens that are not allowed to −∞."""
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
 
 

@@ -228,7 +228,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add the λ of the equalities with which each equality's score is b, or 0 if `meet_bounds` is false."""
+        """Add the λ of the equalities that make each equality's score b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -270,7 +270,7 @@ def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
 
 
 class WorkingSet:
-    """The working set of constraints with their λ."""
+    """Working set of constraints, with their λ."""
 
     def __init__(self, constraints: Constraints, tolerance: float) -> None:
         inequalities = np.flatnonzero(~constraints.equal)
@@ -449,9 +449,9 @@ class SoftMargin:
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
     """Compute the soft margin: maximise bᵀλ − ½‖W(λ)‖² over 0 ≤ λ ≤ C, or |λ| ≤ C at equalities.
 
-    The method of Cortes and Vapnik 1995, solved by L-BFGS-B and Newton steps until the relative gap is at most
-    `tolerance`, or for `limit` steps; the result contains the gap reached. Raises the errors of `solve`, and UsageError
-    unless C is finite and positive.
+    This is the SVM of Cortes and Vapnik 1995. L-BFGS-B and Newton steps are taken until the relative gap is at most
+    `tolerance`, or for `limit` steps of L-BFGS-B; the result contains the gap reached. Raises the errors of `solve`,
+    and UsageError unless C is finite and positive.
     """
     check_solvable(problem, tolerance, limit)
     if not (C > 0.0 and math.isfinite(C)):
@@ -489,7 +489,7 @@ class Box(UnitConstraints):
         self.rows = np.arange(len(self.u))
 
     def uphill(self, loads: Loads) -> Loads:
-        """Return b − Gλ, the direction in which the dual objective rises."""
+        """Return b − Gλ, the gradient of the dual objective."""
         rise: Loads = self.unit_bounds - self.unit_scores(self.rows, loads)
         return rise
 

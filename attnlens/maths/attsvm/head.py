@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     Scores = Float[Tensor, "queries keys"]
     Flags = Bool[Tensor, "queries keys"]
 
-TIE = (
-    1e-6  # Scores are tied if they differ by less than this share of a query's largest |score| (float32: 10 roundings)
-)
+TIE = 1e-6
+"""Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings of float32."""
 MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
 """Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
@@ -56,7 +55,7 @@ class FactoredForm:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sequence as seen by a head."""
+    """One sequence as a head sees it."""
 
     tokens: Float[Tensor, "keys d"]  # Tokens x from which queries select
     queries: Float[Tensor, "queries d_query"]  # Queries z, which select tokens
@@ -89,7 +88,7 @@ class Selections:
     scene: Int[Tensor, " queries"]  # Index of each query's scene
     position: Int[Tensor, " queries"]  # Index of the query in its scene
     sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
-    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; it can differ if p_max is 1
+    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; exact even near 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
     decided: float  # Share of queries with p_max ≥ ½ among those that see a token, mean over scenes; NaN without them
 
@@ -243,7 +242,7 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins over the best margin; their minimum, the efficiency, is at most 1, and 1 iff the head is the SVM."""
+        """Margins over the best margin; their minimum, the efficiency, is 1 iff the head is the SVM, else less."""
         return self.margins / self.best
 
 

@@ -89,7 +89,7 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Point:
-    """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); at equalities s is 0 and λ free.
+    """Interior point: X ≻ 0, s > 0 (primal); λ > 0, S ≻ 0 (dual, exactly feasible); at equalities s = 0 and λ is free.
 
     A direction is also a Point: the change of each field in a Newton step.
     """
@@ -101,10 +101,10 @@ class Point:
 
 
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
-    """Return W, λ ≥ 0 and the number of steps, with a relative gap ≤ goal if `limit` and rounding allow it.
+    """Return the best W and λ, and the number of steps to the last better bound.
 
-    `size` is the expected norm of W, and `limit` the largest number of steps. The method is Mehrotra's
-    predictor-corrector with the HKM direction (Helmberg et al. 1996).
+    `size` is the expected norm of W, and `limit` is the largest number of steps. The method stops early if rounding
+    prevents better bounds. It is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
     # Start well inside the cone: X = size · I, and equal λ with ‖M‖ = ½ at inequalities, 0 at equalities.
     inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
@@ -275,7 +275,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem in the row spaces of u and z: repeat interior point, refinement and adding constraints."""
+    """Solve a problem in the row spaces of u and z: alternate solving, refining and adding constraints."""
     # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
@@ -306,9 +306,9 @@ def certify_nuclear(
 ) -> Solution:
     """Return W, made feasible, as a solution with the relative gap (P − D)/P that λ proves.
 
-    P = ‖W‖_* of the feasible W, and D = bᵀλ / ‖Σλ u zᵀ‖₂, which bounds every feasible W, since bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ
-    u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be made feasible, the solution's W and norm are None
-    and its gap is infinite. Raises the errors of `solve`.
+    P is ‖W‖_* of the feasible W. D = bᵀλ / ‖M‖₂ with M = Σλ u zᵀ is a lower bound on ‖W‖_* of every feasible W, because
+    bᵀλ ≤ ⟨M, W⟩ ≤ ‖M‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be made feasible, the solution's W and
+    norm are None and its gap is infinite. Raises the errors of `solve`.
     """
     check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))

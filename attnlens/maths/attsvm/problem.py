@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 Status = Literal["optimal", "infeasible", "inaccurate"]
 SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
 LEAST, MOST = 1e-50, 1e50  # Limits on sizes within which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² do not overflow float64
-PROOF = (
-    1e-10  # Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ with which λ proves that no W exists, or only one of 10¹⁰ times the scale
-)
+PROOF = 1e-10
+"""Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ at which λ proves that no W exists, or only one of 10¹⁰ times the data's scale."""
 ROUNDING = 1e-10  # Violation, relative to |b| + ‖W‖‖u zᵀ‖, that rounding leaves if scaling cannot remove it
 BLOCK = 4096  # Constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
@@ -43,9 +42,9 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem of the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), all in float64.
+    """Problem of finding the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), in float64.
 
-    u_c = x_α − x_t is a difference of two tokens, z_q(c) the constraint's query (Tarzanagh et al. 2023, Eq. 2).
+    u_c = x_α − x_t is a difference of two tokens, and z_q(c) is the constraint's query (Tarzanagh et al. 2023, Eq. 2).
     """
 
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
@@ -166,8 +165,8 @@ def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None
 def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
     """Build the problem in which each query selects a set of tokens O_i (Tarzanagh et al. 2023, Gen-SVM).
 
-    The constraints are u W z = 0 for differences u inside O_i, and u W z ≥ 1 from O_i to other tokens; each starts at
-    the first token of O_i. `sets` marks the tokens of O_i. Exact duplicates count as one token, which is selected if a
+    Each u is the first token of O_i minus another token. The constraints are u W z = 0 if the other token is in O_i,
+    and u W z ≥ 1 otherwise. `sets` marks the tokens of O_i. Exact duplicates count as one token, which is selected if a
     duplicate is selected. Raises the UsageErrors of `selection`, and a UsageError for an empty O_i; raises UnposedError
     if all tokens are selected.
     """
@@ -184,9 +183,9 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
     """Build the problem of W_fin, the part of W that stays finite in training.
 
     The constraints are (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i, where r is the first token of O_i (Tarzanagh et al.
-    2023, Eq. 8). `weights` are the attention weights s, which must be > 0 inside O_i; each
-    duplicate gets the mean weight of its copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a
-    weight of 0 inside O_i; raises UnposedError if every O_i is one token.
+    2023, Eq. 8). `weights` are the attention weights s, which must be > 0 inside O_i; duplicates get the mean weight of
+    all copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a weight of 0 inside O_i; raises
+    UnposedError if every O_i is one token.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
@@ -203,7 +202,10 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Pair every candidate with the first token of its sample's O_i; return sample, first token, candidate of pairs."""
+    """Pair every candidate with the first token of its sample's O_i, except that token itself.
+
+    Return each pair's sample, first token and candidate.
+    """
     representative = sets.int().argmax(-1)
     others = candidates.clone()
     others[torch.arange(len(sets)), representative] = False
@@ -233,7 +235,7 @@ def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, M
 
 
 def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
-    """Return which pairs of tokens of a sample are equal in every number."""
+    """Return which pairs of tokens of a sample are equal in every coordinate."""
     # Adding 0 turns −0 into 0. Rows are numbered by `unique`, because comparing all pairs takes n · T² · d bytes.
     kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
     return kinds[:, :, None] == kinds[:, None]
@@ -349,7 +351,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     The gap is (P − D)/P, where P is the value of the scaled W(λ) and D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P. Negative λ of
     inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
     ≤ 0 or equalities with b ≠ 0: if they are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
-    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². Raises UsageError if λ has another
+    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². Raises UsageError if λ has the wrong
     length or is not finite, and the errors of `solve`.
     """
     check_solvable(problem, tolerance)

@@ -13,7 +13,7 @@ from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
-    """Return the head of A that equals each head of B; None if no head moved, or if the match is not clear."""
+    """Return the head of A that matches each head of B; None if no head moved, or if the match is not clear."""
     units = [torch.nn.functional.normalize(part.double().flatten(1), dim=1) for part in (second, first)]
     cosines = units[0] @ units[1].mT
     sines = (1 - cosines.square()).clamp(min=0).sqrt()
@@ -27,7 +27,7 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return the parts with heads in each role's order, and the names of parts with heads that did not move.
+    """Return the parts whose heads move to their role's order, and the names of parts whose heads did not move.
 
     Biases, gains over all heads, and other tensors with an axis of heads move only if they come nearer to B.
     """
@@ -49,7 +49,10 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 
 
 def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
-    """Yield a bias, gain or other tensor with its heads in the order of its role, or of each role if it has none."""
+    """Yield a part with its heads in the order of its role.
+
+    A part without a role is yielded in every role's order, along each axis that can count heads or their coordinates.
+    """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
     sizes = {layer.parts[f"{each}.weight"].shape[1] for each in orders}
@@ -80,7 +83,7 @@ def _reorder_together(first: Layer, second: Layer, orders: Mapping[str, Sequence
 
 
 def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
-    """Return the step that moves query head h to order[h], with its key head, values and output."""
+    """Build the step that moves query head h to order[h], together with its key head, value head and output."""
     orders = {}
     for role in present_roles(first):
         count = len(first.parts[f"{role}.weight"])
@@ -177,6 +180,7 @@ def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _repeat_heads(first: Layer, second: Layer, roles: Sequence[str], times: int) -> Iterator[Step]:
+    """Propose that each key head was repeated this many times in a row, or that all key heads were tiled."""
     names = name_parts([f"{role}.weight" for role in roles])
     for tiled in (False, True):
         parts = {}

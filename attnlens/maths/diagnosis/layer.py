@@ -27,10 +27,15 @@ EXPLAINED, FACTOR = 10.0, 10.0
 class Layer:
     """Tensors ("parts") of one layer.
 
-    The names of `parts` are `query.weight` (heads, head_dim, d_model), `key.weight`, `value.weight`, `output.weight`
-    (heads, value_dim, d_model), for biases `query.bias` (heads, head_dim) and so on, for the gains of norms of queries
-    and keys `query.gain` and `key.gain`, and for any other tensor its name in the model. Gains are the factors that a
-    norm applies (1 + w if the norm adds 1 to its weight w).
+    The names of `parts` are:
+
+    - `query.weight` and `key.weight` (heads, head_dim, d_model), `value.weight` and `output.weight` (heads, value_dim,
+      d_model);
+    - `query.bias` (heads, head_dim) and so on, for biases;
+    - `query.gain` and `key.gain`, for the norms of queries and keys;
+    - the name in the model, for any other tensor.
+
+    A gain is the factor that a norm applies (1 + w if the norm adds 1 to its weight w).
     """
 
     parts: Parts
@@ -46,10 +51,10 @@ class Layer:
     """False if a number added to all scores of a query changes attention, because of a softcap or sinks."""
 
     is_post_norm: bool = False
-    """True if attention does not read a norm of the layer (BERT), so that outputs of norms are also residuals."""
+    """True if the norms follow the residual sums (BERT), so that the output of a norm is also a residual."""
 
     is_cross: bool = False
-    """True if keys and values read another sequence than the queries (cross-attention)."""
+    """True if keys and values are computed from a different sequence than queries (cross-attention)."""
 
     offsets: Mapping[str, float] = field(default_factory=dict)
     """Number that a norm adds to its stored weight to make the gain, if not 0; such gains are exact, in float64."""
@@ -71,16 +76,16 @@ class Layer:
         return self.pairs is not None and not self.pairs
 
     def parts_along(self, *sizes: int) -> list[str]:
-        """Return the names of attention's parts, other than projections, with an axis of one of these sizes.
+        """Return the names of attention's parts, other than projections, that have an axis of one of these sizes.
 
-        If the sizes are numbers of heads or of coordinates, they are parts such as sinks, position biases and norms.
+        If the sizes are numbers of heads or coordinates, such parts are sinks, position biases and norms.
         """
         others = [name for name in self.parts if not has_heads(name) and name not in self.headless]
         return [name for name in others if set(self.parts[name].shape) & set(sizes)]
 
 
 def has_heads(name: str) -> bool:
-    """Return True if the first axis of this part is the axis of heads."""
+    """Return True if the first axis of the part with this name counts heads."""
     role, _, kind = name.partition(".")
     return role in ROLES and kind in ("weight", "bias")  # excludes BERT's output.dense.weight
 

@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole matrices: they are exchanged, wrongly split, transposed, or in another basis."""
+"""Structural hypotheses on whole matrices: exchanged, misplaced, wrongly split, transposed, or in another basis."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that tensors other than W_Q, W_K, W_V and W_O contain the values of others, such as gate and up."""
+    """Propose that tensors other than W_Q, W_K, W_V and W_O are exchanged (gate and up) or are copies of others."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}
@@ -163,7 +163,7 @@ def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
-    """Return q, k and v of a fused matrix stored head by head but split into thirds; the reverse if not `flat`."""
+    """Return q, k and v of a fused matrix stored head by head but split into thirds; if not `flat`, the reverse."""
     parts: dict[str, Tensor] = {}
     roles = ("query", "key", "value")
     for kind in KINDS:
@@ -200,14 +200,14 @@ CLOSE = 1e-3  # largest relative error of A · A⁻¹ from the identity
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ within heads, with equal product."""
+    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ in each head, so the product is kept."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)
 
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose another basis of the two roles, the first of which has the query heads."""
+    """Propose a change of basis for two roles; the first role has the query heads."""
     sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
@@ -245,7 +245,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that changes the basis of W_Q and W_K: harmless if it commutes with norms and rotations."""
+    """Build the step that changes the basis of W_Q and W_K: harmless if it commutes with RoPE and no norm follows."""
     text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
     repair = None
     harmless = False
@@ -292,7 +292,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that `diagnose` tries first even if they alone do not bring the layer nearer to B."""
+    """Yield structural steps that `diagnose` tries as first causes even if alone they do not bring A nearer to B."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:
@@ -312,6 +312,7 @@ def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _split_step(layer: Layer, flat: bool) -> Step:
+    """Build the step that splits the fused matrix as in `split_wrongly`."""
     wrong, right = ("in flat thirds", "head by head") if flat else ("head by head", "in flat thirds")
     text = f"the fused matrix of queries, keys and values was split {wrong} instead of {right}"
     return Step("wrong split", text, f"split the fused matrix {right}", split_wrongly(layer, flat=flat))

@@ -1,4 +1,4 @@
-"""A structural hypothesis on norms: gain and bias of a norm are folded into the matrices that read its output."""
+"""Structural hypothesis on norms: a norm's gain and bias are folded into the matrices that read its output."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
 
 
 def _reads(layer: Layer, name: str) -> bool:
-    """Return True if the axis of the inputs is certain: not for square and stacked matrices without heads."""
+    """Return True if it is certain which axis is the input: not for square or stacked matrices without heads."""
     part = layer.parts[name]
     return has_heads(name) or (part.dim() == 2 and part.shape[0] != part.shape[1])
 
@@ -117,7 +117,7 @@ def _reads(layer: Layer, name: str) -> bool:
 def _fold_bias(
     first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts
 ) -> dict[str, Tensor]:
-    """Return the norm's new bias and the readers' biases that keep all sums; empty for a norm without bias."""
+    """Return the norm's new bias, and readers' biases that preserve their outputs; empty for a norm without bias."""
     name = norm.removesuffix("weight") + "bias"
     before, after = first.parts.get(name), second.parts.get(name)
     if before is None or after is None or before.shape != ratio.shape or after.shape != ratio.shape:
@@ -138,7 +138,7 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if a prediction at least halves the distance of A's tensor from B's, or if this distance is 0."""
+    """Return True if the prediction is at most BETTER times as far from B's tensor as A's tensor is."""
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))
     return bool((new <= BETTER * old).all())

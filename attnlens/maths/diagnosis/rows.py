@@ -1,4 +1,4 @@
-"""Structural hypotheses on rows: another order within heads, for all or some heads, or across heads."""
+"""Structural hypotheses on rows: they are reordered within all or some heads, or across heads."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Match each row of B with a different row of A such that directions are most similar; return indices in A."""
+    """Match each row of B with a different row of A so that directions agree best; return the indices in A."""
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
     similar = units[0] @ units[1].mT
     return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
 
 
 def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that the rows of W_K were permuted as if it had as many heads as W_Q, or the reverse."""
+    """Propose that rows of W_Q or W_K were permuted for a wrong number of heads: one, or that of the other matrix."""
     present = present_roles(first, second, roles=PERMUTED)
     counts = {role: first.parts[f"{role}.weight"].shape[0] for role in present}
     for role in present:
@@ -123,12 +123,13 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or permuted otherwise in heads."""
+    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or otherwise permuted in heads."""
     for roles in SIDES:
         yield from _permuted_rows(first, second, roles)
 
 
 def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
+    """Propose one step for each kind of order found in the heads of two roles."""
     found: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for role in present_roles(first, second, roles=roles):
         before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
@@ -152,6 +153,7 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
 def _row_step(
     name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, second: Layer, roles: tuple[str, str]
 ) -> Step:
+    """Build the step that reorders rows within heads: harmless if both roles agree and nothing acts between them."""
     parts: dict[str, Tensor] = {}
     concerned = set[int]()
     for role, orders in by_role.items():
@@ -220,7 +222,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
 def _match_across_heads(
     first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
 ) -> Tensor | None:
-    """Return the row of A that equals each row of B, over all heads; None if rows of B are not rows of A."""
+    """Return the row of A that matches each row of B, over all heads; None if no match improves on the order."""
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))
     moved = (before != after).any(1).nonzero().flatten()
@@ -238,13 +240,13 @@ def _match_across_heads(
 
 
 def _mixes_heads(order: Int[Tensor, " rows"], size: int) -> bool:
-    """Return True if an order of all rows mixes rows of several heads in one head."""
+    """Return True if an order of all rows puts rows of several heads into one head."""
     sources = order.view(-1, size) // size
     return bool((sources != sources[:, :1]).any())
 
 
 def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
-    """Return True if a part whose values differ was not reordered."""
+    """Return True if a part was not reordered although its values are not all equal."""
     part = layer.parts.get(name)
     return part is not None and name not in parts and bool((part != part.flatten()[0]).any())
 

@@ -53,7 +53,7 @@ ON_TENSORS: tuple[TensorHypothesis, ...] = (
 )
 """Hypotheses on single tensors, in the order in which they are preferred."""
 WEAKER: tuple[TensorHypothesis, ...] = (values.propose_compensated_grid,)
-"""Hypotheses that leave more open than others, which are tried if no other explains a tensor."""
+"""Less specific hypotheses, which are tried if no other hypothesis explains a tensor."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,16 @@ class Diagnosis:
 ADDED = frozenset({"bias added", "gain added", *(f"first rounded to {name}" for name in values.TYPES)})
 """Hypotheses that are not reported if other tensors changed without an explanation."""
 NEAR = 0.5  # largest share of a difference that the closest hypothesis can leave
-State = dict[str, Tensor]  # by part: True for each head that is concerned, such as one that is not explained yet
+State = dict[str, Tensor]  # by part: a mask of its heads, such as those that are not explained yet
 
 
 def _is_broken(part: Tensor) -> bool:
+    """Return True if the part contains NaN or infinite numbers."""
     return part.is_floating_point() and not bool(part.isfinite().all())
 
 
 def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
-    """Return which heads are only rounded to another type."""
+    """Return a mask of the heads whose only change is rounding to another type."""
     pairs = [*zip(first, second, strict=True)]
     exact = [any(values.is_rounded(*pair, kind) for kind in values.TYPES.values()) for pair in pairs]
     return torch.tensor(exact, device=first.device)
@@ -100,8 +101,8 @@ def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
     """Find the hypotheses that turn the first layer into the second: single hypotheses, then pairs.
 
-    `order` contains the second layer's head for each head of the first, if heads are known to have moved with all their
-    tensors; it is empty if no such order is known.
+    If heads are known to have moved with all their tensors, `order` contains the second layer's head for each head of
+    the first; otherwise it is empty.
     """
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
@@ -135,11 +136,11 @@ class Search:
         self.current = self.first  # the first layer after the causes found so far
 
     def residual(self, parts: Parts, name: str) -> Tensor:
-        """Compute the relative difference of each head of a predicted part from the second layer."""
+        """Return how far each head of a predicted part is from the second layer's, as a relative difference."""
         return residuals(parts[name], self.second.parts[name], name)
 
     def still_open(self, parts: Parts, name: str) -> Tensor:
-        """Return which heads of the second layer's part are not explained by the prediction `parts`."""
+        """Return a mask of this part's heads in the second layer that the prediction `parts` does not explain."""
         after = self.residual(parts, name)
         limit = rounding_limit(name, self.first, self.second)
         wrong = (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
@@ -154,9 +155,8 @@ class Search:
     def result(self) -> Diagnosis:
         """The causes found, and the parts that they do not explain."""
         open_heads, causes = dict(self.open), self.causes
-        if (
-            self.left
-        ):  # the layer was probably trained; training also starts from biases of 0, gains of 1, rounded weights
+        if self.left:
+            # The layer was probably trained; training also starts from biases of 0, gains of 1 and rounded weights.
             added = [cause for cause in causes if cause.hypothesis in ADDED]
             causes = [cause for cause in causes if cause not in added]
             open_heads |= {name: self.start[name] > 0 for cause in added for name in cause.parts}
@@ -166,10 +166,10 @@ class Search:
         return Diagnosis(causes, left, self.closest if left else None, change, heads)
 
     def run(self, step: Step | None = None) -> bool:
-        """Search for causes one after another, then for a structural one together with hypotheses on single tensors.
+        """Search for single causes, then for pairs of a structural cause and causes on single tensors.
 
-        A given `step` is adopted first, and no pair is searched. Return False if no other structural step explains
-        anything after the given one.
+        If `step` is given, adopt it first, and search for no pairs. Return False if no other structural step explains
+        anything after `step`.
         """
         if step is not None:
             self.adopt(step)
@@ -205,7 +205,7 @@ class Search:
         )
 
     def _find_structural(self) -> None:
-        """Adopt the structural step that explains most heads, and repeat until no step explains any."""
+        """Adopt the structural step that explains the most heads; repeat until no step explains any."""
         while self.left:
             steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
             gains = [self._gain(step.parts) for step in steps]
@@ -215,7 +215,7 @@ class Search:
             self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
-        """Return how many unexplained heads a prediction explains; −1 if it changes an explained head."""
+        """Return how many unexplained heads a prediction explains; −1 if it makes any explained head unexplained."""
         total = 0
         for name in parts:
             if name not in self.open:
@@ -299,6 +299,7 @@ class Search:
                 yield fit, chosen, float(residuals(fit.predicted, second, name).max())
 
     def _predict(self, layer: Layer, name: str, fit: Fit, chosen: Tensor) -> Tensor:
+        """Return the whole part with the chosen heads replaced by the fit's prediction."""
         if not has_heads(name):
             return fit.predicted
         part = layer.parts[name].double().clone()
@@ -306,6 +307,7 @@ class Search:
         return part
 
     def _explains(self, layer: Layer, name: str, fit: Fit, chosen: Tensor) -> bool:
+        """Return True if the fit explains all chosen heads."""
         return not bool(self.still_open({name: self._predict(layer, name, fit, chosen)}, name)[chosen].any())
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
@@ -335,11 +337,12 @@ class Search:
         return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
     def _helps(self, name: str, part: Tensor) -> bool:
+        """Return True if this prediction is nearer to the second layer than the current one."""
         before, after = (self.residual(parts, name).sum() for parts in (self.current.parts, {name: part}))
         return bool(after < before)
 
     def _find_pairs(self) -> None:
-        """Adopt a structural step that explains parts only together with hypotheses on single tensors, if any does."""
+        """Adopt the first structural step that, together with hypotheses on single tensors, explains any part."""
         if not self.left:
             return
         steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]

@@ -61,14 +61,14 @@ class Pair:
 
 
 def show_factor(factor: float) -> str:
-    """Format a factor such that at least two digits of its difference from 1 are shown."""
+    """Format a factor with enough digits to show at least two digits of its difference from 1."""
     change = abs(factor - 1)
     digits = 4 if change == 0 else max(4, 2 - math.floor(math.log10(change)))
     return f"{factor:.{digits}g}"
 
 
 BETTER = 0.5
-"""A structural hypothesis is considered only if it at least halves the angle between rows of A and B."""
+"""A structural hypothesis is considered only if it reduces the angle between rows of A and B to below this share."""
 KINDS = ("weight", "bias")
 PERMUTED = ("query", "key")
 SIDES = (PERMUTED, ("output", "value"))  # roles whose matrices are multiplied in each head; the first has query heads
@@ -80,7 +80,7 @@ def present_roles(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "wei
 
 
 def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Tensor:
-    """Return for which heads the distance `new` is less than BETTER times the distance `old`, which is not 0."""
+    """Return a mask of the heads whose distance `new` is less than BETTER times their distance `old`."""
     return (new < BETTER * old) & (old > 0)
 
 
@@ -96,7 +96,7 @@ def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of parts, other than gains, with an axis of coordinates, which can act between projections."""
+    """Return the names of parts, other than gains, that have an axis of coordinates and can act between projections."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

@@ -24,7 +24,7 @@ PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("",
 
 
 def propose_rounding(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is A rounded to a coarser type, or differs from A by at most one spacing of its type."""
+    """Propose that B is A rounded to a coarser type, A is B rounded, or they differ by at most one spacing."""
     first, second = pair.first.double() - pair.offset, pair.second.double() - pair.offset
     if torch.equal(first, second):
         return
@@ -66,7 +66,7 @@ def _unit_spacing(numbers: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
-    """Return True if B is A rounded to a type; numbers that are all 0 in B are lost, not rounded."""
+    """Return True if B is A rounded to a type; False if B is all 0, because its values are lost, not rounded."""
     return bool((second != 0).any()) and torch.equal(first.to(kind).double(), second.double())
 
 
@@ -76,7 +76,7 @@ def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
 
 
 def propose_lost_values(pair: Pair) -> Iterator[Fit]:
-    """Propose a dropped or added bias or gain: all of B is 0 (1 for a gain) but A is not, or the reverse."""
+    """Propose that a tensor was dropped (B is all 0, or 1 for a gain), or that a bias or gain was added (A is)."""
     neutral = 1.0 if pair.is_gain else 0.0
     bias = pair.name.endswith("bias")
     gone, new = (bool((part == neutral).all()) for part in (pair.second, pair.first))
@@ -95,7 +95,7 @@ def propose_lost_values(pair: Pair) -> Iterator[Fit]:
 
 
 def propose_offset(pair: Pair) -> Iterator[Fit]:
-    """Propose that the gain B is A + 1 or A − 1, because one program stores a norm's gain g and another 1 + g."""
+    """Propose that the gain B is A ± 1, because only one of two programs adds 1 to a norm's stored weight."""
     if not pair.is_gain:
         return
     step = float((pair.second.double() - pair.first.double()).mean().round())
@@ -121,6 +121,7 @@ def propose_factor(pair: Pair) -> Iterator[Fit]:
 
 
 def _name_factor(factor: float, head_dim: int) -> str:
+    """Return the formula of a familiar factor, such as ` (√head_dim)`; empty for other factors."""
     known = {"√head_dim": head_dim**0.5, "head_dim": float(head_dim)}
     for name, value in known.items():
         for label, number in ((name, value), (f"1/{name}", 1 / value)):
@@ -158,7 +159,7 @@ class Grid:
 
 
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
-    """Find the equally spaced levels of each group, at most 2^BITS; return None if the values of a group have none.
+    """Find the equally spaced levels of each group, at most 2^BITS; return None if any group has none.
 
     Values are rounded to a type with this relative spacing, so values near 0 determine the step best.
     """
@@ -189,7 +190,9 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
 def _fit_step(
     offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"], noise: Float[Tensor, "groups size"]
 ) -> Tensor:
-    """Fit the step to the values' offsets from the level next to 0: the middle of what their rounding leaves open.
+    """Fit the step to the values' offsets from the level nearest to 0: the midpoint of the range that fits them.
+
+    This range contains all steps from which the values differ by rounding alone.
 
     A least-squares fit would be biased, because all values of a level are rounded alike.
     """
@@ -206,7 +209,7 @@ def _fit_step(
 def propose_grid(pair: Pair) -> Iterator[Fit]:
     """Propose a grid: B is the nearest of at most 2^b levels of each row, group of values or column.
 
-    A can have been changed by an update of low rank before.
+    Also propose that A was changed by an update of low rank before it was quantised.
     """
     for where, first, second, grid in _find_grids(pair):
         nearest, step, top = grid.nearest(first), grid.step, grid.low + grid.step * (grid.levels - 1)
@@ -257,14 +260,15 @@ def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
             return
 
 
-LARGEST = 32  # numbers of a float8 type that the largest value of a group is tried as
-AT_ONCE = 1 << 16  # values in a tensor that tries several of these numbers at once
+LARGEST = 32  # number of float8 values, the largest first, that are tried as the code of a group's largest value
+AT_ONCE = 1 << 16  # most numbers in a tensor that tries several of these codes at once
 
 
 def propose_float8(pair: Pair) -> Iterator[Fit]:
     """Propose that B is A divided by a factor, rounded to float8, and multiplied by the factor.
 
-    The matrix has one factor, or each row, group of values or column. B is then the nearest number to A.
+    The factor is that of the whole matrix, or of each row, group of values or column. Each value of B is then the
+    representable number nearest to that of A.
     """
     if pair.first.dim() < 2:
         return
@@ -285,7 +289,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
-    """Return each group's factor by which all its values are numbers of a float8 type; None if a group has none."""
+    """Return a factor per group whose products with float8 numbers are the group's values; None if a group has none."""
     numbers = torch.arange(256, dtype=torch.uint8).view(kind).double()
     numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
     most = values.abs().amax(1, keepdim=True).clamp(min=TINY)
@@ -338,9 +342,9 @@ def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
-    """Propose that at most half of the rows, or of the columns, of a matrix changed, and no other value.
+    """Propose that only some rows, or only some columns, of a matrix changed: at most half of them.
 
-    Most values of these rows changed. Pruning, by contrast, changes few values of each row.
+    Most values of a changed row must differ; pruning, by contrast, changes few values of each row.
     """
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
@@ -391,7 +395,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def _list_scaled(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield "head", "row" or "column", and both parts as matrices with the values of a head (row, column) per row."""
+    """Yield "head", "row" or "column", and both parts as matrices with one row per head, row or column."""
     parts = [part.double() for part in (pair.first, pair.second)]
     if len(pair.heads) > 1 and parts[0][0].numel() >= LEAST_VALUES:
         first, second = (part.flatten(1) for part in parts)
@@ -432,6 +436,7 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
 
 
 def _largest_rank(matrix: Tensor) -> int:
+    """Return the largest rank of an update that counts as low."""
     return min(RANKS, min(matrix.shape) // 4)
 
 

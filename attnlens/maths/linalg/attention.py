@@ -44,7 +44,7 @@ def max_weight(query_key: QueryKey) -> PerHead:
 
 
 def first_weight(query_key: QueryKey) -> PerHead:
-    """Return the mean weight of the first visible key, in [0, 1], over queries that see two or more keys; else NaN."""
+    """Return the mean weight of the first visible key, in [0, 1], over queries that see ≥ 2 keys; NaN if none does."""
     return _average_queries(query_key, _first_weights)
 
 
@@ -227,7 +227,7 @@ def _long_verdict(head: QueryKey) -> float:
 
 
 def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
-    """Yield the rows of `_unit_kernel` of one long head."""
+    """Yield the `_unit_kernel` of one long head in tiles of rows, each with its slice of rows."""
     offset = gauge - half
     for rows, tile in split_tiles(head):
         logits, transposed = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT

@@ -168,7 +168,7 @@ def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -
 
 
 def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
-    """Return R with RᵀR = G by Cholesky at unit column lengths, and True if G is well-conditioned; else R is 0."""
+    """Return R, RᵀR = G, by Cholesky of G scaled to unit diagonal, and whether G is well-conditioned; else R is 0."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
     least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
@@ -186,8 +186,8 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 def eigenvalue_root(gram: Roots) -> Roots:
     """Return R with RᵀR = G from the eigenvalues of G; those up to eps · size · largest count as zero.
 
-    This root is used for an ill-conditioned Gram matrix whose factor is too long for QR. Its σ below 1e-8 (√eps) · σ₁
-    are rounding errors.
+    Use this root for an ill-conditioned Gram matrix whose factor is too long for QR. Singular values below √eps · σ₁
+    (1e-8 · σ₁) are then rounding errors.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -329,13 +329,13 @@ class Form:
 
     @property
     def norm(self) -> PerHead:
-        """‖M‖_F = s·√tr(G_Q G_K)."""
+        """‖M‖_F = |s|·√tr(G_Q G_K)."""
         squared = (self.query_mean * self.key_mean).sum((-2, -1))
         return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
 
     @property
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
-        """σ(M) = s·σ(R_Q R_Kᵀ), descending, for roots R of the Gram matrices G; σ that are always zero are omitted."""
+        """σ(M) = |s|·σ(R_Q R_Kᵀ), descending, for roots R of the Gram matrices G; σ that are always 0 are omitted."""
         query, key = (self.query_mean, self.query_key.query), (self.key_mean, self.query_key.paired_key)
         return self._decompose_roots(root_singular_values, query, key) * abs(self.query_key.scale)
 
@@ -343,7 +343,7 @@ class Form:
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
         """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; eigenvalues that are always zero are omitted.
 
-        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, μ are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
+        With [W_Q W_K] = U [R_Q R_K], UᵀU = I, μ are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
         cross = self.cross_mean
         joint = torch.cat((torch.cat((self.query_mean, cross.mT), -1), torch.cat((cross, self.key_mean), -1)), -2)
@@ -370,7 +370,7 @@ class Form:
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
     def _compute_once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a value once per QueryKey, for all analyzers."""
+        """Compute a value on first use and cache it in the QueryKey, for all analyzers."""
         shared = self.query_key.shared
         if name not in shared:
             shared[name] = compute()
@@ -442,7 +442,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """Return R of [a·first b·second] by QR; a and b make the norms of each block and its partner equal."""
+    """Return R of [a·first b·second] by QR; a and b balance the norms of each block and its partner."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
         norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))

@@ -46,7 +46,7 @@ def is_long(query_key: QueryKey) -> bool:
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield blocks of consecutive queries with the keys they can see; a single block for at most LONG pairs."""
+    """Yield the slice and the QueryKey of each block of queries, with the keys it can see; one block if not long."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key
@@ -72,7 +72,7 @@ def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_ke
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """An n × m matrix P, formed in tiles of rows each time it is multiplied, and A = PᵀP."""
+    """n × m matrix P whose tiles of rows are computed again for each product; A is PᵀP."""
 
     tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]  # Rows of P in order; columns that a tile lacks are 0
     size: int  # Number of columns m
@@ -102,8 +102,8 @@ class Ritz:
     def bound_energy(self, rank: int, pairs: int, norm: float) -> float:
         """Return an upper bound on Σ_{l≤rank} λ_l(A), if A without its first `pairs` Ritz vectors has norm ≤ `norm`.
 
-        In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. Sums of the largest
-        eigenvalues are subadditive, and those of the coupling are at most Σ‖s_i‖.
+        In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. The sum of the largest
+        eigenvalues is subadditive, and for the coupling it is at most Σ‖s_i‖.
         """
         bounds = self.values[:rank].clamp(min=norm)
         bounds[pairs:] = norm
@@ -162,7 +162,7 @@ def _lanczos(matrix: TiledMatrix, generator: torch.Generator) -> Iterator[Ritz]:
 
 
 def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[Vectors, Float[Tensor, "some some"]]:
-    """Return orthonormal Q orthogonal to the basis, and C; Q C is the vectors without their part in the basis."""
+    """Return orthonormal columns Q orthogonal to the basis, and C; Q C is the vectors' part outside the basis."""
     coupling = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
     for _ in range(3):  # a single pass leaves rounding errors, which normalising a small remainder amplifies
         vectors = vectors - basis @ (basis.mT @ vectors)
@@ -186,6 +186,7 @@ def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator:
 
 
 def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
+    """Draw BLOCK Gaussian vectors that the matrix can multiply."""
     device = next(iter(matrix.tiles())).device
     return torch.randn(matrix.size, BLOCK, dtype=torch.float64, generator=generator).to(device)
 

@@ -158,6 +158,7 @@ def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
 
 
 def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
+    """Return True for the pairs that the mask does not hide."""
     if query_key.allowed is None:
         return torch.ones_like(query_key.logits, dtype=torch.bool)
     return query_key.allowed.expand_as(query_key.logits)
@@ -193,9 +194,9 @@ def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -
 def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     """Return the steps that reduce the ranks of key heads from full to 0, cheapest per direction first.
 
-    `costs` are those of each rank: ≥ 0, 0 at full rank, and infinite beyond a head's head_dim. Each head follows the
-    lower convex hull of its costs, along which the cost per removed direction never falls. The ranks after each step
-    are therefore the cheapest with this sum (Fox 1966).
+    `costs` contains the cost ≥ 0 of each rank of each key head: 0 at full rank, infinite beyond head_dim. Each head
+    follows the lower convex hull of its costs, along which the cost per removed direction never falls. Therefore the
+    ranks after each step are the cheapest with their sum (Fox 1966).
     """
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):
@@ -257,18 +258,22 @@ def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return the process's pool of this many threads; starting threads for every measure would take too long."""
+    """Return the process's pool of this many threads, cached because starting threads takes too long per measure."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 
 def _one_thread() -> None:
+    """Limit the calling worker thread to one torch thread."""
     torch.get_num_threads()  # the first call loads the initial value, which would otherwise override the next line
     torch.set_num_threads(1)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context manager: limit torch to one thread, because several mostly wait, and results depend on their number."""
+    """Context manager: limit torch to one thread.
+
+    Several threads mostly wait for each other, and results depend on their number.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -34,7 +34,7 @@ REFINEMENTS = 2  # Steps that remove the ridge's effect: each leaves RIDGE/λ of
 
 
 def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Explain]]:
-    """Yield the fit of every distinct mask, with a boolean selection of the sequences and heads that use the mask."""
+    """Yield, for every distinct mask, which sequences and heads use it, and the function that fits their scores."""
     lead, (n, m) = query_key.query.shape[:-2], query_key.logits.shape[-2:]
     distances, device = query_key.site.part != "cross", query_key.query.device
     if query_key.allowed is None:
@@ -85,9 +85,9 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the normal equations of c for the distances that occur.
 
-    The results are the number of pairs per distance, the normal matrix without the diagonal matrix of these numbers,
-    its coupling with b, and the indices of the distances. `scaled` is the mask divided by the root of each query's
-    number of keys, which eliminates the row constants.
+    The results are the number of pairs at each distance, the normal matrix minus the diagonal matrix of these numbers,
+    the coupling of c with b, and the indices of the distances. `scaled` is the mask divided by the square root of each
+    query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -157,7 +157,7 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
     """Return the visible scores minus the mean of their row, cached in the QueryKey.
 
-    Masked entries are 0, and all entries are 0 if their norm is within rounding.
+    Masked entries are 0. A centred matrix whose norm is within rounding is set to 0.
     """
     if "visible_scores" not in query_key.shared:
         scores, centred = _centre_scores(query_key)

@@ -44,7 +44,7 @@ ROUNDING = 1e-9  # Largest difference by rounding between equal scores of two pe
 
 @dataclass(frozen=True)
 class Blocks:
-    """Treatments × blocks: y_cs = μ_c + β_s + ε_cs, where the variance of ε can differ between treatments.
+    """Table of treatments × blocks, y_cs = μ_c + β_s + ε_cs; the variance of ε can differ between treatments.
 
     Student's t compares two treatments by their differences in each block, in which β cancels. The variance of the
     differences is moderated by those of other pairs (Smyth 2004): the more similar the variances, the more degrees of
@@ -83,7 +83,8 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
     """Return (d₀s₀² + d s²)/(d₀ + d) for each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
 
     d₀ and s₀² are those of the scaled χ² distribution that fits the spread of log s². d₀ is at most the degrees of
-    freedom of `others` treatments; it is then multiplied by COUNTED.
+    freedom of `others` treatments; it is then multiplied by COUNTED. Fewer than FEWEST variances are not moderated: d₀
+    is 0. The variances are NaN if their median is 0.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -116,7 +117,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def pairs_of(count: int) -> list[tuple[int, int]]:
-    """Return every pair of `count` indices once."""
+    """Return all unordered pairs of different indices below `count`."""
     return list(itertools.combinations(range(count), 2))
 
 
@@ -125,10 +126,10 @@ def rank_correlation(
 ) -> Interval:
     """Return Spearman's ρ in [−1, 1] and its 95 % interval. Ties share their mean rank; pairs with NaN do not count.
 
-    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), about artanh ρ of
-    all heads. For n heads or groups, their distances from it are multiplied by √(n/(n − 1)) and by the ratio of
-    Student's t (n − 1 degrees of freedom) to the normal quantile, because few layers would give too narrow intervals.
-    NaN for fewer than four pairs, or if all x or all y are equal.
+    The interval's ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers). Few
+    layers would give too narrow intervals. Therefore the distance of each end from the artanh ρ of all heads is
+    multiplied by √(n/(n − 1)), for n heads or groups, and by the ratio of Student's t (n − 1 degrees of freedom) to the
+    normal quantile. NaN for fewer than four pairs, or if all x or all y are equal.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -174,11 +175,12 @@ def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch 
 
 
 def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIONS, seed: int = 0) -> PermutationTests:
-    """Return p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), for Spearman's ρ over the n heads with both values.
+    """Return the permutation p-values of each measure's Spearman correlation ρ with the harm.
 
-    Each permutation of the harms is used for all measures. `corrected` compares t with the largest t* of any measure
-    (maxT, Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure.
-    Harms are ranked among all heads. NaN for a measure that is constant or has fewer than four values.
+    p is (1 + #{t* ≥ t})/(1 + draws), where t = |ρ|√(n − 1) over the n heads with both values. Each permutation of the
+    harms is used for all measures. `corrected` compares t with the largest t* of any measure (maxT, Westfall & Young
+    1993, section 2.6), which bounds the probability of reporting any unassociated measure. Harms are ranked among all
+    heads. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()

@@ -22,10 +22,10 @@ FEWEST_TEXTS = 5  # Fewest texts for intervals over texts: fewer texts do not sh
 
 
 class Stream:
-    """Mean of each entry of tensors that arrive in batches, without storing the tensors (Welford, Chan).
+    """Running mean of each entry of tensors that arrive in batches and are not stored (Welford, Chan).
 
-    NaN entries do not count. Curves of different batches can differ in length: each step is averaged over the curves
-    that are long enough.
+    `count_and_mean` reduces a batch and ignores its NaN. Curves can differ in length between batches; each step is
+    averaged over the curves that reach it.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def count_and_mean(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, 
 
 
 def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad the last axes of both tensors with zeros at the end, to the longer length."""
+    """Pad the shorter of both last axes with zeros at its end, to the length of the longer one."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
@@ -67,7 +67,7 @@ def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearCKA:
-    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), summed over batches."""
+    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), from sums over batches."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._products = [torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)]
@@ -96,7 +96,7 @@ class LinearCKA:
 
 @dataclass(frozen=True)
 class Design:
-    """How windows were sampled from texts, and to which population errors refer (Cochran 1977, chapters 5 and 9A).
+    """Sampling of windows from texts, and the population to which errors refer (Cochran 1977, chapters 5 and 9A).
 
     over="windows": the texts are strata, and errors refer to other windows of these texts. If a text has a single
     window, whose spread is unknown, all windows form one sample, and errors include differences between texts.
@@ -176,7 +176,10 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window with n exchangeable draws: bootstrap deviations are too small by this factor."""
+        """Factor √(n/(n − 1)) of each window, by which bootstrap deviations are too small.
+
+        n is the number of texts if texts were sampled, else the number of windows in the window's stratum.
+        """
         sizes = Counter(self.strata)
         counts = [self.units if self.clustered else sizes[stratum] for stratum in self.strata]
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
@@ -205,9 +208,9 @@ class Design:
     ) -> tuple[Draws, Draws]:
         """Return the mean over tokens of every unit in every sample, and its standard error.
 
-        `values` are the windows' means, `size` their numbers of tokens. The standard error is √`variance` of the
-        residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios), written as matrix products because the
-        residuals of all draws, units and windows do not fit in memory.
+        `values` are the windows' means, and `size` is each window's number of tokens. The standard error is √`variance`
+        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). It is computed by matrix products,
+        because the residuals of all draws, units and windows do not fit in memory.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)

@@ -110,7 +110,10 @@ class Interval(NamedTuple):
 
 
 def student_interval(value: float, error: float, freedom: int) -> Interval:
-    """Return value ± t·error, the 95 % interval of Student's distribution with `freedom` degrees of freedom."""
+    """Return the 95 % interval value ± t·error, with the quantile t of Student's distribution.
+
+    `freedom` is the number of degrees of freedom. The ends are NaN if it is less than 1 or if the error is NaN.
+    """
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
     half_width = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
@@ -142,11 +145,11 @@ def paired_difference(
 ) -> Interval:
     """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
-    The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn
-    in pairs, and the quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t is used if a text
-    has fewer than eight windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of
-    tokens: means are then over tokens. `of` is the identity (None), exp (perplexity) or log. Pairs with a NaN do not
-    count; all three numbers are NaN if no pair remains.
+    The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
+    resampled with both values of each window, and the quantiles of (θ* − θ)/se* turn the sample's error into an
+    interval. Student's t is used if a text has fewer than eight windows, or if fewer than eight texts were sampled. If
+    `weights` (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp
+    (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -221,8 +224,8 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
     p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports about
     twice as many false effects if heads' differences are skewed. If fewer than ENOUGH samples exceed the score, p is
-    Student's tail, stretched to match the ENOUGH largest samples. For few or very many windows, p is that of Student's
-    t. NaN if there are too few differences, or if all are equal.
+    the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For few or very many windows, p is
+    that of Student's t. NaN if there are too few differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
@@ -250,6 +253,7 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
 
 def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
+    """Return the two-sided p-values of Student's t; NaN without degrees of freedom."""
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
@@ -266,5 +270,5 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Select hypotheses to reject so that at most a share `rate` of them is expected to be true; never select NaN."""
+    """Return which hypotheses to reject so that the expected share of false rejections is ≤ `rate`; never NaN."""
     return adjust_p_values(p_values) <= rate
