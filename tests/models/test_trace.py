@@ -4,13 +4,14 @@ import math
 from dataclasses import replace
 
 import families
+import loaded
 import model_types
 import pytest
 import torch
 from torch import nn
 
 from attnlens.analyzers import registry
-from attnlens.errors import UnreadableError
+from attnlens.errors import ModelError, UnreadableError
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks
 from attnlens.models.trace import trace_attention
@@ -298,3 +299,16 @@ def test_gradients_flow_through_answers_and_no_hook_stays_behind():
         module(x)
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
+
+
+def test_heads_with_nan_do_not_hide_the_others_and_a_model_of_nan_is_refused_with_the_true_reason():
+    model = loaded.family("falcon")
+    weight = model.model.transformer.h[0].self_attention.query_key_value.weight
+    inputs = {"input_ids": torch.arange(8)[None]}
+    with torch.no_grad():
+        weight[0, 0] = torch.nan  # a query of head 0
+        assert [each.site.layer for each in hooks.run_survey(model.model, inputs).sites] == [0]
+        weight[:] = torch.nan
+    with pytest.raises(ModelError, match="not finite") as refusal:
+        hooks.run_survey(model.model, inputs)
+    assert "NaN" in refusal.value.remedy

@@ -89,6 +89,8 @@ def out_of_reach(
     name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
+        if "not finite" in reason:
+            remedy = "Check the model's weights for NaN and infinity."
         return ModelError(f"The attention of {name} can't be read: at {path}, {reason}.", remedy)
     if not any(map(is_attention, model.modules())):
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", remedy)

@@ -69,7 +69,9 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
     moved = _centre(scores.to(zero) - zero, visible)
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
-    if not error <= rounding_limit(query.dtype):  # `not <=` also refuses NaN
+    if math.isnan(error):
+        raise unreadable("its scores are not finite, so that they can't be checked")
+    if error > rounding_limit(query.dtype):
         problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate by"
         raise unreadable(f"{problem} {error:.1e} of their size")
 
@@ -390,6 +392,10 @@ class _Tracer(TorchFunctionMode):
             result = original()
             outputs = lead.back(attend(call, OWN, "eager")), result
             actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in outputs)
+            finite = expected.isfinite()  # heads with NaN do not prevent the check of the others
+            if not bool(finite.any()):
+                raise unreadable("its output is not finite, so that it can't be checked")
+            actual, expected = actual[finite], expected[finite]
             error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
             if not error <= rounding_limit(result.dtype):  # `not <=` also refuses NaN
                 raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
