@@ -42,7 +42,7 @@ class Distribution:
         return self.quantiles[LEVELS.index(50)]
 
     def below(self, value: float) -> float:
-        """Return the percentage of heads below the value plus half of those equal to it; interpolate the quantiles."""
+        """Return the percentage of heads below the value, plus half of those equal to it; interpolate quantiles."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
@@ -191,7 +191,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Map each layer to the third of its part that contains it, or to `all` if only some layers were requested."""
+    """Map each layer to the third of its part in which it lies, or to `all` if only some layers were requested."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}

@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spread passes with at least `sequences` sequences, or all passes if they have fewer."""
+        """Return evenly spaced passes with at least `sequences` sequences, or all passes if they have fewer."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self

@@ -30,5 +30,5 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return two commands that follow from the findings of a report."""
+    """Return at most COMMANDS commands that follow from the findings of a report."""
     return list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
