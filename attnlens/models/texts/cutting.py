@@ -92,7 +92,7 @@ class Batches:
 
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
-    """Return the ids of all sequences, with consecutive windows of a text, across all batches, joined to passages."""
+    """Return the ids of all sequences; join consecutive windows of a text, also across batches, into one passage."""
     ids_by_window, packed = dict[tuple[str, int], tuple[int, ...]](), True
     for batches in several:
         numbers = [number for text in batches.texts for number in text.windows]

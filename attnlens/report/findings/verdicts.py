@@ -24,7 +24,7 @@ MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdict: does attnlens compute the attention of every site as the model does?"""
+    """Yield the verdicts: does attnlens compute each site's attention as the model does, and do backends agree?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
