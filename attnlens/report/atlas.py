@@ -25,7 +25,8 @@ Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
 """A model is identified with a model of the atlas if their quantiles differ on average by less than SAME interquartile
 ranges (median over at least ENOUGH measures): a model and its fine-tuning differ by 0.1, lineages by at least 0.38.
-With fewer measures, models count as the same if their numbers of parameters differ by less than the share ABOUT."""
+With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures agree,
+or if the report covers only some heads."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 

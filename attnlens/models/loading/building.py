@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LoadingInfo = Mapping[str, set[Any]]
 """transformers' record of a load: names under missing_keys and unexpected_keys, with shapes under mismatched_keys."""
 PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map", "_proj_blocks")
-"""Ends of the names of tensors that only quantised checkpoints have."""
+"""Suffixes of the names of tensors that only quantised checkpoints have."""
 WRAPPER = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 """Prefix or infix that torch.compile, DataParallel, FSDP and others add to the tensor names of a wrapped model."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")

@@ -20,7 +20,7 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
 Names = Callable[[int], str]  # Function that names a layer
-MOST_UNITS = 4  # Number of heads or layers that are named
+MOST_UNITS = 4  # Maximum number of heads or layers that are named
 NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
 

@@ -308,7 +308,7 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
 
 @section(30, "swap")
 def check_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the formulas of several kernels, the worst errors of the verification, and the cost."""
+    """Yield the formulas of several kernels, the largest errors of the verification, and a single kernel's cost."""
     swaps = shapes.report.swaps
     single, facts = len(swaps) == 1, []
     if not single:
