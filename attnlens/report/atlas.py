@@ -25,7 +25,8 @@ Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
 """A model is identified with a model of the atlas if their quantiles differ on average by less than SAME interquartile
 ranges (median over at least ENOUGH measures): a model and its fine-tuning differ by 0.1, lineages by at least 0.38.
-With fewer measures, models count as the same if their numbers of parameters differ by less than the share ABOUT."""
+With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures agree,
+or if the report covers only some heads."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
@@ -42,7 +43,7 @@ class Distribution:
         return self.quantiles[LEVELS.index(50)]
 
     def below(self, value: float) -> float:
-        """Return the percentage of heads below the value plus half of those equal to it; interpolate the quantiles."""
+        """Return the percentage of heads below the value, plus half of those equal to it; interpolate quantiles."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
@@ -191,7 +192,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Map each layer to the third of its part that contains it, or to `all` if only some layers were requested."""
+    """Map each layer to the third of its part in which it lies, or to `all` if only some layers were requested."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SAME = 1e-6  # relative spread up to which values are equal
 MOST_FILLED = 1024
-"""Largest number of layers or heads up to which missing layers and heads become empty rows and columns of maps."""
+"""Number of layers or heads up to which missing layers and heads become empty rows and columns of maps."""
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CallCounter:
-    """Counts of the calls of attention modules while attention is watched or replaced."""
+    """Call counts of attention modules while attention is watched or replaced."""
 
     calls: Counter[str] = field(default_factory=Counter)  # by the module's path
 
@@ -265,7 +265,7 @@ def replace(
     calls = counter.calls  # the number of a module's call identifies the site
 
     def begin_pass(*_: object) -> None:
-        # round up counts that a pass ended by an exception left incomplete
+        # round up counts left incomplete by a pass that an exception ended
         for path in calls:
             calls[path] += -calls[path] % len(by_path[path])
 

@@ -32,7 +32,7 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to the modality of the innermost submodel around it; return {} for fewer than two modalities."""
+    """Map each module to the modality of the innermost submodel that contains it; {} for fewer than two modalities."""
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -51,7 +51,7 @@ CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_st
 """Parameter names of the sequence of the keys in transformers' cross-attention modules."""
 
 UNTRACED = "it has no softmax over query–key products that weights the values"
-"""Reason why a module that runs, and whose class name contains "Attention", is not a site."""
+"""Reason reported if a module whose class name contains "Attention" runs but is not a site."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SiteCall:
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the inputs of queries and of keys in the axes of `sequences`; they are equal in self-attention."""
+        """Return the inputs of queries and of keys, with axes as in `sequences`; they are equal in self-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -181,18 +181,18 @@ def number_within_parts(sites: Sequence[Site]) -> list[Site]:
 
 
 def _layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
-    """Return the numbers that the model's module paths give these layers of one part; else their order, from 0."""
+    """Return the layer numbers in the module paths of one part's sites; if they are ambiguous, count sites from 0."""
     indices = [tuple(int(name) for name in site.path.split(".") if name.isdecimal()) for site in sites]
     if len({len(index) for index in indices}) > 1:
         return range(len(sites))
     columns = list(zip(*indices, strict=True))
-    varying = [column for column in columns if len(set(column)) > 1] or columns  # a single layer varies in none
+    varying = [column for column in columns if len(set(column)) > 1] or columns  # with a single layer, no column varies
     unique = len(varying) == 1 and len(set(varying[0])) == len(sites)
     return varying[0] if unique else range(len(sites))
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
-    """Run the model without a cache; return its outputs. In eval mode, every pass has the same random draws."""
+    """Run the model without a cache; return its outputs. In eval mode, every pass uses the same random numbers."""
     # set in all configurations, because submodels do not receive the argument `use_cache`
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
@@ -409,8 +409,8 @@ def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected
 
 
 IDENTITY_TOLERANCE = 1e-5
-"""Largest relative difference allowed between a model's outputs and those with recomputed attention. In float64 it is
-at most 2e-6 for 44 architectures, and over 0.1 if a softcap or a mask is omitted."""
+"""Largest relative difference allowed between a model's outputs and those with recomputed attention. In float64
+the difference is at most 2e-6 for 44 architectures, and over 0.1 if a softcap or a mask is omitted."""
 PART = 2**22  # numbers compared at once, to limit the memory of their float64 copies
 
 Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]

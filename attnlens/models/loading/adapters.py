@@ -91,7 +91,7 @@ class Adapted:
     layers: Mapping[str, LoraLayer]
     """peft's merged layers, removed from the model, keyed by the path of the wrapped module; base weights on meta."""
     originals: Mapping[str, Tensor]
-    """Values in the base model of the parameters that the adapter replaces entirely, keyed by parameter name."""
+    """Values, in the base model, of the parameters that the adapter replaces entirely, keyed by parameter name."""
     unplaced: tuple[str, ...]  # Entire tensors of the adapter that match no parameter of the model
 
     @contextmanager

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 LoadingInfo = Mapping[str, set[Any]]
 """transformers' record of a load: names under missing_keys and unexpected_keys, with shapes under mismatched_keys."""
 PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map", "_proj_blocks")
-"""Ends of the names of tensors that only quantised checkpoints have."""
+"""Suffixes of the names of tensors that only quantised checkpoints have."""
 WRAPPER = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
-"""Part that torch.compile, DataParallel, FSDP and others add to the names of the tensors of a model they wrap."""
+"""Prefix or infix that torch.compile, DataParallel, FSDP and others add to the tensor names of a wrapped model."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 """Suffixes of scales and zeros after the name of their weight."""
 
@@ -233,7 +233,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Largest ratios of a model to its files: of numbers (tied weights are stored once), and of modules and tensors."""
+"""Maximum ratios of a model's counts to its files': numbers (tied weights are stored once); modules and tensors."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 """Additional allowances: numbers in weights, numbers in buffers (position tables, masks), modules and tensors."""
 

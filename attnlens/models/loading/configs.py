@@ -30,7 +30,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class that the config names; for a class unknown to transformers or `own_code`, an Auto class."""
+    """Return the class that the config names; for `own_code` or a class unknown to transformers, an Auto class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -153,7 +153,7 @@ LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
 DTYPES = ("dtype", "torch_dtype")  # Names of the weights' type
 OTHER_ROPES = ("default", "axial", "main", "mrope", "xdrope", "su")
-"""Types of rotation that transformers has outside its table of functions; it replaces `su` by longrope only in part."""
+"""Rotation types that transformers has outside its table of functions; it replaces `su` by longrope only in part."""
 SAY_CORRECT = "Correct the config, or download the model again."
 SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."

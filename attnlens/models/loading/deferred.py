@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load as load_bytes
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: torch's only tensors of shapes
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: torch's only tensors without values
 from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
@@ -126,7 +126,7 @@ class DeferredWeights:
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""Environment variable with which transformers loads tensors one by one: its threads would share one fake mode."""
+"""Environment variable that makes transformers load tensors one by one, since its threads would share a fake mode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it

@@ -35,7 +35,7 @@ class Hub:
         """Download the files that `select` chooses by name, unless cached; return their folder, named after the commit.
 
         Without a connection, or with `offline`, the local cache is used. Raises ModelError if the model is unknown,
-        gated or not reachable, if the revision does not exist, or if the server is not a hub (as a log-in page).
+        gated or not reachable, if the revision does not exist, or if the server is not a hub (e.g. a log-in page).
         """
         from huggingface_hub import HfApi, constants, errors, is_offline_mode, snapshot_download
 
@@ -68,7 +68,7 @@ class Hub:
             raise ModelError(problem, remedy) from None
 
     def _find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache, or raise ModelError with the reason why no hub was asked."""
+        """Return the model's folder in the local cache, or raise ModelError with the `reason` for not using the hub."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -71,7 +71,7 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the weights stored as codes, by name; {} if the config declares none. Raises ModelError if none exists."""
+    """Return the coded weights by name; {} if the config declares none. Raises ModelError if none is in the files."""
     method, settings = quantisation(place)
     if method is None:
         return {}

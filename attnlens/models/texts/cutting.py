@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spread passes with at least `sequences` sequences, or all passes if they have fewer."""
+        """Return evenly spaced passes with at least `sequences` sequences, or all passes if they have fewer."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -92,7 +92,7 @@ class Batches:
 
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
-    """Return the ids of all sequences, with consecutive windows of a text, across all batches, joined to passages."""
+    """Return the ids of all sequences; join consecutive windows of a text, also across batches, into one passage."""
     ids_by_window, packed = dict[tuple[str, int], tuple[int, ...]](), True
     for batches in several:
         numbers = [number for text in batches.texts for number in text.windows]

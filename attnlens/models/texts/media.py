@@ -41,7 +41,7 @@ INPUTS: dict[Modality, tuple[str, ...]] = {  # Possible parameter names of the p
 }
 RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
-MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # names of a sound's mask beside that of text
+MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # parameter names of a sound's mask
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
 """Parameter names of vision models without a language model → names that processors give to these inputs."""
 SAY = {
@@ -49,9 +49,9 @@ SAY = {
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
 LARGEST_FILE = 2**28  # maximum size of an image or sound file in bytes
-LARGEST_INPUT = 2**24  # values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz
-MEMORY = 2**32  # most bytes that a processor can allocate: its settings, from the checkpoint, can request any size
-COLOURS, IMAGE_SIZE = 16, 224  # coloured squares and pixels along a side; smaller squares would blur when resized
+LARGEST_INPUT = 2**24  # maximum values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz
+MEMORY = 2**32  # maximum bytes that a processor can allocate: its settings, from the checkpoint, can request any size
+COLOURS, IMAGE_SIZE = 16, 224  # squares and pixels along a side; smaller squares would blur when resized
 FRAMES, MOST_FRAMES = 8, 256  # frames of a random video if the config gives no number, and the maximum
 RATE = 16_000  # samples per second if the processor gives no rate; samples of a random sound without a processor
 Placeholder = tuple[Modality, int, int]  # a modality, its placeholder id, and the number of these ids before a text
@@ -242,7 +242,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 def _make_up(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, which `seed` and `number` determine, or raise an error."""
+    """Return the inputs of one random image or sound, determined by `seed` and `number`; raise an error on failure."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)

@@ -97,7 +97,7 @@ SAMPLE_NAMES = {
 """Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
 LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
-"""Most characters of a text: a longer text is replaced by BLOCKS blocks that are spread evenly over it."""
+"""Maximum length of a text in characters: a longer text is replaced by BLOCKS blocks, spread evenly over it."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
 TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
@@ -314,8 +314,8 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
-FOREIGN = 0.5  # least share of unknown tokens with which a text is refused, because the model learns little from it
-NOTABLE = 0.1  # least share of unknown tokens for which the report contains a note
+FOREIGN = 0.5  # a text with at least this share of unknown tokens is refused, because the model can read little of it
+NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains a note
 
 
 def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
@@ -458,13 +458,13 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 
 
 RUN = 32
-"""Least length in tokens (10 to 25 words) of a repeated run that is no coincidence: the two halves of the demo's text,
+"""Least length in tokens (10 to 25 words) of a repeated run that is not a coincidence: the halves of the demo's text,
 a single book, share no run of 12 tokens."""
 LEAST = 8  # least length of a line that counts as shared: the two halves share 1 to 7 % of their runs of 8 tokens
 MOST_SHARED = 0.1
-"""Largest share of evaluated tokens that can occur in the calibration text if a measurement counts as held out. In the
-worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which is
-less than the interval of a rise over 32 sequences."""
+"""Largest share of evaluated tokens that can occur in the calibration text for a measurement to count as held out. In
+the worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which
+is less than the interval of a rise over 32 sequences."""
 
 Ids = Sequence[int]
 

@@ -147,7 +147,7 @@ class TracedScores:
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values for the products 0, `signs` and, if it is not empty, that of `moved`
+Standins = tuple[Tensor, ...]  # values for the product 0, the product `signs` and, unless it is empty, that of `moved`
 
 
 def start_scores(

@@ -192,7 +192,7 @@ def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ..
 
 
 ALIKE = 4  # seed of the tokens that are repeated at every position
-ODD = 7  # number of sequences that is tried first: a power of two could fit inputs of another number by accident
+ODD = 7  # number of sequences tried first: a power of two could by accident fit a module made for another number
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch

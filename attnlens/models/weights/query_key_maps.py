@@ -100,7 +100,7 @@ class Factors:
 
     @property
     def parts(self) -> tuple[QueryKey, ...]:
-        """The bilinear form M; for latent attention, the two forms of the nope part and of the rope part."""
+        """The bilinear form M; for latent attention, the forms of the nope part and of the rope part."""
         query, key, heads = self.maps.query, self.maps.key, tuple(range(len(self.maps.query)))
         key_of = tuple(head * len(key) // len(query) for head in heads)
         whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
@@ -146,7 +146,7 @@ DIRECTION = "position changes more than the direction of queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    A later site of this kind reuses the leader's rotation if the rotation fits the site; else a rotation is fitted.
+    A later site of this kind reuses the leader's rotation if the rotation fits the site; otherwise it gets its own.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)

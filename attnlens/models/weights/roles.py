@@ -60,7 +60,7 @@ class Roles:
 def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
     """Find the rows of queries, keys and values by calling the module with random weights; None if that fails.
 
-    Random weights have no equal rows, so that a match is unique.
+    Random weights have no equal rows, so every match is unique.
     """
     generator = torch.Generator().manual_seed(0)
     weights = float64_weights(single.module)

@@ -21,7 +21,7 @@ KINDS: dict[Kind, tuple[Callable[[Shapes], Iterable[Finding]], Callable[[Shapes]
     "studies": (verdicts.study_findings, verdicts.after_studies),
 }
 """For each kind of report, the functions that yield its findings, and the commands to run next, most useful first."""
-COMMANDS = 2  # Number of commands shown
+COMMANDS = 2  # Maximum number of commands shown
 
 
 def find(shapes: Shapes) -> list[Finding]:
@@ -30,5 +30,5 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return two commands that follow from the findings of a report."""
+    """Return at most COMMANDS commands that follow from the findings of a report."""
     return list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]

@@ -23,7 +23,7 @@ Place = tuple[int, int]
 Names = Callable[[int], str]  # Function that names a layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
 """Mean KL in nats, and share of equal top predictions, beyond which the effect of a difference is notable."""
-MOST_HEADS = 4  # Number of changed heads that are named
+MOST_HEADS = 4  # Maximum number of changed heads that are named
 
 
 def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -152,14 +152,14 @@ def _storage(which: str, kind: str) -> str:
     return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
-LONGEST = 32  # Characters of a config field's value that are printed
+LONGEST = 32  # Maximum number of characters printed of a config field's value
 
 
 def _value(value: str | None) -> str:
     return "none" if value in (None, "null") else shorten_line(clean(value), LONGEST)
 
 
-MOST_CAUSES = 4  # Number of causes that are printed
+MOST_CAUSES = 4  # Maximum number of causes that are printed
 
 
 def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:

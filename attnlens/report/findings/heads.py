@@ -47,9 +47,9 @@ FEW_DECIDED = 0.1  # Share of decided queries below which the SVM of a head desc
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
-ROUNDING = 1e-9  # Relative size of an error that is rounding of a value that does not vary
+ROUNDING = 1e-9  # Relative size up to which an error is only the rounding of a constant value
 MOST_HEADS = 3  # Number of heads up to which all are named
-MOST_LAYERS = 2  # Number of layers up to which all are named; of more, only the first
+MOST_LAYERS = 2  # Number of layers up to which all are named; of more, only the one with the largest share
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class HeadTests:
 
     @cached_property
     def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
-        """Significance by measure and head: 1 above, −1 below the reference, 0 if not significant or missing."""
+        """Significance by measure and head: 1 if above the reference, −1 if below, 0 if not significant or missing."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
         differences, p_values = [], []
@@ -96,7 +96,7 @@ class HeadTests:
         return value - HALF, error, np.array([max(1, settings.freedom(count)) for count in counts])
 
     def heads(self, name: str, sign: int) -> list[Head]:
-        """Return the heads that lie significantly above (1) or below (−1)."""
+        """Return the heads that lie significantly above (`sign` 1) or below (−1) the measure's reference."""
         if name not in self.signs:
             return []
         return [head for head, each in zip(self.shapes.report.heads, self.signs[name], strict=True) if each == sign]
@@ -294,7 +294,7 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Format the places of these heads in brackets: their names if they are few, else the layers with most of them."""
+    """Format these heads in brackets: their names or the others' if they are few, else the layers with most of them."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:

@@ -20,7 +20,7 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
 Names = Callable[[int], str]  # Function that names a layer
-MOST_UNITS = 4  # Number of heads or layers that are named
+MOST_UNITS = 4  # Maximum number of heads or layers that are named
 NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
 
@@ -207,7 +207,7 @@ def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
 
 
 def _continuations(swap: Swap) -> Finding | None:
-    """State for how many tokens greedy continuations agree with the original's."""
+    """State how many greedy continuations differ from the original's, and for how many tokens they agree."""
     if (agreement := swap.agreement) is None:
         return None
     differing = agreement.prompts - agreement.never
@@ -274,7 +274,7 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate the cost of the cheapest kernel, reduce it by training, or compare kernels."""
+    """Yield commands that save and apply a plan, or that locate, reduce and compare the cost of the cheapest kernel."""
     report = shapes.report
     # the kernel whose loss rises least; without a loss, the first
     swap = min(report.swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)

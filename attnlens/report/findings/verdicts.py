@@ -24,7 +24,7 @@ MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdict: does attnlens compute the attention of every site as the model does?"""
+    """Yield the verdicts: does attnlens compute each site's attention as the model does, and do backends agree?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -125,7 +125,7 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the commands that inspect the checked model, and repeat and save the check."""
+    """Yield the commands that show differing backends, inspect the checked model, and repeat and save the check."""
     model, options = model_argument(shapes.report), shapes.report.settings.options
     tested = "".join(f" --{name} {quote(str(options[name]))}" for name in ("backends", "masks") if name in options)
     if any(each.verdict == "differs" for each in shapes.report.backends or []):
@@ -219,7 +219,7 @@ def _head_finding(experiment: Experiment) -> Finding:
 
 
 def after_experiments(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that show one experiment in detail."""
+    """Yield commands that show one experiment in detail and, unless it is on a head, reproduce the claims."""
     heads = [each.name.split() for each in shapes.report.experiments if CORRELATION in each.final]
     if heads:
         command = f"attnlens converge {model_argument(shapes.report)} --head {heads[0][-1]}"

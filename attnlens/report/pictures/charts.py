@@ -56,7 +56,7 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
 
 
 MISSING = "#dddddd"
-CROWD = 400  # above this number of lines, a vector picture contains them rasterized, to keep the file small
+CROWD = 400  # number of lines above which a vector picture contains them rasterized, to keep the file small
 Colours = tuple[Colormap, Normalize, str]
 """Colour map, norm, and the ends (`min`, `max`, `both` or `neither`) at which the colour bar is open."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
@@ -140,7 +140,7 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
-    """Label rows or columns 0 … n − 1 with these names, as far as there is room."""
+    """Label rows or columns 0 … n − 1 with as many of these names as there is room for."""
     axis.set_major_locator(IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 

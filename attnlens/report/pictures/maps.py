@@ -255,7 +255,7 @@ class CurveGroup:
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
-        """The curves that reach the most common length (the longest, if several are), cut to that length."""
+        """The curves that reach the most common length (the longest of them, if tied), cut to that length."""
         lengths = Counter(len(curve) for _, curve in self.curves)
         steps = max(lengths, key=lambda length: (lengths[length], length))
         return np.stack([curve[:steps] for _, curve in self.curves if len(curve) >= steps])
@@ -493,7 +493,7 @@ def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
 
 
 def draw_margins(axes: Axes, selection: Selection) -> None:
-    """Draw the sorted margins of one head (blue) and its null heads (grey), and the largest least margin (dashed)."""
+    """Draw the sorted margins of one head (blue) and its null heads (grey), and the SVM's margin (dashed)."""
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))

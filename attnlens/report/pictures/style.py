@@ -22,7 +22,7 @@ from attnlens.wording import format_number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SETTINGS = {  # Settings over matplotlib's defaults; the user's matplotlibrc is ignored
+SETTINGS = {  # Settings that override matplotlib's defaults; the user's matplotlibrc is ignored
     "font.family": "DejaVu Sans",
     "font.size": 7.5,
     "axes.titlesize": 8.5,
@@ -48,7 +48,7 @@ SETTINGS = {  # Settings over matplotlib's defaults; the user's matplotlibrc is 
 
 BARE_POINTS = 8  # size of all text in bare figures
 BARE = dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), BARE_POINTS)
-"""Settings of bare figures, over SETTINGS."""
+"""Settings of bare figures, which override SETTINGS."""
 
 Style = dict[str, Any]  # keywords of a matplotlib artist
 
@@ -103,7 +103,7 @@ def shorten_label(text: str, width: int) -> str:
 
 
 def typeset(number: float, decimals: int) -> str:
-    """Format a number with a true minus sign."""
+    """Format a number with this many decimals and a true minus sign."""
     return format_number(number, decimals).replace("-", "−")
 
 
@@ -119,7 +119,7 @@ class Powers(Formatter):
 
 
 class IndexTicks(Locator):
-    """Ticks at `first` and at multiples of a round step below `first` + `count`; the room decides how many."""
+    """Ticks at `first` and at multiples of a round step below `first` + `count`; the room determines how many."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self.count, self.first = count, first
@@ -134,12 +134,12 @@ class IndexTicks(Locator):
         return [self.first, *(tick for tick in later if tick - self.first > step / 2)]
 
     def tick_values(self, vmin: float, vmax: float) -> list[int]:
-        """Return the ticks; the view limits do not matter."""
+        """Return the ticks, whatever the view limits are."""
         return self()
 
 
 def tick_positions(count: int, most: int) -> list[int]:
-    """Return at most `most` numbers below `count`, starting at 0, at equal and round steps."""
+    """Return at most `most` numbers below `count`, starting at 0, in equal, round steps."""
     steps = (1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 100, 200, 500, 1000)
     step = next((step for step in steps if count <= step * most), count)
     return list(range(0, count, step))

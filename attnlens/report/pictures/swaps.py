@@ -72,7 +72,7 @@ LINES = {
     "color": [*(style.CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), style.INK, "#999999"],
     "marker": list("osD^vPX*"),
 }
-"""Kernels differ in marker as well as in colour."""
+"""Colour and marker of each kernel in turn; kernels differ in both."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at the one in 1e+06."""
 OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
@@ -357,7 +357,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| beyond which colours saturate, low enough for most cells to have colour, and open ends."""
+    """Return the |effect| at which colours saturate, low enough to colour most cells, and the open ends of the bar."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0

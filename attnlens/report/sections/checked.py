@@ -237,7 +237,7 @@ def untested_masks(report: Report) -> list[MaskCheck]:
 
 
 def format_error(error: float | None) -> str:
-    """Format a relative error with one digit; `not finite` if it is missing."""
+    """Format a relative error with one significant digit; `not finite` if it is missing."""
     return "not finite" if error is None else f"{error:.0e}" if error else "0"
 
 

@@ -68,7 +68,7 @@ MOST_STEPS = 8
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
-    """Build the section of a series of checkpoints: its main measures, or all measures if `whole`."""
+    """Build the section of a series of checkpoints: its main changed measures, or all changed ones if `whole`."""
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]

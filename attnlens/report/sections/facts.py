@@ -73,7 +73,7 @@ def no_errors(report: Report) -> str:
 
 
 def population(report: Report, counted: str = "") -> str:
-    """Name the population to which the errors refer: windows of the texts, or similar texts; return "" without text."""
+    """State the population that the errors cover: windows, similar texts or files; return "" without texts or files."""
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
         return f"errors reflect {len(settings.texts)} files and apply to similar files" if settings.texts else ""

@@ -29,7 +29,7 @@ MEASURED = "Measured: on the evaluation text."
 HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
 LONE = "All calibration windows come from one text, so the promise does not cover other kinds of text."
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the rank of each
-BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
+BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Name in words of the quantity that a budget limits
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """Population that an interval covers, by the units over which it is computed."""
 

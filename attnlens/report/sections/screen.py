@@ -11,7 +11,7 @@ from attnlens.report.sections.section import HeatMap, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, middle
 from attnlens.wording import clean, decimals_for, format_number, title_of
 
-MOST_ROWS = 24  # Number of rows of a map; of more layers, each row is a median over neighbouring layers
+MOST_ROWS = 24  # Maximum number of rows of a map; with more layers, each row is a median over neighbouring layers
 MOST_COLUMNS = 64
 
 
@@ -53,7 +53,7 @@ def _variation(reading: MeasureMap) -> float:
 
 
 def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], list[list[float | None]]]:
-    """Return the labels of at most MOST_ROWS rows and MOST_COLUMNS columns, and values as medians of neighbours."""
+    """Return labels of at most MOST_ROWS rows and of MOST_COLUMNS columns, and values as medians of neighbours."""
     (layers, heads), labels, values = reading.values.shape, [], []
     height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
     for start in range(0, layers, height):

@@ -14,7 +14,7 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 DIVERGED, DESTROYED = "diverged", "destroyed"
-LARGE = 11.0  # Factor of the perplexity from which a rise is a factor instead of a percentage
+LARGE = 11.0  # Factor of the perplexity at or above which a rise is shown as a factor instead of a percentage
 SCREEN_COLUMNS = 5  # Number of columns of the outcomes on the screen: those on the loss or on its substitute
 SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
 UNITS = {  # Unit of loss and KL, by task
@@ -308,7 +308,7 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
 
 @section(30, "swap")
 def check_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the formulas of several kernels, the worst errors of the verification, and the cost."""
+    """Yield the formulas of several kernels, the largest errors of the verification, and a single kernel's cost."""
     swaps = shapes.report.swaps
     single, facts = len(swaps) == 1, []
     if not single:
