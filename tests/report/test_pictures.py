@@ -142,7 +142,7 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
     shapes = Shapes(synthetic_report(4, 4, sequences=7))
     assert not absent(
         panel(shapes, "weights.symmetry").texts[-1].get_text(),
-        "Null 0.0013 ± 0.0018 (mean ± sd)",
+        "Chance 0.0013 ± 0.0018 (mean ± sd of one head)",
         "bert-base-uncased · BertForMaskedLM · 110 M parameters",
         "4 layers × 4 heads · COMPLETE: 16 of 16 heads",
     )
