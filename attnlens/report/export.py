@@ -146,11 +146,11 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     named = dict(zip(file_names(picture.stem for picture in drawn), drawn, strict=True))
     if not is_file(target):
         return {target / name: partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
-    matching = [name for name in named if name == f"{target.stem}.png" or name.endswith(f".{target.stem}.png")]
+    stem = f"{target.stem}.png"
+    matching = [stem] if stem in named else [name for name in named if name.endswith(f".{stem}")]
     if len(matching) > 1:
-        raise UsageError(
-            f"{target.stem} is the name of several measures.", f"Use one of: {', '.join(sorted(matching))}."
-        )
+        choices = ", ".join(sorted(name.removesuffix(".png") + target.suffix for name in matching))
+        raise UsageError(f"{target.stem} is the name of several measures.", f"Use one of: {choices}.")
     picture = named[matching[0]] if matching and target.stem != "overview" else None
     if picture is None and target.stem in measure_infos():
         raise UsageError(

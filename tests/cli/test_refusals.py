@@ -94,8 +94,8 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("converge --checkpoints --trials 3", ("--trials applies to the synthetic experiments",)),
     ("converge --length 16", ("--length applies to a single head and checkpoints",)),
     ("converge demo", ("needs --head, --checkpoints or --revisions",)),
-    ("explain share_skw", ("Unknown measure or kernel 'share_skw'", "Did you mean")),
-    (["explain", "\x1b[31mred"], ("Unknown measure or kernel",)),
+    ("explain share_skw", ("Unknown measure, kernel or term 'share_skw'", "Did you mean")),
+    (["explain", "\x1b[31mred"], ("Unknown measure, kernel or term",)),
     ("explain rank90", ("the name of several measures", "weights.rank90, ")),
     # removed names, and keywords of Python
     ("inspect --models a", ("Run the command once per model",)),

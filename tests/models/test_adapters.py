@@ -319,7 +319,7 @@ def test_an_adapter_that_can_not_be_merged_is_refused(base, bases, tmp_path, mon
     refused(ModelError, partial(loading.load, tmp_path / "run"), "folders inside it contain models: checkpoint-500")
     refused(ModelError, partial(load, adapter=base / "config.json"), "not an adapter's folder")
     monkeypatch.setitem(sys.modules, "peft", None)
-    refused(ModelError, partial(load, adapter=tmp_path), "peft", "pip install peft")
+    refused(ModelError, partial(load, adapter=tmp_path), "peft", "pip install 'attnlens[adapters]'")
 
 
 def test_an_adapter_instead_of_a_model_is_refused_with_the_right_command(base, tmp_path, hub, folder):

@@ -146,7 +146,8 @@ def test_codes_that_can_not_be_decoded_are_refused_and_scales_of_activations_are
     model = tmp_path / "model"
     model.mkdir()
     each_refused(ModelError, model, FAULTS, loading.load, read_site)
-    refused(ModelError, partial(from_files, tmp_path / "fault0" / "model"), Q)
+    for number, word in ((0, Q), (6, Q), (12, "zeros")):
+        refused(ModelError, partial(from_files, tmp_path / f"fault{number}" / "model"), word)
     stored(model, saved(model) | {f"{Q}.weight_scale": torch.tensor(2.0)})
     refused(ModelError, partial(loading.load, model), f"{Q}.weight_scale")
     changed("fp8 per tensor", input_scale=torch.tensor(2.0))(model)

@@ -309,6 +309,8 @@ def test_heads_with_nan_do_not_hide_the_others_and_a_model_of_nan_is_refused_wit
         weight[0, 0] = torch.nan  # a query of head 0
         assert [each.site.layer for each in hooks.run_survey(model.model, inputs).sites] == [0]
         weight[:] = torch.nan
-    with pytest.raises(ModelError, match="not finite") as refusal:
-        hooks.run_survey(model.model, inputs)
-    assert "NaN" in refusal.value.remedy
+    padding = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}  # queries that see no key prove nothing
+    for more in ({}, padding):
+        with pytest.raises(ModelError, match="not finite") as refusal:
+            hooks.run_survey(model.model, inputs | more)
+        assert "NaN" in refusal.value.remedy

@@ -115,7 +115,7 @@ def test_the_program_explains_a_measure_whose_name_is_unique():
         explanation("selection")
     assert not absent(refusal.value.remedy, "Name one of its measures: ", "selection.svm_cosine", "selection.support")
     for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
-        with pytest.raises(UsageError, match="Unknown measure or kernel") as refusal:
+        with pytest.raises(UsageError, match="Unknown measure, kernel or term") as refusal:
             explanation(name)
         assert len(refusal.value.problem) < 120
 

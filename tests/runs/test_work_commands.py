@@ -457,7 +457,7 @@ def test_the_key_of_a_hub_model_depends_on_its_commit(hub, monkeypatch):
 def test_units_are_removed_when_all_outputs_are_written_and_stay_if_one_is_not(tmp_path):
     work = tmp_path / "work"
     (tmp_path / "full").symlink_to("/dev/full")
-    for option in ("--json", "--csv"):
+    for option in ("--json", "--html", "--csv"):
         done = invoke(*WORDS, "--work", work, option, tmp_path / "full")
         assert done.returncode == 2
         assert "No space left" in done.stderr

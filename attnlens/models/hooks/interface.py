@@ -22,7 +22,7 @@ from attnlens.errors import ModelError
 from attnlens.kernels import OWN, Kernel
 from attnlens.kernels.attention import Route, attend
 from attnlens.kernels.attention.rows import split_mask
-from attnlens.models.trace import Keywords, Refused, pair_heads, remove_hooks, trace_attention
+from attnlens.models.trace import NOT_FINITE, Keywords, Refused, pair_heads, remove_hooks, trace_attention
 from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
@@ -89,7 +89,7 @@ def out_of_reach(
     name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
-        if "not finite" in reason:
+        if reason.endswith(NOT_FINITE):
             remedy = "Check the model's weights for NaN and infinity."
         return ModelError(f"The attention of {name} can't be read: at {path}, {reason}.", remedy)
     if not any(map(is_attention, model.modules())):

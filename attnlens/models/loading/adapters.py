@@ -57,7 +57,7 @@ SAY_AGAIN = "Download the adapter again."
 def find_adapter(name: str, *, offline: bool) -> Location:
     """Find the adapter `name`: a folder or a hub id. Raises ModelError if there is none, or if peft is missing."""
     if find_spec("peft") is None:
-        raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install peft")
+        raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
     path = with_home(name)
     if locate.is_there(path):
         if not path.is_dir():

@@ -281,7 +281,7 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
     configs.check_config(place)
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
         problem = f"{place.file} needs the packages gguf and accelerate, but at least one is not installed."
-        raise ModelError(problem, "Run: pip install gguf accelerate")
+        raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
     if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
     stored = list_tensors(place)

@@ -4,4 +4,4 @@ Hand-written attention is attention that a module computes with its own code, wi
 """
 
 from attnlens.models.trace.mode import Refused, call_arguments, pair_heads, remove_hooks, trace_attention
-from attnlens.models.trace.scores import Keywords, tensors
+from attnlens.models.trace.scores import NOT_FINITE, Keywords, tensors

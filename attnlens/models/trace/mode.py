@@ -21,6 +21,7 @@ from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.rows import split_mask
 from attnlens.models.trace.scores import (
     MATMULS,
+    NOT_FINITE,
     Arguments,
     FunctionCall,
     Keywords,
@@ -70,7 +71,7 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
     if math.isnan(error):
-        raise unreadable("its scores are not finite, so that they can't be checked")
+        raise unreadable(f"its scores are {NOT_FINITE}")
     if error > rounding_limit(query.dtype):
         problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate by"
         raise unreadable(f"{problem} {error:.1e} of their size")
@@ -390,12 +391,11 @@ class _Tracer(TorchFunctionMode):
                 # models differ in what they return for a query that sees no key
                 return answer if bool(sees_keys.all()) else torch.where(sees_keys, answer, original())
             result = original()
+            checked = result.isfinite() & sees_keys  # heads with NaN do not prevent the check of the others
+            if not bool(checked.any()):
+                raise unreadable(f"its outputs are {NOT_FINITE}")
             outputs = lead.back(attend(call, OWN, "eager")), result
-            actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in outputs)
-            finite = expected.isfinite()  # heads with NaN do not prevent the check of the others
-            if not bool(finite.any()):
-                raise unreadable("its output is not finite, so that it can't be checked")
-            actual, expected = actual[finite], expected[finite]
+            actual, expected = (part[checked].double() for part in outputs)
             error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
             if not error <= rounding_limit(result.dtype):  # `not <=` also refuses NaN
                 raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")

@@ -171,6 +171,10 @@ def start_scores(
     return TracedScores(product, content, running, columns[0] @ columns[1].T, moved), standins
 
 
+NOT_FINITE = "not finite, so that they can't be checked"
+"""End of the reason why attention that computes NaN or infinity is not read."""
+
+
 def unreadable(reason: str) -> UnreadableError:
     """Build the error for hand-written attention that cannot be read."""
     return UnreadableError(reason, "The other sites are analysed; this one is left out.")

@@ -45,9 +45,9 @@ TERMS = {  # Terms of screens and reports → explanation
     "null": "Chance: the values of the same measure for random heads of the same shape (or for random rotations of the "
     "head); a report gives their mean and standard deviation (sd) for one head.",
     "standard error": "The number after ±: the standard deviation of an estimate over repeated choices of windows, or "
-    "of texts if there are at least five. 95 % intervals use Student's t.",
-    "significant": "Differs from chance, or from a threshold, with a false-discovery rate of at most 2 % over all "
-    "heads and measures (Benjamini & Hochberg 1995); `compare` uses --fdr.",
+    "of texts if there are at least five.",
+    "significant": "Differs from chance, or from a threshold, after correction for the number of heads and measures "
+    "(false-discovery rate, Benjamini & Hochberg 1995). --fdr sets the rate of `compare`.",
     "windows": "Sequences of consecutive tokens that the model reads at once: --windows sets their number, --length "
     "their length, and --placement whether they are spread over the text or taken from its beginning.",
     "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states by how much "
@@ -58,12 +58,13 @@ TERMS = {  # Terms of screens and reports → explanation
     "comparison.tests": "Number of changes that `compare` tested, of every measure in every head: the 863 in `30 of "
     "863 changes are significant`.",
     "swap.loss.delta": "Change of the loss by the kernel, in nats per token: the loss with the kernel minus the "
-    "original loss; swap.loss.se is its standard error.",
+    "original loss; swap.loss.ci95 is its 95 % interval.",
     "summary.medians": "Median over heads of each measure; in a rule, as summary.medians.tokens.entropy.",
     "form m": "M = s·W_Q W_Kᵀ, the bilinear form of a head: the score of a query input x and a key input y is xᵀMy, "
     "plus positions and biases. s is the scale, usually 1/√head_dim.",
     "complete": "Every site and head of the model, or of the part requested, was read; otherwise the reasons follow.",
-    "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3.",
+    "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3. In models of "
+    "several parts, the part comes first: decoder.3.7.",
     "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
 TERM_SYNONYMS = {
@@ -230,11 +231,11 @@ def explanation(name: str) -> Section:
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
-    pages = measure_pages() | kernel_pages()
     word = name.strip().lower()
     term = TERM_SYNONYMS.get(word, word)
     if term in TERMS:
         return _page(term, TERMS[term], {})
+    pages = measure_pages() | kernel_pages()
     word = word if word in SYNONYMS else word.replace(" ", "_")
     ends = [full for full in pages if full.endswith(f".{word}")]
     default = [full for full in ends if full in _default_measures()]
@@ -249,7 +250,7 @@ def explanation(name: str) -> Section:
     near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS, *TERMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."
-    raise UsageError(f"Unknown measure or kernel {format_argument(name)}.", remedy)
+    raise UsageError(f"Unknown measure, kernel or term {format_argument(name)}.", remedy)
 
 
 @cache
