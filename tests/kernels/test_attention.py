@@ -222,6 +222,15 @@ def test_all_directions_under_a_softcap_are_the_model_itself():
     assert min(apart(attend(plain, whole), expected), apart(attend(case, cut), expected)) > 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_query_whose_keys_are_all_masked_sees_none_whatever_number_masks_them(dtype):
+    numbers = [torch.finfo(dtype).min, *([] if dtype == torch.float16 else [-1e9])]
+    for number in numbers:
+        mask = torch.tensor([[0.0, -1.0, number], [number] * 3, [-1000.0] * 3], dtype=dtype)[None, None]
+        visible = [[True, True, False], [False] * 3, [True] * 3]  # the control: −1000 at every key is a bias
+        assert rows.split_mask(mask)[0][0, 0].tolist() == visible, number
+
+
 @pytest.mark.parametrize("tie", [None, "symmetric"])
 def test_sinks_are_compared_with_the_whole_distance_from_a_fitted_origin(tie):
     """Sinks are measured against log k itself, so its query-only terms count."""
