@@ -26,9 +26,9 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SOLVERS = ("maths.attsvm", "maths.ksvd", "lab.primal")
 """Submodules that docs/python.md documents."""
 INTRODUCTIONS = {
-    "measures": "In a terminal, `attnlens explain NAME` prints one of these pages, and `attnlens list measures` lists all measures.",
-    "kernels": "In a terminal, `attnlens explain NAME` prints one of these pages, and `attnlens list kernels` lists all kernels.",
-    "commands": "In a terminal, `attnlens COMMAND --help` prints one of these pages.",
+    "measures": "`attnlens explain NAME` prints one of these pages in a terminal; `attnlens list measures` lists all.",
+    "kernels": "`attnlens explain NAME` prints one of these pages in a terminal; `attnlens list kernels` lists all.",
+    "commands": "`attnlens COMMAND --help` prints one of these pages in a terminal.",
 }
 
 
