@@ -26,8 +26,8 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SOLVERS = ("maths.attsvm", "maths.ksvd", "lab.primal")
 """Submodules that docs/python.md documents."""
 INTRODUCTIONS = {
-    "measures": "`attnlens explain NAME` prints one of these pages in a terminal, `attnlens list measures` prints all.",
-    "kernels": "`attnlens explain NAME` prints one of these pages in a terminal, `attnlens list kernels` prints all.",
+    "measures": "`attnlens explain NAME` prints one of these pages in a terminal; `attnlens list measures` lists all.",
+    "kernels": "`attnlens explain NAME` prints one of these pages in a terminal; `attnlens list kernels` lists all.",
     "commands": "`attnlens COMMAND --help` prints one of these pages in a terminal.",
 }
 
