@@ -111,9 +111,11 @@ class Survey:
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
         missed: dict[str, str | None] = dict(refused)
         for name, module in named.items():
-            parts = list(module.modules())
+            if not is_attention(module):
+                continue
             covered = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in refused)
-            innermost = is_attention(module) and not any(map(is_attention, parts[1:]))
+            parts = list(module.modules())
+            innermost = not any(map(is_attention, parts[1:]))
             if innermost and not covered and parts_of_sites.isdisjoint(parts):
                 missed[name] = UNTRACED if module in self.ran else None
         return missed

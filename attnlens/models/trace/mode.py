@@ -247,8 +247,9 @@ def trace_attention(
     heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
-    hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]
-    hooks += [part.register_forward_hook(tracer.leave, always_call=True) for part in model.modules()]
+    parts = list(model.modules())
+    hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in parts]
+    hooks += [part.register_forward_hook(tracer.leave, always_call=True) for part in parts]
     with remove_hooks(hooks), tracer:
         yield tracer.refused
 

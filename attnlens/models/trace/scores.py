@@ -275,11 +275,17 @@ class Provenance:
             return []
 
 
+SCALARS = frozenset({bool, int, float, str, type(None), torch.dtype, slice})
+
+
 def tensors(value: object) -> list[Tensor]:
     """Return, in order, the tensors in arguments or results, including nested ones."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) is dict:  # torch's `tree_leaves` is slow for the usual arguments
+    # torch's `tree_leaves` is slow for the usual arguments
+    if type(value) in SCALARS:
+        return []
+    if type(value) is dict:
         value = [*value.values()]
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
         return [tensor for part in value for tensor in tensors(part)]
