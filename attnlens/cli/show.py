@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
-ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is estimated; duration that is announced
+ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estimated, and shortest duration to announce
 SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
-AGREEMENT = 2.0  # Largest ratio between estimates from parts of the evidence
+AGREEMENT = 2.0  # Largest ratio between the estimates from which a duration is announced
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
 COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
 AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnlens.records import Plan, Report
 
 HEAD = opt.option(
-    "--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
+    "--head", str | None, "Analyse only this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
 )
 
 
@@ -97,10 +97,13 @@ def doctor(context: typer.Context) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Return the error with which a failed `doctor` ends."""
+    """Return the error with which `doctor` ends if the model's attention differs or could not be verified."""
     failed = [check.site for check in report.doctor if not check.passed]
+    where = "these sites" if failed else "this model"
     if failed:
-        problem = f"{len(failed)} of {format_count(len(report.doctor), 'site')} failed: {join_items(failed)}."
+        problem = (
+            f"Attention differs at {len(failed)} of {format_count(len(report.doctor), 'site')}: {join_items(failed)}."
+        )
     elif overflow := report.summary.reasons.get("identity_error"):
         problem = f"Nothing could be verified: {overflow}."
         return IdentityError(problem, "Run the model in bfloat16 or float32: --dtype bfloat16.")
@@ -109,7 +112,7 @@ def failure(report: Report) -> IdentityError:
     else:
         problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
     save = f"`attnlens doctor {quote(report.model.id)} --json FILE`"
-    return IdentityError(problem, f"Do not trust numbers from these sites; {save} saves all errors for a bug report.")
+    return IdentityError(problem, f"Do not trust numbers from {where}; {save} saves all errors for a bug report.")
 
 
 def backend_failure(report: Report) -> IdentityError:
