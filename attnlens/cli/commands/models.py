@@ -44,7 +44,9 @@ def inspect(context: typer.Context) -> None:
     if params["windows_csv"] is not None and request.source == "weights":
         raise UsageError("--source weights does not read windows.", "Leave out --windows-csv, or --source weights.")
     name = named_model(params)
-    run_command(params, [name], request, lambda analyses, tell: analyses.run_inspect(name, request, progress=tell))
+    run_command(
+        params, [name], request, lambda analyses, progress: analyses.run_inspect(name, request, progress=progress)
+    )
 
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
@@ -61,7 +63,7 @@ def compare(context: typer.Context) -> None:
     names = [checked_model(params[name]) for name in ("first", "second")]
     models = [name for name in names if not name.endswith(".json")]
     run_command(
-        params, models, request, lambda analyses, tell: analyses.compare(*names, progress=tell, request=request)
+        params, models, request, lambda analyses, progress: analyses.compare(*names, progress=progress, request=request)
     )
 
 
@@ -80,7 +82,7 @@ def doctor(context: typer.Context) -> None:
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(
-        params, [name], request, lambda analyses, tell: analyses.doctor(name, progress=tell, request=request)
+        params, [name], request, lambda analyses, progress: analyses.doctor(name, progress=progress, request=request)
     )
     if report.summary.verdict == "differs":
         raise failure(report)
@@ -142,7 +144,9 @@ def swap_kernel(context: typer.Context) -> None:
     request, kernels = opt.build(SwapRequest, params), tuple(params["kernel"] or [KERNEL])
     swap_kernels(kernels, request)  # checked here too, because importing `analyses` takes seconds
     name = named_model(params)
-    run_command(params, [name], request, lambda analyses, tell: analyses.swap_work(name, kernels, request, tell).run())
+    run_command(
+        params, [name], request, lambda analyses, progress: analyses.swap_work(name, kernels, request, progress).run()
+    )
 
 
 PLAN = opt.output("--plan", "Write the ranks as a JSON file that --ranks reads.")
@@ -161,7 +165,10 @@ def ranks(context: typer.Context) -> None:
             say(f"Wrote the ranks to {path}; next, the model is evaluated with these ranks.")
 
     run_command(
-        context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell, write).run()
+        context.params,
+        [name],
+        request,
+        lambda analyses, progress: analyses.rank_work(name, request, progress, write).run(),
     )
 
 
@@ -174,4 +181,6 @@ def heal(context: typer.Context) -> None:
     request, kernel = opt.build(HealRequest, params), params["kernel"] or None
     request = request.with_options(ranks=heal_kernels(kernel, request)[1])
     name = named_model(params)
-    run_command(params, [name], request, lambda analyses, tell: analyses.heal_work(name, kernel, request, tell).run())
+    run_command(
+        params, [name], request, lambda analyses, progress: analyses.heal_work(name, kernel, request, progress).run()
+    )

@@ -102,10 +102,10 @@ class RankSearch:
             fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
-            with bounded_stage(session.progress, "budget", work) as tell:
+            with bounded_stage(session.progress, "budget", work) as add_steps:
                 for stage in ("compare", *["generate"] * bool(session.options.generate)):
                     session.progress(stage, 0, 1)  # announce the later stages
-                self.choice = start(progress=tell).choose(fitting, choosing, promising, self.budget)
+                self.choice = start(progress=add_steps).choose(fitting, choosing, promising, self.budget)
             if self.chosen is not None:
                 self.chosen(self.record(run))
         return self.choice.swaps

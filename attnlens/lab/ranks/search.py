@@ -38,7 +38,7 @@ from attnlens.models.texts.targets import NOTHING, Fed, feed
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 from attnlens.runs.store import Keep, hash_json, keep_nothing
 from attnlens.runs.swap.kernel_run import hash_parameters, hash_tensors
 from attnlens.runs.swap.sites import SwapSetup
@@ -225,7 +225,7 @@ class Choice:
 class BudgetSearch(SwapSetup):
     """A search for the smallest ranks within a loss budget."""
 
-    progress: Tell
+    progress: AddSteps
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
     margin: float = MARGIN  # see MARGIN
     bases: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
