@@ -522,7 +522,7 @@ def test_rows_of_values_reordered_alike_are_harmless(kind):
     assert cause.harmless
     assert "rows of W_V" in cause.text
     assert "columns of W_O" in cause.text
-    assert cause.text.endswith("alike: attention's output is the same")
+    assert cause.text.endswith("the same in both: attention's output is the same")
     for parts in (values, output, values | {"output.weight": first.parts["output.weight"][:, order.flip(0)]}):
         diagnosis = diagnose(first, first.with_parts(parts))
         assert diagnosis.causes

@@ -178,11 +178,8 @@ def _row_step(
     harmless = (roles != PERMUTED or first.is_unrotated) and not stays and _same_orders(by_role, first, roles)
     text = f"the {subject} are {words}{scope}{name_unchanged(stays)}"
     if harmless:
-        text += (
-            " in the same way: attention is the same"
-            if roles == PERMUTED
-            else " in the same way: attention's output is the same"
-        )
+        kept = "attention" if roles == PERMUTED else "attention's output"
+        text += f", the same in both: {kept} is the same"
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
 

@@ -205,7 +205,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], site_calls: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Build the inspection of the sites of `site_calls`, in a verified model; add all sites' calls on ids without media."""
+    """Build the inspection of `site_calls` in a verified model; add the calls of all sites on ids without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
