@@ -48,7 +48,7 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
 
 
 def run() -> None:
-    """Run the program with its own arguments, and exit."""
+    """Run the command line of this process, and exit with its code."""
     code = exit_code()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all output is already written
     if code == 0:

@@ -148,7 +148,10 @@ def survey_without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites' calls on random ids (without media if `bare`); keep the known calls of other sites."""
+    """Return the calls of the `known` sites on random ids (without media if `bare`).
+
+    A site that does not run on these ids keeps its known call; all sites do if the model does not accept the ids.
+    """
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}

@@ -278,7 +278,8 @@ def _check(
 ) -> SiteCheck:
     """Compute the errors of a site's heads from tokens and from weights, or state why one is missing.
 
-    `probabilities` are the model's own, or why they are unknown. `rounded`: an earlier site's rounding changed inputs.
+    `probabilities` are the model's own, or why they are unknown. `rounded` is True if rounding at an earlier site
+    changed this site's inputs.
     """
     errors, rebuilt = dict[str, float](), dict[str, QueryKey]()
     reason = factors.problem if isinstance(factors, UnreadableError) else None

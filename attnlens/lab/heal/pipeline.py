@@ -96,7 +96,7 @@ def heal(
 def heal_work(
     model: Model, kernel: str | Sequence[str] | None, request: HealRequest, progress: Progress = silent
 ) -> SwapWork:
-    """Prepare the work of `heal`."""
+    """Check the options, load the model, and return the work of `heal`, which has not yet started."""
     check_work(model, request)
     kernels, plan, request = heal_kernels(kernel, request)
     step = None if plan is None else RankSearch(Budget(plan.unit, plan.budget), plan, request.intervals)

@@ -47,7 +47,10 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 def rank_work(
     model: Model, request: RanksRequest, progress: Progress = silent, chosen: Callable[[Plan], None] | None = None
 ) -> SwapWork:
-    """Prepare the work of `find_ranks`; `chosen` receives the plan as soon as its ranks are chosen."""
+    """Check the options, load the model, and return the work of `find_ranks`, which has not yet started.
+
+    `chosen` receives the plan as soon as its ranks are chosen.
+    """
     check_work(model, request)
     kernels, plan, request = rank_kernels(request)
     budget = Budget(plan.unit, plan.budget) if plan else arguments.budget(request.budget or "loss:1%")

@@ -270,7 +270,10 @@ class BudgetSearch(SwapSetup):
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Try each form at half rank, then the best form weighted by the output; use the best; return all trials."""
+        """Try each form at half rank, then the best one with pairs weighted by the output; adopt the best of all.
+
+        Return the record of each trial; an empty list if the form was requested.
+        """
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
@@ -332,7 +335,7 @@ class BudgetSearch(SwapSetup):
         return [size for basis in self.bases.values() for size in basis.sizes]
 
     def ranks_after(self, count: int) -> list[int]:
-        """Return the rank of each latent after `count` steps."""
+        """Return the rank of each latent after the first `count` of `steps`, which reduce one latent each."""
         ranks = self.full_ranks
         for latent, rank in self.steps[:count]:
             ranks[latent] = rank

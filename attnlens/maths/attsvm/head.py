@@ -94,7 +94,7 @@ class Selections:
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
-        """Iterate over the scene, the position and O_i of each query."""
+        """Iterator over the queries: scene, position, and selected tokens O_i of each."""
         return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
 
 

@@ -155,7 +155,7 @@ def swap_kernel(
 
 
 def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, progress: Progress = silent) -> SwapWork:
-    """Prepare the work of `swap_kernel`."""
+    """Check the options, load the model, and return the work of `swap_kernel`, which has not yet started."""
     check_work(model, request)
     work = prepare("swap-kernel", model, swap_kernels(kernels, request), request, progress)
     work.call = (str(model), kernels, request)
