@@ -148,7 +148,7 @@ class Walk:
     _types: list[str] = field(default_factory=list)  # stored number types of the largest matrices of the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
-        """Compare all layers, then all other tensors; add the causes to `found` and the names of tensors to `differ`."""
+        """Compare all layers, then all other tensors; add causes to `found` and names of tensors to `differ`."""
         by_path = group_pairs((site.path, other.layer) for site, other in sites.items())
         in_block = group_pairs((weights.block_path(path), path) for path in by_path)
         site_calls, others = ({each.site: each for each in side.site_calls} for side in self.sides)

@@ -201,7 +201,7 @@ class ChangedModel:
     agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
-        """Return the differences and the agreement of continuations as a record; `window` is that of `beyond_window`."""
+        """Return differences and agreement of continuations as a record; `window` is that of `beyond_window`."""
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
         if isinstance(self.agreement, str):
