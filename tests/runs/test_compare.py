@@ -197,7 +197,9 @@ def test_another_gauge_and_another_order_are_no_change(name):
 def test_with_heads_chosen_a_reordered_layer_is_compared_by_number_and_noted():
     result = compared(model("tiny bert"), damaged("tiny bert", ("reordered", 1)), source="weights", heads=[0, 1])
     assert [head.partner for head in result.heads] == [0, 1, 0, 1]
-    assert [note for note in result.notes if note.startswith("Layer 1: the heads of the second model are in another")]
+    assert [
+        note for note in result.notes if note.startswith("Layer 1: the heads of the second model are in a different")
+    ]
 
 
 @pytest.mark.parametrize("name", ["tiny bert", *LONG[:2]])
@@ -469,8 +471,7 @@ def test_a_gauge_keeps_attention_unless_biases_stay_behind():
 
     own = model("tiny llama")
     notes = " ".join(compared(own, changed(own, scale_pairs)).notes)
-    assert "W_Q and W_K of 6 heads changed, but not their product M" in notes
-    assert "changed only in gauge: their product M and attention changed only by rounding" in notes
+    assert "6 heads changed only in gauge: their product M and attention changed only by rounding" in notes
     assert "different attention" not in notes
     own = model("tiny bert")
     other = changed(own, scale_without_biases)

@@ -46,8 +46,8 @@ NOTES_ON_FORMS = {
     "other attention": "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the "
     "mask act differently: {names}.",
     "gauge": "W_Q and W_K of {heads} changed only in gauge: their product M and attention changed only by rounding.",
-    "gauge of weights": "W_Q and W_K of {heads} changed only in gauge: their product M changed only by rounding; "
-    "attention was not compared.",
+    "gauge of weights": "W_Q and W_K of {heads} changed, but their product M changed only by rounding; attention was "
+    "not compared.",
     "imprecise gauge": "W_Q and W_K of {heads} changed far more than their product M, as in a change of gauge: the "
     "changes of M and of attention are too small to matter.",
     "imprecise gauge of weights": "W_Q and W_K of {heads} changed far more than their product M, as in a change of "
