@@ -18,8 +18,8 @@ Engine = Literal["local", "ray"]  # Where units are computed: processes on this 
 Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
 """Phrase for each space. Queries and keys are taken after rotation."""
-ETA = 0.1  # η of the published code for language modelling; 0.01 for Long Range Arena
-WINDOWS, LENGTH = 32, 128  # Defaults: number of windows, and tokens per window if the model allows as many
+ETA = 0.1  # η of the published code for language modelling; the code uses 0.01 for Long Range Arena
+WINDOWS, LENGTH = 32, 128  # Defaults: number of windows, and tokens per window (fewer if the model allows fewer)
 KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses
 SHOWN = "selection"  # Analyzer whose results can be shown per head; a series of checkpoints runs this analyzer too
 ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence
@@ -27,7 +27,7 @@ ControlRole = Literal["same size", "one key", "floor", "filter alone", "without 
 """Control of a swapped kernel. `same size`: first and nearest tokens in a cache of the kernel's size (64 if unbounded);
 `one key`: the key with the largest score; `floor`: the mean of the values; `filter alone`: the filter with the model's
 kernel; `without filter`: the kernel alone; `far part, healed`: a hybrid's trained far part, applied to all keys."""
-HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of the length of a training
+HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit in which the length of training is given
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
 HealingStage = Literal["transfer", "whole"]  # Train each site on the original's inputs, or the whole model
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")

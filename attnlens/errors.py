@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-REFUSALS = (  # Phrases in errors of allocators, the operating system, its dynamic loader and Python if memory runs out
+REFUSALS = (  # Phrases in messages of allocators, the operating system, its loader and Python when memory runs out
     *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
     "error return without exception set",
 )
@@ -31,7 +31,7 @@ class UsageError(AttnlensError):
 
 
 class ModelError(AttnlensError):
-    """A model that can't be found, read or reached."""
+    """A model that can't be found, loaded or analysed."""
 
     code = "model"
 
@@ -92,7 +92,7 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""Exceptions that a model raises if it does not support a forward pass."""
+"""Exceptions that a forward pass can raise if the model does not support it."""
 
 
 def is_memory(error: BaseException) -> bool:
@@ -108,5 +108,5 @@ def reason_of(error: BaseException) -> str:
 
 
 def empty_text(name: str) -> TextError:
-    """Return the error of a text without words."""
+    """Return the error for an empty text."""
     return TextError(f"The text is empty: {name}.", "Give a text of at least a few hundred words.")

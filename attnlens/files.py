@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from attnlens.errors import AttnlensError, OutputError, UsageError
 
-LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizer files have a tenth of this size
+LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizer files are a tenth of this size
 PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
 DEEPEST = 100  # Maximum nesting of JSON: configs have five levels, and parsers fail near 300
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Opens named pipes without blocking; 0 on Windows, which has none

@@ -215,7 +215,7 @@ def select(
         return [*causes]
     block = find_layers(model)[place].block
     path = next(path for path, module in model.named_modules() if module is block)
-    numbers = {each.site.layer for each in inspection.reached if each.site.path.startswith(f"{path}.")}
+    numbers = {each.site.layer for each in inspection.site_calls if each.site.path.startswith(f"{path}.")}
     return [cause for cause in causes if numbers & set(cause.layers)]
 
 

@@ -74,7 +74,7 @@ class MeasureInfo:
 
     @property
     def caution(self) -> str:
-        """Caveat for a measure that attention does not determine; empty if it does."""
+        """Caveat for a measure that attention does not determine; empty if attention determines it."""
         if self.identified == "all pairs":
             return "Identified for heads that see all pairs; others have no value."
         return "" if self.identified == "everywhere" else NOT_IDENTIFIED

@@ -106,7 +106,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _size(change: Breach) -> float:
-    """Return |change|; ∞ if only one of report and baseline has a value, and 0 if neither has one."""
+    """Return |value − base|; ∞ if only one of the two is known, and 0 if neither is."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
@@ -162,7 +162,9 @@ def check_report(
 
 
 BLOCKS = "compare.blocks"  # subject of rules on the changes of a comparison's blocks
-NO_BLOCKS = "only reports of attnlens compare on text have blocks, if each of the model's blocks runs once"
+NO_BLOCKS = (
+    "only a report of `attnlens compare` on text contains blocks, and only if each block of the models runs once"
+)
 COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
 # First parts of dotted paths into the report, and paths that are suggested for misspelled paths
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
@@ -252,7 +254,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
     """Build the error for a rule whose subject is neither a measure (one of `names`) nor a field of the report."""
     near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
-    known = join_items(names, 40) or "fields such as swap.loss.delta, since there are no measures"
+    known = join_items(names, 40) or "fields such as swap.loss.delta (this report has no measures)"
     return _no_match(rule, why, f"{hint}Choose from: {known}.")
 
 
@@ -337,7 +339,10 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` of the baseline or, without a baseline, those that the rules need."""
+    """Return the options `analyzers` and `source` of the baseline or, without a baseline, those that the rules need.
+
+    Raise UsageError if no analyzer computes the subject of a rule.
+    """
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = list(measure_infos())

@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def spelling(self) -> str:
-        """Subject and condition on one line."""
+        """The rule as written, on one line: `tokens.entropy: min > 0.05`."""
         return f"{self.named}: {self.wanted}"
 
     @property
@@ -182,7 +182,7 @@ def parse_rule(text: object) -> Rule:
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         remedy = "Write e.g. --rule 'tokens.entropy: min > 0.1'."
-        raise UsageError(f"The rule {format_value(text)} lacks a colon after the measure.", remedy)
+        raise UsageError(f"The rule {format_value(text)} lacks a colon after the name of its measure.", remedy)
     return _build_rule(subject, wanted.strip())
 
 
@@ -261,6 +261,6 @@ class Tolerance:
             most = 1.0 if name == "fdr" else math.inf
             valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
             if not valid and not (name == "absolute" and number is None):
-                limits = "from 0 to below 1" if name == "fdr" else "of at least 0"
+                limits = "of at least 0 and below 1" if name == "fdr" else "of at least 0"
                 problem = f"{name} must be a number {limits}, not {format_value(number)}."
                 raise UsageError(problem, f"Pass, e.g., {name}=0.05.")

@@ -7,6 +7,6 @@ from attnlens.runs.compare.pipeline import compare
 from attnlens.runs.doctor import doctor, recompute
 from attnlens.runs.inspect.pipeline import inspect, run_inspect
 from attnlens.runs.progress import Interrupted
-from attnlens.runs.series import follow
+from attnlens.runs.series import run_series
 from attnlens.runs.swap.pipeline import swap_work
 from attnlens.runs.swap.saved import UnsavedError

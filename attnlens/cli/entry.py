@@ -48,9 +48,9 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
 
 
 def run() -> None:
-    """Run the program with its own arguments, and exit."""
+    """Run the command line of this process, and exit with its code."""
     code = exit_code()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is done and printed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all output is already written
     if code == 0:
         gc.freeze()  # the process ends anyway; a last collection would take a fifth of the time of `list`
         sys.exit(0)
@@ -145,7 +145,7 @@ def _keywords(kind: type[Request]) -> set[str]:
 
 
 def _prepare() -> None:
-    """Prepare streams, terminal size and libraries. Raise UsageError if stdout or transformers can't be used."""
+    """Prepare streams, terminal size and libraries. Raise UsageError if stdout is closed or Python runs with -OO."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, interrupt)  # from here on, finished work is kept
     if sys.stderr is None:

@@ -7,10 +7,10 @@ import signal
 
 FAILED = 1  # Exit code if a requested check failed
 UNUSABLE = 2  # Exit code for invalid arguments or input
-PARTLY = 3  # Exit code if a part could not be done, with --strict
+PARTLY = 3  # Exit code if part of the work could not be done, with --strict
 BUG = 70  # Exit code for an internal error
 INTERRUPTED = 130  # Exit code of an interrupted command
-READER_LEFT = 141  # Exit code, as of SIGPIPE, if the reader of stdout closes the pipe early, as `head` does
+READER_LEFT = 141  # Exit code (that of SIGPIPE) if the reader of stdout closes the pipe early, like `head`
 
 
 def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:

@@ -92,8 +92,8 @@ def working(outputs: Outputs, options: Collection[str] = ()) -> Iterator[tuple[M
     gc.freeze()  # imported objects stay alive, so the collector needn't scan them
     gc.enable()
     shown = not (outputs.quiet or outputs.no_progress)
-    with silence_logging(), progress(shown=shown, options=options) as tell:
-        yield analyses, tell
+    with silence_logging(), progress(shown=shown, options=options) as report_progress:
+        yield analyses, report_progress
 
 
 def run_command(
@@ -114,9 +114,9 @@ def run_command(
     if isinstance(request, SharedRequest):
         start_workers(request.engine, request.jobs)
     stopped, unsaved, written = False, None, None
-    with working(outputs, type(request).model_fields if options is None else options) as (analyses, tell):
+    with working(outputs, type(request).model_fields if options is None else options) as (analyses, report_progress):
         try:
-            result = work(analyses, tell)
+            result = work(analyses, report_progress)
             report, written = result if isinstance(result, tuple) else (result, None)
         except analyses.Interrupted as stop:
             report, stopped = stop.report, True

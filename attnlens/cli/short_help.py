@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     "Reference": {
         "report": "Show, draw or convert a saved report",
         "list": "List kernels, analyzers, measures and model types",
-        "explain": "Explain one measure or kernel",
+        "explain": "Explain one measure, kernel or term",
     },
 }
 OPTIONS: dict[str, str] = {  # Options that `-h` shows, in this order

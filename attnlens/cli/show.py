@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
-ESTIMATED, LONG = 5.0, 300.0  # Seconds of a stage after which its duration is estimated; duration that is announced
+ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estimated, and shortest duration to announce
 SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
-AGREEMENT = 2.0  # Largest ratio between estimates from parts of the evidence
+AGREEMENT = 2.0  # Largest ratio between the estimates from which a duration is announced
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
 COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
 AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets
@@ -177,8 +177,8 @@ def progress(*, shown: bool, options: Collection[str] = ()) -> Iterator[ReportPr
         elif plain or not sys.stderr.isatty() or (terminal := console(stderr=True)).is_dumb_terminal:
             yield _announce_long(_plain(), options)
         else:
-            with _bars(terminal) as tell:
-                yield _announce_long(tell, options)
+            with _bars(terminal) as report_progress:
+                yield _announce_long(report_progress, options)
     finally:
         log.removeHandler(handler)
 
@@ -218,7 +218,7 @@ class Pace:
         return seconds if max(seconds) <= AGREEMENT * min(seconds) else []
 
 
-def _announce_long(tell: ReportProgress, options: Collection[str]) -> ReportProgress:
+def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
     """Let a progress function announce, once per stage, that the stage will take longer than LONG seconds.
 
     A forecast needs ESTIMATED seconds of the stage and steps of similar duration. The duration of BOUNDED is always
@@ -235,7 +235,7 @@ def _announce_long(tell: ReportProgress, options: Collection[str]) -> ReportProg
             if seconds and (stage == BOUNDED or min(seconds) > LONG):
                 announced.add(stage)
                 say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
-        tell(stage, done, total)
+        report_progress(stage, done, total)
 
     return extended
 
@@ -276,12 +276,12 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=terminal, transient=True) as bars:
 
-        def tell(stage: str, done: int, total: int) -> None:
+        def report_progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total, visible=done < total)  # long series have many stages
 
-        yield tell
+        yield report_progress
 
 
 def _plain() -> ReportProgress:
@@ -289,7 +289,7 @@ def _plain() -> ReportProgress:
     last = time.monotonic()
     paces: defaultdict[str, Pace] = defaultdict(Pace)
 
-    def tell(stage: str, done: int, total: int) -> None:
+    def report_progress(stage: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
         paces[stage].add(done)
@@ -301,4 +301,4 @@ def _plain() -> ReportProgress:
             line += f", {_format_time_left(stage, seconds, exact=True)}"
         say(line)
 
-    return tell
+    return report_progress

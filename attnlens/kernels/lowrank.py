@@ -83,7 +83,7 @@ class Grams:
             of_queries, of_keys = token_positions(call)
             query, key = (self.turn.rotate(x, at, back=True) for x, at in ((query, of_queries), (key, of_keys)))
         elif call.sinks is None:
-            # changes only rounding, in which keys with a large common part would lose their differences
+            # without rounding this changes nothing; it keeps the differences of keys with a large common part
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
@@ -240,7 +240,7 @@ ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries 
 
 
 class MapsFit:
-    """The maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
+    """Fit of the maps to r dimensions, A = C_q^{−½}U_rΣ_r^½ and B = C_k^{−½}V_rΣ_r^½, where C_q^½ C_k^½ = UΣVᵀ.
 
     C_q and C_k are those of `Grams` with the weights of `pairs_weighted`: half the head's own attention, half uniform
     over the visible keys. If queries and keys are independent, the logits are the best of rank r in the least-squares
@@ -445,7 +445,7 @@ TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts
 
 
 class NearestFit:
-    """The form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
+    """Fit of the symmetric or positive form N that minimises tr (N−N₀)ᵀC_q(N−N₀)C_k, and of the key gate N₀ᵀū.
 
     The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, where u = [q; k] and N₀ = [[0, I], [0, 0]]. If ū is the mean of u over
     queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
@@ -469,7 +469,7 @@ class NearestFit:
         self.count = self.count + choosing.sum((0, 2))
         self.total = self.total + (u * choosing).sum((0, 2))
         self.second = self.second + ((u * choosing).mT @ u).sum(0)
-        apart = u - u.mean(-2, keepdim=True)  # changes only rounding, as in Grams
+        apart = u - u.mean(-2, keepdim=True)  # without rounding this changes nothing, as in Grams
         mean = weight @ apart
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 

@@ -1,4 +1,4 @@
-"""The kernel `primal`: Primal-Attention fitted in closed form, scores by kernel SVD and outputs by least squares."""
+"""The kernel `primal`: Primal-Attention fitted in closed form: scores by kernel SVD, outputs by least squares."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Moments:
 
 
 class PrimalFit:
-    """The maps to scores by KSVD, the map to outputs by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
+    """Fit of W_e = C_k^½V and W_r = C_q^½U, where C_q^½ C_k^½ = UΣVᵀ (KSVD), and of W_c and b by ridge regression.
 
-    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens; C_k is the same mean for keys. Up to a factor that W_c
+    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k that of Fφ(k)φ(k)ᵀFᵀ. Up to a factor that W_c
     absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2,
     Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b map [e; r]
-    to the head's own output by ridge regression; its strength is chosen on a held-out part of the text.
+    to the head's output under the model's own kernel; the ridge strength is chosen on a held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of the score s⟨q, k⟩, of a distance, overlap or angle of q and k, and of finitely many features."""
+"""Kernels of the score s⟨q, k⟩, of a distance, overlap or angle between q and k, and of finitely many features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ksvd = LazyModule("attnlens.maths.ksvd")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
-PER_DECADE = 16  # offsets tried per factor of 10
+PER_DECADE = 16  # number of offsets tried per factor of 10
 LARGEST_NARROW_ORDER = 8  # higher orders use float64: terms of the alternating sum are e^{2|x|} times the sum
 
 
@@ -44,7 +44,7 @@ def exponential(score: Score) -> Score:
 
 
 class OffsetFit:
-    """The offset c of each head: least squares of s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|, row-centred, on a grid of both signs.
+    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)², row-centred, over a grid of both signs.
 
     The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines the best value.
     """
@@ -154,7 +154,7 @@ def hard(score: Score) -> Score:
 
 
 class OriginFit:
-    """The origin b of each head, so that distances are ‖q + b − k‖: minimises (s⟨q, k⟩ − log k)², row-centred.
+    """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k)², row-centred.
 
     Pairs are weighted half by attention, half uniformly. For a given γ this is the regression of ½‖k‖² + (1 −
     2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
@@ -169,7 +169,7 @@ class OriginFit:
         """Add the normal equations of a batch, without storing z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩."""
         weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
-        # changes only rounding, in which keys with a large common part would lose their scatter
+        # without rounding this changes nothing; it keeps the scatter of keys with a large common part
         key = key - key.mean(-2, keepdim=True)
         total = weight.sum(-1)[..., None]
         mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query has no choice
@@ -269,7 +269,7 @@ def _distance(query: Query, key: Key, norm: int) -> Matrix:
 
 
 class BetaFit:
-    """The β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0."""
+    """Fit of each head's β: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, or 0 if the slope is negative."""
 
     def __init__(self, beta: float) -> None:
         self.typed = {"beta_of_head": beta}
@@ -369,7 +369,7 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 
 
 class LearnedStart:
-    """The maps W of queries and keys: initially rows of random orthogonal directions with lengths of Gaussian rows.
+    """Initial maps W of queries and keys: random orthogonal rows with the lengths of Gaussian vectors.
 
     Before training, φ(q)φ(k) is therefore close to that of positive random features of ±ω (Choromanski et al. 2021,
     Lemma 1).

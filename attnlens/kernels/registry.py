@@ -31,7 +31,7 @@ class KernelParameter:
     """Numeric parameter of a kernel, as in `rbf:gamma=1`."""
 
     name: str  # name in the spelling of the kernel
-    meaning: str  # in one line
+    meaning: str  # meaning in one line
     kind: type[int] | type[float]  # int for a count, float for a measured quantity
     default: float | None = None  # value if none is typed; None: the parameter is required
     low: float | None = None  # smallest allowed value
@@ -100,7 +100,7 @@ class KernelInfo:
 
 @runtime_checkable
 class Fit(Protocol):
-    """Fit of a kernel's free parameters per head, in closed form from the model's attention calls."""
+    """Fit that chooses a kernel's free parameters per head, in closed form, from the model's attention calls."""
 
     typed: dict[str, float]  # value of each parameter before the fit; empty if the kernel is undefined without a fit
 

@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def tied_by(self) -> str:
-        """The tie as the user typed it, or the oracle kernel that implies the tie (`nearest:positive,oracle`)."""
+        """The tie as typed, or the kernel that implies it (`nearest:positive,oracle`); empty without a tie."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -95,7 +95,7 @@ class Kernel:
         return self.parameters.get("group", 1) > 1
 
     def select_head(self, index: int) -> Kernel:
-        """Return the kernel with the fitted parameters of one head, given its index among the fitted heads."""
+        """Return the kernel with the fitted parameters of the head at `index` among the fitted heads."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
         if "members" in fitted:
             fitted["members"] = fitted["members"] * 0  # a single head has a single key head
@@ -107,7 +107,7 @@ class Kernel:
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return the call and the kernel unchanged, or an equivalent call for the exponential kernel."""
+        """Return an equivalent call for the exponential kernel if this kernel has one; otherwise both unchanged."""
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:
@@ -153,8 +153,8 @@ class Kernel:
 
         Terms that depend on the query alone are included, except under a tie of whole sequences. Score kernels use
         softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
-        unless it is the score itself. For a hybrid it is the kernel of far keys. Raises UsageError if queries and keys
-        to be tied belong to different tokens, or if the kernel must be fitted first.
+        unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises
+        UsageError if a tie combines different tokens, or if the kernel must be fitted first.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -176,7 +176,7 @@ class Kernel:
     def apply_tie(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
-        """Return queries and keys after the tie; raise UsageError if they are tied but of different tokens."""
+        """Return queries and keys after the tie; raise UsageError if a tie combines different tokens."""
         if self.tie is not None:
             refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
@@ -239,7 +239,7 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def smallest_kernel(of: dtype) -> float:
-    """Return the number added to ⟨φ(q), φ(k)⟩ so that queries without features attend uniformly (float32: 1e-31)."""
+    """Return the number added to ⟨φ(q), φ(k)⟩ so that queries with features of 0 attend uniformly (float32: 1e-31)."""
     # Sums of at least (smallest normal number / eps) keep all digits, and 1/k has a gradient.
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
@@ -256,7 +256,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """Fit of a hybrid: γ, the weight of near keys, is 1 (log γ = 0); the far part is fitted as without a hybrid."""
+    """Fit of a hybrid: the far part is fitted as a kernel of its own, and the weight γ of near keys starts at 1."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far

@@ -125,7 +125,7 @@ def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator
             yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", f"Leave out {hidden}."
         if kernel.signed or info.hard or info.form == "features":
             what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
-            problem = f"{tie} removes a part of log k, which is not possible because {info.name} {what}"
+            problem = f"{tie} decomposes log k, but {info.name} {what}"
             yield problem, f"Write {tie} alone, or with a kernel such as rbf."
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:

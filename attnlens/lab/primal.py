@@ -70,10 +70,10 @@ def build(
     loaded = loading.Loaded(model, None, "", info, loading.kind_of(model))
     try:  # one forward pass over four tokens, or noise, records the attention modules
         with evaluation_mode(model):
-            reached = hooks.survey(model, texts.placeholder(loaded, 4, 0).batches[0].inputs)
+            site_calls = hooks.survey(model, texts.placeholder(loaded, 4, 0).batches[0].inputs)
     except TextError as error:
         raise ModelError(error.problem, error.remedy) from None
-    chosen = _select_layers(reached, layers)
+    chosen = _select_layers(site_calls, layers)
     for target in chosen:
         _check_layer(target, samples)
     for target in chosen:
@@ -88,7 +88,7 @@ def build(
     hooks.install(model, NAME, _compute_attention)
     model.config.attnlens_primal = [
         {"layer": target.site.layer, "scores": part.log_multipliers.shape[-1], "samples": part.samples}
-        for target in reached
+        for target in site_calls
         if isinstance(part := getattr(target.module, "primal", None), PrimalHeads)
     ]
     model.config.attn_implementation = ONLY_BY
@@ -105,16 +105,16 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     return cast("PreTrainedModel", getattr(transformers, name, transformers.AutoModel.from_config)(config))
 
 
-def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:
+def _select_layers(site_calls: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:
     if isinstance(layers, str):
         if layers not in ("all", "last"):
             raise UsageError(f"Cannot parse the layers {layers!r}.", 'Write "all", "last" or numbers.')
-        return reached if layers == "all" else reached[-1:]
-    wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
+        return site_calls if layers == "all" else site_calls[-1:]
+    wrong = [layer for layer in layers if not 0 <= layer < len(site_calls)]
     if wrong or not layers:
         what = f"The model lacks layer {wrong[0]}." if wrong else "No layers given."
-        raise UsageError(what, f"Choose from layers 0 to {len(reached) - 1}.")
-    return [call for call in reached if call.site.layer in layers]
+        raise UsageError(what, f"Choose from layers 0 to {len(site_calls) - 1}.")
+    return [call for call in site_calls if call.site.layer in layers]
 
 
 def _check_layer(layer: SiteCall, samples: int) -> None:

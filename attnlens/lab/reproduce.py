@@ -76,7 +76,7 @@ def reproduce(
             raise UsageError("quick applies only to `claims`.", "Omit quick: the default scale, tiny, is the fastest.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        problem = f"`claims` uses no option except seed, but these were given: {', '.join(sorted(unused))}."
+        problem = f"`claims` accepts only the option seed, not {', '.join(sorted(unused))}."
         raise UsageError(problem, "Omit these options, or name a table of models.")
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
@@ -186,12 +186,12 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     # reports of experiments list no analyzers in their settings
     settings = run.settings.model_copy(update={"analyzers": [], "select": None})
     inspection = survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)]))
-    if len(inspection.reached) > 1:
-        names = join_items(each.site.layer_name for each in inspection.reached)
+    if len(inspection.site_calls) > 1:
+        names = join_items(each.site.layer_name for each in inspection.site_calls)
         raise UsageError(f"The head exists in several layers: {names}.", "Write PART.LAYER.HEAD, e.g. decoder.3.7.")
     report, _ = compute(inspection)
     (head,) = settings.heads or (0,)
-    nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
+    nearness = selectors[0].nearness(head) if selectors else "the model does not use this head on this text"
     if isinstance(nearness, str):
         raise UsageError(f"Head {head} has no selection problem: {nearness}.", "Choose another head or text.")
     return report, selectors[0], nearness

@@ -80,7 +80,7 @@ ON_FORMS = "W_Q and W_K of "  # First words of the notes on the heads' forms M
 SMALLEST_SHARE = 0.01  # Smallest change of practical size of a measure, in interquartile ranges over heads
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of a head's form M in both models. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
-differ (another gauge); rounding: M is equal up to rounding of the weights; changed: M differs."""
+differ (a change of gauge); rounding: M is equal up to rounding of the weights; changed: M differs."""
 
 
 class MeasureChange(Record):
@@ -169,7 +169,7 @@ class DiagnosedCause(Record):
 
     hypothesis: str  # Short name, or UNEXPLAINED
     layers: list[Count]  # Numbers of the layers; empty for tensors outside of layers
-    heads: list[Count] = []  # Query heads concerned; empty for all
+    heads: list[Count] = []  # Query heads that differ; empty for all
     residual: Number  # Largest ‖B − T(A)‖/‖B‖ of a tensor that the hypothesis T explains, or of an unexplained tensor
     repair: str | None = None  # How to undo the difference, as an imperative; None if there is nothing to undo
     text: str  # How the second model's tensors differ, as a clause

@@ -69,8 +69,8 @@ def read_record(
 ) -> Read:
     """Read a record of class `kind` from an untrusted JSON file; `convert` upgrades a file of version 1.
 
-    Raise UsageError if the file is missing or invalid. In its message, `otherwise` (`not a plan`) describes an invalid
-    file.
+    Raise UsageError with `remedy` if the file is missing or invalid; its message describes an invalid file as
+    `mismatch` (`not a plan`).
     """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:

@@ -182,7 +182,7 @@ SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tok
 BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
 """Fields of a report of version 1 that version 2 moves to the body of its kind."""
 KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
-"""Kind of a report with an empty body, by command; `inspection` for all other commands."""
+"""Kind of a version-1 report with an empty body, by command; `inspection` for all other commands."""
 
 
 def convert_report(report: Fields) -> Fields:

@@ -207,7 +207,7 @@ class HealingControl(Record):
 
 
 class Healing(Record):
-    """Training of W_Q and W_K towards the original model."""
+    """Training of W_Q, W_K and the kernel's parameters after a swap, on the original model's predictions or on text."""
 
     steps: int  # Number of requested steps, or of steps done if tokens or a time were requested
     best: int  # Step with the least validation distance, whose weights were kept

@@ -101,7 +101,7 @@ class Call:
         return seen[None, None]
 
     def query_key(self, site: Site) -> QueryKey:
-        """Return the factored scores of all sequences of the batch, including padding."""
+        """Return the QueryKey of all sequences of the batch, including padding; `site` becomes its site."""
         heads, batch, seen = self.query.shape[1], self.query.shape[0], self.visible()
         return QueryKey(
             query=self.query,

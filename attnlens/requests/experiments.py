@@ -58,9 +58,13 @@ class StudyRequest(EngineRequest):
         metavar="PATTERN",
         shown="all",
     )
-    seeds: Whole | None = option("Number of runs (seeds) per cell.", least=1, most=100, shown="3 with tiny, else 5")
+    seeds: Whole | None = option(
+        "Number of runs (seeds) per cell of the table.", least=1, most=100, shown="3 with tiny, else 5"
+    )
     seed: Whole = option("Seed of the first run.", 0, least=0, most=LARGEST - 100)
-    jobs: Whole | None = option("Models to train in parallel.", least=1, most=256, shown="one per core; 1 on a GPU")
+    jobs: Whole | None = option(
+        "Number of models to train in parallel.", least=1, most=256, shown="one per core; 1 on a GPU"
+    )
     save: FolderPlace = new_folder(
         "Save the model of each cell's first run at each evaluation, in this new or empty folder."
     )

@@ -259,9 +259,9 @@ class ModelRequest(Feeding):
     """Additional options that select layers and heads."""
 
     layers: fields.Layers | None = option(
-        "Restrict to these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.", metavar="NUMBERS"
+        "Analyse only these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.", metavar="NUMBERS"
     )
-    heads: fields.Numbers | None = option("Restrict to these heads, e.g. `0,5`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option("Analyse only these heads, e.g. `0,5`.", metavar="NUMBERS")
 
 
 class SeriesRequest(ModelRequest):

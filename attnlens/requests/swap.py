@@ -169,9 +169,9 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "Also train the original model for comparison: the same matrices, for the same amount (needs `--learn text`)."
+        "Also train the original model for comparison: the same matrices, for as long (needs `--learn text`)."
     )
-    checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
+    checkpointing: bool = keyword("Recompute activations in the backward pass, to save memory.", False)
     eta: float | None = keyword(
         f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}, as in the published code for language "
         "modelling; 0.01 for Long Range Arena).",

@@ -131,7 +131,11 @@ class Comparison:
     """Comparison of attention backends with reference outputs: the model's in float64, with recomputed attention."""
 
     def __init__(
-        self, loaded: loading.Loaded, inputs: Mapping[str, Tensor], reached: Sequence[SiteCall], request: DoctorRequest
+        self,
+        loaded: loading.Loaded,
+        inputs: Mapping[str, Tensor],
+        site_calls: Sequence[SiteCall],
+        request: DoctorRequest,
     ) -> None:
         self.model = loaded.model
         self.reference = self.model
@@ -144,12 +148,12 @@ class Comparison:
             except FAILURES:
                 self.reference = self.model  # the model can't run in float64
         self.inputs = dict(inputs)
-        self.reached = [each for each in reached if each.site.is_among(request.layers)]
+        self.site_calls = [each for each in site_calls if each.site.is_among(request.layers)]
         self.named_backends = None if request.backends is None else request.backends.split(",")
         self.named_masks = None if request.masks is None else request.masks.split(",")
         self.outputs: Outputs = {}
         exact = hooks.as_dtype(self.inputs, self.reference.dtype)
-        with self._recomputing(), record_sites(self.reference, self.reached, {}, self.outputs):
+        with self._recomputing(), record_sites(self.reference, self.site_calls, {}, self.outputs):
             result = hooks.forward(self.reference, exact)
         self.results = hooks.real_outputs(result, exact)
         self.tokens = main_output(result).argmax(-1) if hasattr(result, "logits") else None
@@ -170,7 +174,7 @@ class Comparison:
             reason = "masks are tested only for models that read nothing but text"
             self.refused = dict.fromkeys(named or (), reason)
             return
-        cases = self.cases = Cases(self.reference, self.inputs, self.reached, named)
+        cases = self.cases = Cases(self.reference, self.inputs, self.site_calls, named)
         device = loading.device_of_inputs(self.reference)
         for case in cases.build():
             if isinstance(case, tuple):
@@ -190,7 +194,7 @@ class Comparison:
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
         """Compute the expected results; return None if the model ignores packing, and no tests were requested."""
-        by_call = {(each.site.path, each.site.ordinal): each.site for each in self.reached}
+        by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
         for each in hooks.survey(self.reference, case.inputs):
@@ -255,11 +259,11 @@ class Comparison:
 
     def _check_running(self, name: str, model: PreTrainedModel) -> BackendCheck:
         inputs, outputs = hooks.as_dtype(self.inputs, model.dtype), dict[Site, Tensor]()
-        with record_sites(model, self.reached, {}, outputs):
+        with record_sites(model, self.site_calls, {}, outputs):
             result = hooks.forward(model, inputs)
         error = largest_error(self.results, hooks.real_outputs(result, inputs))
         sites = list[SiteError]()
-        for target in self.reached:
+        for target in self.site_calls:
             if target.site in outputs:
                 each = [hooks.at_real_tokens(part[target.site], inputs) for part in (self.outputs, outputs)]
                 site_error = relative_error(*each)
@@ -275,7 +279,7 @@ class Comparison:
             explained = self._explain_rounding(sites, tolerance, model.dtype)
         most, reason = (tolerance, None) if explained is None else explained
         if not math.isfinite(error):
-            reason = checks.describe_overflow(model.dtype, self.reached)
+            reason = checks.describe_overflow(model.dtype, self.site_calls)
         close = error <= tolerance
         masks = list[MaskCheck]()
         if math.isfinite(error):
@@ -307,7 +311,7 @@ class Comparison:
         first = next((each for each in sites if each.error is None or each.error > tolerance), None)
         if first is None or first.error is None:
             return None
-        target = next(each for each in self.reached if each.site.name == first.site)
+        target = next(each for each in self.site_calls if each.site.name == first.site)
         largest = target.call.query_key(target.site).largest_logit
         coarse = torch.float32 if dtype == torch.float64 else dtype  # eager attention computes softmax in float32
         most = 2 * torch.finfo(coarse).eps * largest
@@ -476,7 +480,9 @@ class Comparison:
         The reference model computes the single pass or, if `against_itself`, the backend, which differs from float64.
         """
         name = main_input(inputs)
-        targets = [each for each in self.reached if each.site.part != "cross" and key_input(each.site, inputs) == name]
+        targets = [
+            each for each in self.site_calls if each.site.part != "cross" and key_input(each.site, inputs) == name
+        ]
         whole: Outputs = {}
         reference, computing = (model, torch.no_grad()) if against_itself else (self.reference, self._recomputing())
         with computing, record_sites(reference, targets, {}, whole):

@@ -128,25 +128,30 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
         raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
-def survey_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
+def survey_one_token(loaded: loading.Loaded, site_calls: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
     """Return the sites with their calls in a pass over one token, which suffices to read the weights."""
-    return _reach_by_ids(loaded, reached, 1, seed)
+    return _reach_by_ids(loaded, site_calls, 1, seed)
 
 
 def survey_without_media(
-    loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
+    loaded: loading.Loaded, site_calls: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token and on random ids, both without media, whose positions are special."""
-    one_token = survey_one_token(loaded, reached, seed)
+    one_token = survey_one_token(loaded, site_calls, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
-        return one_token, reached
-    return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(loaded, reached, tokens, seed, bare=True)
+        return one_token, site_calls
+    return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(
+        loaded, site_calls, tokens, seed, bare=True
+    )
 
 
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites' calls on random ids (without media if `bare`); keep the known calls of other sites."""
+    """Return the calls of the `known` sites on random ids (without media if `bare`).
+
+    A site that does not run on these ids keeps its known call; all sites do if the model does not accept the ids.
+    """
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
@@ -192,10 +197,10 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
         raise IdentityError(problem, "Choose a deterministic model: the attention of this one cannot be verified.")
 
 
-def describe_overflow(dtype: torch.dtype, reached: Iterable[SiteCall]) -> str | None:
+def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str | None:
     """Return a sentence that reports the largest q·k if it overflows `dtype`; otherwise None."""
     limit = torch.finfo(dtype).max
-    products = (each.call.query.double() @ each.call.paired_key.double().mT for each in reached)
+    products = (each.call.query.double() @ each.call.paired_key.double().mT for each in site_calls)
     largest = max(float(product.abs().max()) for product in products)
     if not largest > limit:
         return None
@@ -246,13 +251,13 @@ def list_skipped(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
 
 
 def check_selection(
-    layers: Sequence[int | str] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]
+    layers: Sequence[int | str] | None, heads: Sequence[int] | None, site_calls: Sequence[SiteCall]
 ) -> None:
     """Raise UsageError if the model lacks any of the chosen layers or heads."""
     for layer in layers or ():
-        if not any(each.site.is_among([layer]) for each in reached):
-            raise UsageError(f"The model lacks layer {layer}.", f"Choose from layers {_list_layers(reached)}.")
-    most = max(each.call.query.shape[1] for each in reached)
+        if not any(each.site.is_among([layer]) for each in site_calls):
+            raise UsageError(f"The model lacks layer {layer}.", f"Choose from layers {_list_layers(site_calls)}.")
+    most = max(each.call.query.shape[1] for each in site_calls)
     for head in heads or ():
         if not 0 <= head < most:
             raise UsageError(f"The model lacks head {head}.", f"Choose from heads 0 to {most - 1}.")
@@ -263,26 +268,26 @@ def layer_names(sites: Iterable[Site]) -> list[str]:
     return [site.layer_name for site in sites if site.number is not None]
 
 
-def _list_layers(reached: Sequence[SiteCall]) -> str:
+def _list_layers(site_calls: Sequence[SiteCall]) -> str:
     """Format the layers that can be chosen: `0 to 3`, or `encoder.0 to encoder.3 and decoder.0 to decoder.3`."""
-    parts = group_pairs((None if each.site.number is None else each.site.part, each.site) for each in reached)
+    parts = group_pairs((None if each.site.number is None else each.site.part, each.site) for each in site_calls)
     ordered = [sorted(sites, key=lambda site: (site.number or 0, site.layer)) for sites in parts.values()]
     return " and ".join(f"{sites[0].layer_name} to {sites[-1].layer_name}" for sites in ordered)
 
 
-def describe_conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
+def describe_conventions(site_calls: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
     """Describe the properties of the model's attention that readers need to interpret the measures."""
-    calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
+    calls, traced = [each.call for each in site_calls], sum(each.site.traced for each in site_calls)
     biased = any(call.bias is not None for call in calls)
-    untested = "absolute" if len(site_traits) == len(reached) else "unknown"
+    untested = "absolute" if len(site_traits) == len(site_calls) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
     notes = {
         "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite.": True,
         "Causal heads: no query is compared with a later key, so the positive, negative and skew shares are not "
         "identified; --analyzer extended computes the shares of the bilinear form extended to such pairs.": any(
-            each.site.part == "decoder" for each in reached
+            each.site.part == "decoder" for each in site_calls
         ),
-        f"At {traced} of {len(reached)} sites the module has its own attention code: queries, keys and scale are "
+        f"At {traced} of {len(site_calls)} sites the module has its own attention code: queries, keys and scale are "
         "traced from its softmax, and a pass with other queries and keys confirmed them.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,

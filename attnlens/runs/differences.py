@@ -23,7 +23,7 @@ from attnlens.models.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 from attnlens.records import Agreement, Change, Outcome, PredictionChange, Task, TextChange, TextCosine
 from attnlens.runs import outputs
 from attnlens.runs.outputs import PassOutputs, TokenLosses, Variant, run, tokens_in
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -412,7 +412,7 @@ def compare(
     batches: Sequence[Fed],
     variants: Mapping[Name, Variant],
     task: Task,
-    progress: Tell,
+    progress: AddSteps,
     design: Design,
 ) -> dict[Name, Differences]:
     """Compare each variant with the original on the same batches; the original model runs once per batch."""

@@ -171,14 +171,16 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Build the report of the model on these inputs, without its timings."""
     survey = checks.survey_model(loaded, inputs)
-    reached = survey.sites
-    checks.check_selection(settings.layers, settings.heads, reached)
+    site_calls = survey.sites
+    checks.check_selection(settings.layers, settings.heads, site_calls)
     checks.refuse_initialised(loaded, inputs, checks.measure_attention_inputs)
     identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
-    first = checks.survey_one_token(loaded, reached, settings.seed)
-    results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
+    first = checks.survey_one_token(loaded, site_calls, settings.seed)
+    results = check_sites(
+        loaded.model, first, site_calls, inputs, progress, layers=settings.layers, heads=settings.heads
+    )
     coverage = _coverage(results, checks.list_skipped(loaded, survey))
     # rounding that explains the error of a site also explains a change of the outputs
     sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
@@ -187,19 +189,19 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     return assemble_report(
         "doctor",
         "doctor",
-        model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in reached)}),
-        settings=feeding.record_length(settings, loaded, reached),
+        model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in site_calls)}),
+        settings=feeding.record_length(settings, loaded, site_calls),
         coverage=coverage,
-        summary=_summary(loaded, reached, identity, verdict),
+        summary=_summary(loaded, site_calls, identity, verdict),
         doctor=results,
     )
 
 
-def _summary(loaded: loading.Loaded, reached: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
+def _summary(loaded: loading.Loaded, site_calls: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
     """Return the verdict with the error of recomputed attention, or why this error is not a number."""
     if not math.isnan(identity):
         return Summary(identity_error=identity, verdict=verdict)
-    overflow = checks.describe_overflow(loaded.model.dtype, reached)
+    overflow = checks.describe_overflow(loaded.model.dtype, site_calls)
     return Summary(verdict=verdict, reasons={"identity_error": overflow} if overflow else {})
 
 
@@ -219,32 +221,32 @@ def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Covera
 def check_sites(
     model: PreTrainedModel,
     first: Sequence[SiteCall],
-    reached: Sequence[SiteCall],
+    site_calls: Sequence[SiteCall],
     inputs: dict[str, Tensor],
     progress: Progress = silent,
     *,
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check the `reached` sites in these layers and heads; `first` has the calls of the same sites on one token."""
-    probabilities = collect_probabilities(model, inputs, reached)
+    """Check the sites of `site_calls` in these layers and heads; `first` has the same sites' calls on one token."""
+    probabilities = collect_probabilities(model, inputs, site_calls)
     pairs = [
         (single, each, chosen)
-        for single, each in zip(first, reached, strict=True)
+        for single, each in zip(first, site_calls, strict=True)
         if each.site.is_among(layers)
         and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
-    results, tell = list[SiteCheck](), start_stage(progress, "doctor", len(pairs))
+    results, add_steps = list[SiteCheck](), start_stage(progress, "doctor", len(pairs))
     for (_, each, chosen), factors in zip(pairs, all_factors, strict=True):
         rounded = any(result.rounding is not None for result in results)
         results.append(_check(each, factors, probabilities[each.site], chosen, rounded=rounded))
-        tell(1)
+        add_steps(1)
     return results
 
 
 def collect_probabilities(
-    model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[SiteCall]
+    model: PreTrainedModel, inputs: dict[str, Tensor], site_calls: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
     """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
 
@@ -253,21 +255,21 @@ def collect_probabilities(
     captured: dict[Site, Tensor] = {}
     why = "the module applies no softmax to these scores and returns no attention probabilities"
     try:
-        difference = hooks.difference(model, inputs, hooks.collect_weights(model, reached, captured))
+        difference = hooks.difference(model, inputs, hooks.collect_weights(model, site_calls, captured))
         # 16 ε: the rounding of a few layers in half precision
         if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
             size = f"transformers' eager attention changes this model's outputs by {difference:.1e}"
-            overflow = checks.describe_overflow(model.dtype, reached) if math.isnan(difference) else None
+            overflow = checks.describe_overflow(model.dtype, site_calls) if math.isnan(difference) else None
             why = overflow or f"{size}, so its matrices are not comparable"
             captured = {}
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
         captured = {}
-    return dict.fromkeys((each.site for each in reached), why) | captured
+    return dict.fromkeys((each.site for each in site_calls), why) | captured
 
 
 def _check(
-    reached: SiteCall,
+    site_call: SiteCall,
     factors: weights.Factors | UnreadableError,
     probabilities: Tensor | str,
     heads: Sequence[int],
@@ -276,7 +278,8 @@ def _check(
 ) -> SiteCheck:
     """Compute the errors of a site's heads from tokens and from weights, or state why one is missing.
 
-    `probabilities` are the model's own, or why they are unknown. `rounded`: an earlier site's rounding changed inputs.
+    `probabilities` are the model's own, or why they are unknown. `rounded` is True if rounding at an earlier site
+    changed this site's inputs.
     """
     errors, rebuilt = dict[str, float](), dict[str, QueryKey]()
     reason = factors.problem if isinstance(factors, UnreadableError) else None
@@ -285,9 +288,9 @@ def _check(
     elif not bool(probabilities[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        rebuilt["tokens"] = reached.call.query_key(reached.site)
+        rebuilt["tokens"] = site_call.call.query_key(site_call.site)
         if not isinstance(factors, UnreadableError):
-            rebuilt["weights"] = weights.rebuild(reached, factors)
+            rebuilt["weights"] = weights.rebuild(site_call, factors)
         for source, query_key in rebuilt.items():
             errors[source] = _error(query_key.select(heads), probabilities[:, heads])
     wrong = {source: error for source, error in errors.items() if not error <= TOLERANCE}
@@ -300,8 +303,8 @@ def _check(
     if causes and passed:
         reason = reason or causes[0]
     return SiteCheck(
-        site=reached.site.name,
-        part=reached.site.part,
+        site=site_call.site.name,
+        part=site_call.site.part,
         heads=len(heads),
         route="none" if isinstance(factors, UnreadableError) else factors.route,
         tokens_error=errors.get("tokens"),

@@ -166,11 +166,11 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
         yield f"{runs}: standard errors are too small."
 
 
-def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
+def record_length(settings: Settings, loaded: Loaded, site_calls: Sequence[SiteCall]) -> Settings:
     """Return the settings; if the input is noise, set `length` to the largest number of queries at any site."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
-    return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
+    return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in site_calls)})
 
 
 def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:

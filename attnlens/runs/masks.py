@@ -131,18 +131,18 @@ class Cases:
         self,
         model: PreTrainedModel,
         inputs: Mapping[str, Tensor],
-        reached: Sequence[SiteCall],
+        site_calls: Sequence[SiteCall],
         named: Sequence[str] | None,
     ) -> None:
         self.model, self.named = model, named
-        self.rules = {target.site: find_rule(model, target) for target in reached}
+        self.rules = {target.site: find_rule(model, target) for target in site_calls}
         self.parameters = inspect.signature(model.forward).parameters
         self.main_input = main_input(inputs)
         self.most = min(ORDERED, position_limit(model) or ORDERED)
         self.ids = {name: inputs[name][:1] for name in ("input_ids", "decoder_input_ids") if name in inputs}
-        self.causal = any(self.rules[target.site].causal for target in reached)
+        self.causal = any(self.rules[target.site].causal for target in site_calls)
         self.bidirectional = any(
-            target.site.part == "encoder" and not self.rules[target.site].causal for target in reached
+            target.site.part == "encoder" and not self.rules[target.site].causal for target in site_calls
         )
         self.windows = sorted({rule.window for rule in self.rules.values() if rule.window is not None})
 

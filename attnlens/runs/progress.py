@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from attnlens.report.report import Report
 
 Progress = Callable[[str, int, int], None]  # function called with (stage, steps done, total steps)
-Tell = Callable[[int], None]  # function called with the number of further steps done in a stage
+AddSteps = Callable[[int], None]  # function called with the number of newly finished steps of a stage
 INTERRUPTED = "the run was interrupted"  # reason for results that were not finished at an interruption
 
 
@@ -35,21 +35,21 @@ def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
         timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - start
 
 
-def start_stage(progress: Progress, stage: str, total: int) -> Tell:
+def start_stage(progress: Progress, stage: str, total: int) -> AddSteps:
     """Report that a stage starts; return a function that adds newly finished steps and reports the sum so far."""
     done = 0
 
-    def tell(more: int) -> None:
+    def add_steps(count: int) -> None:
         nonlocal done
-        done += more
+        done += count
         progress(stage, done, total)
 
-    tell(0)
-    return tell
+    add_steps(0)
+    return add_steps
 
 
 @contextmanager
-def bounded_stage(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
+def bounded_stage(progress: Progress, stage: str, most: int) -> Iterator[AddSteps]:
     """Context manager: start a stage that may need fewer than `most` steps; report it as complete at the end."""
     yield start_stage(progress, stage, most)
     progress(stage, most, most)

@@ -28,7 +28,7 @@ from attnlens.report.shapes import Shapes
 
 
 def hash_content(
-    loaded: Loaded, reached: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
+    loaded: Loaded, site_calls: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
     """Hash the model's config, code and adapter, its inputs, samples of deferred weights, and the analyzers' code."""
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
@@ -38,7 +38,7 @@ def hash_content(
     if loaded.info.adapter is not None:
         digest.update(loaded.info.adapter.model_dump_json().encode())
     if loaded.deferred is not None:
-        digest.update(loaded.deferred.sample(each.module for each in reached))
+        digest.update(loaded.deferred.sample(each.module for each in site_calls))
     for batch in fed.batches if fed is not None else ():
         for name, part in sorted(batch.inputs.items()):
             digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())

@@ -213,12 +213,12 @@ def converge_checkpoints(
     Raise UsageError, TextError, ModelError if a checkpoint is missing or shapes differ, and Interrupted, which contains
     the finished checkpoints.
     """
-    report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
+    report, clear_work = run_series(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
     return report
 
 
-def follow(
+def run_series(
     checkpoints: requests.Words | None,
     request: CheckpointsRequest,
     *,
@@ -293,14 +293,14 @@ class Series:
         """Read the checkpoints; return the report, and a function that removes the finished units."""
         self.plan.check(self.request.text)
         units = list(self.units)
-        tell = start_stage(self.progress, "checkpoints", len(self.plan.select_units(units)))
+        add_steps = start_stage(self.progress, "checkpoints", len(self.plan.select_units(units)))
         outcome = run_units(
             units,
             self.read_unit,
             self.plan,
             self.store,
             worker_setup=(open_in_worker, (self.names, self.revisions, self.request)),
-            tell=lambda _name: tell(1),
+            report_unit=lambda _name: add_steps(1),
             usable=lambda value: value["complete"],
         )
         readings = outcome.values

@@ -144,15 +144,15 @@ def run_units(
     store: Store | None,
     *,
     worker_setup: WorkerSetup | None = None,
-    tell: Callable[[str], None] = lambda _name: None,
+    report_unit: Callable[[str], None] = lambda _name: None,
     usable: Callable[[V], bool] = lambda _value: True,
 ) -> Outcome[V]:
     """Compute the unfinished units of a run, and return the results of all units.
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `worker_setup` prepares
-    the same run in a worker process. `tell` is called with the name of each unit that finishes or fails. `usable`
-    returns True if a stored value is complete. Raise ShardFinished at the end of a shard, any unit's AttnlensError,
-    because it affects all units, and the first error if no unit could be computed.
+    the same run in a worker process. `report_unit` is called with the name of each unit that finishes or fails.
+    `usable` returns True if a stored value is complete. Raise ShardFinished at the end of a shard, any unit's
+    AttnlensError, because it affects all units, and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -167,7 +167,7 @@ def run_units(
             else:
                 failures[name] = value
                 LOG.warning("%s failed: %s", clean(name), clean(value.reason))
-            tell(name)
+            report_unit(name)
     except KeyboardInterrupt as stop:
         stopped = True
         if isinstance(stop, Stopped):

@@ -114,7 +114,7 @@ REFUSED = [
     (("--rule", HOLDS, "--junit", "no/where.xml"), "does not exist"),
     (("--rule", HOLDS, "--junit", "."), "it is a folder"),
     (("--rule", HOLDS, "--relative", "-1"), "relative must be a number of at least 0, not"),
-    (("--rule", HOLDS, "--fdr", "nan"), "fdr must be a number from 0 to below 1, not"),
+    (("--rule", HOLDS, "--fdr", "nan"), "fdr must be a number of at least 0 and below 1, not"),
     (("--rule", HOLDS, "--recompute", "0"), "--recompute"),
 ]
 FILES = {

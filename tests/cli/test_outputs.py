@@ -225,9 +225,9 @@ def on_a_terminal(*words, **environment):
 
 BAR = """
 from attnlens.cli import show
-with show.progress(shown=True) as tell:
+with show.progress(shown=True) as report_progress:
     for done in range(4):
-        tell("weights", done, 3)
+        report_progress("weights", done, 3)
 """
 
 
@@ -243,11 +243,11 @@ def test_a_terminal_is_animated_unless_that_is_switched_off():
 def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
-    with show.progress(shown=True) as tell:
+    with show.progress(shown=True) as report_progress:
         sites = (Site("a", 0, 0, "decoder"),)
         parts = [WorkUnit("weights", sites), *(WorkUnit("tokens", sites, batch, 2) for batch in range(9))]
         units = {unit.name: unit for unit in parts}
-        more = report_stages(tell, units)
+        more = report_stages(report_progress, units)
         for unit in units:
             clock[0] += 4.0
             more(unit)
@@ -345,9 +345,9 @@ def forecasts(monkeypatch, capsys, reports, options=("windows", "layers", "gener
     clock = [0.0]
     monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(show, "PLAIN_SECONDS", math.inf)
-    with show.progress(shown=True, options=options) as tell:
+    with show.progress(shown=True, options=options) as report_progress:
         for clock[0], *report in reports:
-            tell(*report)
+            report_progress(*report)
     return capsys.readouterr().err.splitlines()
 
 

@@ -522,7 +522,7 @@ def test_rows_of_values_reordered_alike_are_harmless(kind):
     assert cause.harmless
     assert "rows of W_V" in cause.text
     assert "columns of W_O" in cause.text
-    assert cause.text.endswith("alike: attention's output is the same")
+    assert cause.text.endswith("the same in both: attention's output is the same")
     for parts in (values, output, values | {"output.weight": first.parts["output.weight"][:, order.flip(0)]}):
         diagnosis = diagnose(first, first.with_parts(parts))
         assert diagnosis.causes
@@ -588,7 +588,7 @@ def test_rows_that_changed_slightly_were_trained_and_need_no_repair():
     embedding = first.parts["embed.weight"].clone()
     embedding[90:98] += 1e-3 * torch.randn(8, WIDTH)
     (cause,) = diagnose(first, first.with_parts({"embed.weight": embedding})).causes
-    text = "embed.weight is changed in 8 rows only: 90–97 (by at most a tenth of their size, as by training)"
+    text = "embed.weight is changed in 8 rows only: 90–97 (by at most a tenth of their size, as in training)"
     assert (cause.text, cause.repair, cause.harmless) == (text, None, False)
     embedding[3] = 0  # one row is lost
     (cause,) = diagnose(first, first.with_parts({"embed.weight": embedding})).causes
@@ -660,13 +660,13 @@ def test_rows_across_heads_are_damage_and_orders_within_heads_keep_their_names()
     first = draw("whole")
     (cause,) = diagnose(first, apply(first, mix_heads("query", "key"))).causes
     assert (cause.text, cause.harmless, cause.heads) == (
-        "the rows of W_Q and W_K are in another order across heads",
+        "the rows of W_Q and W_K are in a different order across heads",
         False,
         (),
     )
     assert cause.repair == "write the rows of W_Q and W_K in the first model's order"
     (cause,) = diagnose(first, apply(first, mix_heads("key", biases=False))).causes
-    assert cause.text == "the rows of W_K are in another order across heads, but b_K is unchanged"
+    assert cause.text == "the rows of W_K are in a different order across heads, but b_K is unchanged"
     swapped = first.parts["key.weight"].clone()
     swapped[[1, 2], 0] = swapped[[2, 1], 0]  # two rows of two heads
     (cause,) = diagnose(first, first.with_parts({"key.weight": swapped})).causes
@@ -811,7 +811,7 @@ def test_a_grid_whose_errors_are_compensated_is_named(bits):
         left[:, column + 1 :] += 0.1 * (left[:, column] - coded[:, column])[:, None]
     (cause,) = diagnose(first, first.with_parts({"mlp.weight": coded})).causes
     assert cause.hypothesis == f"quantised to {bits} bits"
-    assert cause.text.endswith("row by row, not always to the nearest level (as by GPTQ, or after a small change)")
+    assert cause.text.endswith("row by row, not always to the nearest level (as GPTQ does, or after a small change)")
     other = first.with_parts({"mlp.weight": part.flip(0)})  # the control: rows of another matrix
     diagnosis = diagnose(other, first.with_parts({"mlp.weight": coded}))
     assert (diagnosis.causes, diagnosis.unexplained) == ([], ["mlp.weight"])
@@ -882,7 +882,7 @@ def test_tensors_without_heads_in_the_place_of_others_are_named():
     (cause,) = diagnose(first, first.with_parts(swapped)).causes
     assert cause.text == "mlp.gate.weight and mlp.up.weight are exchanged"
     (cause,) = diagnose(first, first.with_parts({"mlp.up.weight": extra["mlp.gate.weight"]})).causes
-    assert (cause.hypothesis, cause.text) == ("misplaced", "mlp.up.weight holds the values of mlp.gate.weight")
+    assert (cause.hypothesis, cause.text) == ("misplaced", "mlp.up.weight contains the values of mlp.gate.weight")
 
 
 def test_a_step_before_another_says_what_it_leaves():
@@ -1003,7 +1003,7 @@ def test_a_folded_norm_that_is_still_applied_is_damage():
     kept = {name: first.parts[name] for name in ("norm.weight", "norm.bias")}
     (cause,) = diagnose(first, folded.with_parts(kept)).causes
     assert (cause.hypothesis, cause.harmless) == ("norm folded", False)
-    assert cause.text == "norm.weight is folded into W_Q, W_K and W_V, but not set to 1: the gain counts twice"
+    assert cause.text == "norm.weight is folded into W_Q, W_K and W_V, but not set to 1: the gain is applied twice"
     assert cause.repair == "set norm.weight to 1, or copy W_Q, W_K and W_V from the first model"
     assert names(diagnose(first, apply(first, scale_columns))) == ["columns scaled"]  # the control: other numbers
 

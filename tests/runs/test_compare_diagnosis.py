@@ -66,7 +66,7 @@ def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:
     """What `compare` says of configs, tensors and causes, without comparing heads."""
     request = InspectRequest(source="weights", analyzers=["symmetry"])
     sides = [survey(prepare(side, request, None, silent)) for side in (first, second)]
-    sites = {a.site: b.site for a, b in zip(sides[0].reached, sides[1].reached, strict=True)}
+    sites = {a.site: b.site for a, b in zip(sides[0].site_calls, sides[1].site_calls, strict=True)}
     return describe_models((sides[0], sides[1]), sites, {})
 
 
@@ -296,7 +296,7 @@ def test_a_norm_whose_output_is_a_residual_cannot_be_folded():
 
     (cause,) = described(own, changed(own, fold_first))["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
-    assert "is also a residual" in cause.text
+    assert "is also added to the next residual sum" in cause.text
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
@@ -391,7 +391,7 @@ ROPES = {
         "rope_type": "linear",
         "factor": 4.0,
     },
-    "depending on the pair (as by llama3 or yarn scaling)": {
+    "depending on the pair (as in llama3 or yarn scaling)": {
         "rope_type": "llama3",
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -581,7 +581,7 @@ def test_heads_reordered_only_in_queries_and_keys_are_damage():
     assert all(head.partner == head.head for head in result.heads)
     assert answers["Changed?"].startswith("6 of 12 heads changed")
     assert answers["Cause?"] == (
-        "Layer 1: the heads of W_Q and W_K are in another order, but not those of W_V and W_O."
+        "Layer 1: the heads of W_Q and W_K are in a different order, but not those of W_V and W_O."
     )
     assert {(row.layer, row.head) for row in result.rows if row.named} == {(1, head) for head in range(6)}
     assert [cause.harmless for cause in result.diagnosis] == [False]

@@ -62,7 +62,7 @@ def test_heads_in_another_order_and_a_dropped_rotation_are_found(monkeypatch):
         patch_queries(patch, lambda query: query.flip(0))
         (checks, _) = examined("gpt2")
         wrong = invoke("doctor", "demo", "--length", "8", "--backends", "eager", "--no-progress", "-q")
-    ended(wrong, "4 of 4 sites failed: ", "h.0.attn", "attnlens doctor demo --json")
+    ended(wrong, "Attention differs at 4 of 4 sites: ", "h.0.attn", "attnlens doctor demo --json")
     assert not any(check.passed for check in checks)
     assert all(check.tokens_error <= 2e-6 for check in checks)
     model = families.build("llama").double()

@@ -260,13 +260,13 @@ def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged
 def test_another_run_may_clear_the_folder_at_any_moment(store, computes, monkeypatch):
     for moment in NAMES:
 
-        def tell(name: str, moment: str = moment) -> None:
+        def report_unit(name: str, moment: str = moment) -> None:
             if name == moment:
                 computes()
                 store.clear()
                 assert not store.folder.exists()
 
-        computes(tell=tell)
+        computes(report_unit=report_unit)
         store.clear()
     tries, honest = [], store_module.write_atomically
 
@@ -365,7 +365,7 @@ def test_a_unit_that_fails_once_is_tried_again_and_after_the_second_time_by_the_
         assert outcome.missing == {}
         store.clear()
     units, heard = Units(*[ZeroDivisionError("no such luck\nat all")] * 3), []
-    outcome = run_units(NAMES, units, plan, store, tell=heard.append)
+    outcome = run_units(NAMES, units, plan, store, report_unit=heard.append)
     assert outcome.missing == {NAMES[1]: "ZeroDivisionError: no such luck"}
     assert list(outcome.values) == [NAMES[0], NAMES[2]]
     assert not outcome.stopped
@@ -482,7 +482,7 @@ def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp
         raise KeyboardInterrupt
 
     began = time.monotonic()
-    assert spread(["a", "long 1", "long 2", "b"], tell=interrupt).stopped
+    assert spread(["a", "long 1", "long 2", "b"], report_unit=interrupt).stopped
     assert time.monotonic() - began < 40, "units of a minute were not awaited"
     assert work_units.times(tmp_path) == {"a": 1, "long 1": 1, "long 2": 1}
 

@@ -92,7 +92,7 @@ def test_units_are_tasks_of_ray_whose_failures_have_reasons(tmp_path, monkeypatc
     ray._private.worker.print_to_stdstream({"lines": ["x"], "is_err": False})
     print_to_stdstream.assert_called_once_with({"lines": ["x"], "is_err": True})  # not on stdout, where a report may go
     ray.reset_mock()
-    assert spread("host", tmp_path, ["failing always", "b"], tell=interrupt).stopped
+    assert spread("host", tmp_path, ["failing always", "b"], report_unit=interrupt).stopped
     assert ray.method_calls == [
         *(call.init(address="host", **logging), call.remote(**task)),
         *(call.cancel((ANY, str(tmp_path), ANY, "b"), force=True), call.shutdown()),
@@ -129,7 +129,9 @@ def test_paths_start_from_the_callers_folder_and_an_interruption_ends_the_tasks(
         raise KeyboardInterrupt
 
     store, worker_setup = plan.store(work_units.FACTS), (work_units.opened, (".",))
-    assert run_units(["a", "long"], lambda _: None, plan, store, worker_setup=worker_setup, tell=interrupt).stopped
+    assert run_units(
+        ["a", "long"], lambda _: None, plan, store, worker_setup=worker_setup, report_unit=interrupt
+    ).stopped
     assert (tmp_path / "a.begun").exists()
     state = Path("/proc", (tmp_path / "long.begun").read_text().strip(), "stat")
     deadline = time.monotonic() + 20

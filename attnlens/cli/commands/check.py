@@ -79,8 +79,8 @@ def check(context: typer.Context) -> None:
             say(f"Wrote {request.baseline}")
     if model is not None and request.recompute is not None:
         options = {name: value for name, value in reading.explicit().items() if name in RECOMPUTED}
-        with working(outputs) as (analyses, tell):
-            again = analyses.recompute(report, checked_model(model), request.recompute, progress=tell, **options)
+        with working(outputs) as (analyses, progress):
+            again = analyses.recompute(report, checked_model(model), request.recompute, progress=progress, **options)
         judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
     annotated = request.annotations or os.environ.get("GITHUB_ACTIONS") == "true"
     annotate = partial(_annotate, judged, stderr=outputs.json == STDOUT) if annotated else None
@@ -165,8 +165,8 @@ def _load_report(subject: str, reading: requests.InspectRequest, outputs: Output
         from attnlens.report.report import read_report
 
         return read_report(subject)
-    with working(outputs, type(reading).model_fields) as (analyses, tell):
-        report: Report = analyses.inspect(checked_model(subject), progress=tell, request=reading)
+    with working(outputs, type(reading).model_fields) as (analyses, progress):
+        report: Report = analyses.inspect(checked_model(subject), progress=progress, request=reading)
     return report
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnlens.records import Plan, Report
 
 HEAD = opt.option(
-    "--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
+    "--head", str | None, "Analyse only this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
 )
 
 
@@ -44,7 +44,9 @@ def inspect(context: typer.Context) -> None:
     if params["windows_csv"] is not None and request.source == "weights":
         raise UsageError("--source weights does not read windows.", "Leave out --windows-csv, or --source weights.")
     name = named_model(params)
-    run_command(params, [name], request, lambda analyses, tell: analyses.run_inspect(name, request, progress=tell))
+    run_command(
+        params, [name], request, lambda analyses, progress: analyses.run_inspect(name, request, progress=progress)
+    )
 
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
@@ -61,7 +63,7 @@ def compare(context: typer.Context) -> None:
     names = [checked_model(params[name]) for name in ("first", "second")]
     models = [name for name in names if not name.endswith(".json")]
     run_command(
-        params, models, request, lambda analyses, tell: analyses.compare(*names, progress=tell, request=request)
+        params, models, request, lambda analyses, progress: analyses.compare(*names, progress=progress, request=request)
     )
 
 
@@ -80,7 +82,7 @@ def doctor(context: typer.Context) -> None:
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(
-        params, [name], request, lambda analyses, tell: analyses.doctor(name, progress=tell, request=request)
+        params, [name], request, lambda analyses, progress: analyses.doctor(name, progress=progress, request=request)
     )
     if report.summary.verdict == "differs":
         raise failure(report)
@@ -97,10 +99,13 @@ def doctor(context: typer.Context) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Return the error with which a failed `doctor` ends."""
+    """Return the error with which `doctor` ends if the model's attention differs or could not be verified."""
     failed = [check.site for check in report.doctor if not check.passed]
+    where = "these sites" if failed else "this model"
     if failed:
-        problem = f"{len(failed)} of {format_count(len(report.doctor), 'site')} failed: {join_items(failed)}."
+        problem = (
+            f"Attention differs at {len(failed)} of {format_count(len(report.doctor), 'site')}: {join_items(failed)}."
+        )
     elif overflow := report.summary.reasons.get("identity_error"):
         problem = f"Nothing could be verified: {overflow}."
         return IdentityError(problem, "Run the model in bfloat16 or float32: --dtype bfloat16.")
@@ -109,7 +114,7 @@ def failure(report: Report) -> IdentityError:
     else:
         problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
     save = f"`attnlens doctor {quote(report.model.id)} --json FILE`"
-    return IdentityError(problem, f"Do not trust numbers from these sites; {save} saves all errors for a bug report.")
+    return IdentityError(problem, f"Do not trust numbers from {where}; {save} saves all errors for a bug report.")
 
 
 def backend_failure(report: Report) -> IdentityError:
@@ -139,7 +144,9 @@ def swap_kernel(context: typer.Context) -> None:
     request, kernels = opt.build(SwapRequest, params), tuple(params["kernel"] or [KERNEL])
     swap_kernels(kernels, request)  # checked here too, because importing `analyses` takes seconds
     name = named_model(params)
-    run_command(params, [name], request, lambda analyses, tell: analyses.swap_work(name, kernels, request, tell).run())
+    run_command(
+        params, [name], request, lambda analyses, progress: analyses.swap_work(name, kernels, request, progress).run()
+    )
 
 
 PLAN = opt.output("--plan", "Write the ranks as a JSON file that --ranks reads.")
@@ -158,7 +165,10 @@ def ranks(context: typer.Context) -> None:
             say(f"Wrote the ranks to {path}; next, the model is evaluated with these ranks.")
 
     run_command(
-        context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell, write).run()
+        context.params,
+        [name],
+        request,
+        lambda analyses, progress: analyses.rank_work(name, request, progress, write).run(),
     )
 
 
@@ -171,4 +181,6 @@ def heal(context: typer.Context) -> None:
     request, kernel = opt.build(HealRequest, params), params["kernel"] or None
     request = request.with_options(ranks=heal_kernels(kernel, request)[1])
     name = named_model(params)
-    run_command(params, [name], request, lambda analyses, tell: analyses.heal_work(name, kernel, request, tell).run())
+    run_command(
+        params, [name], request, lambda analyses, progress: analyses.heal_work(name, kernel, request, progress).run()
+    )

@@ -84,7 +84,7 @@ def converge(context: typer.Context) -> None:
 
 def _synthetic(params: Mapping[str, Any], _models: Sequence[str]) -> tuple[Request, Work]:
     request = opt.build(SyntheticRequest, params)
-    return request, lambda analyses, tell: analyses.converge_synthetic(progress=tell, request=request)
+    return request, lambda analyses, progress: analyses.converge_synthetic(progress=progress, request=request)
 
 
 def _one_head(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, Work]:
@@ -92,7 +92,9 @@ def _one_head(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request
         raise UsageError(f"--head takes one model, not {len(models)}.", "Name one model, or add --checkpoints.")
     head, request = requests.head(params["head"]), opt.build(requests.Feeding, params)
     keywords = {"head": head, **opt.build(DescentRequest, params).explicit()}
-    return request, lambda analyses, tell: analyses.converge_head(*models, progress=tell, request=request, **keywords)
+    return request, lambda analyses, progress: analyses.converge_head(
+        *models, progress=progress, request=request, **keywords
+    )
 
 
 def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, Work]:
@@ -102,7 +104,9 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
     revisions = [] if names is None else [name.strip() for name in names.split(",")]
     if not all(revisions):
         raise UsageError(f"--revisions {names!r} contains an empty name.", "Write, e.g., --revisions step10,step20.")
-    return request, lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
+    return request, lambda analyses, progress: analyses.run_series(
+        models or None, request, revisions=revisions, progress=progress
+    )
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
@@ -152,7 +156,7 @@ def reproduce(context: typer.Context) -> None:
         params,
         (),
         request,
-        lambda analyses, tell: analyses.reproduce(table, quick=quick, progress=tell, request=request),
+        lambda analyses, progress: analyses.reproduce(table, quick=quick, progress=progress, request=request),
         kinds[CLAIMS if table == CLAIMS else "a table"],
     )
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]

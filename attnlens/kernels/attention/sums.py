@@ -217,7 +217,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
 
 def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return φ(q), φ(k) and the values of the far part; φ(k) is zero at padding and sinks.
+    """Return φ(q), φ(k) and the values for the sums over far keys; φ(k) is zero at padding and sinks.
 
     An extra feature adds `smallest_kernel` to each product; an extra value of 1 sums the denominator.
     """

@@ -349,7 +349,7 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)",
 )
 def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute for each d the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
+    """Compute for each d the share of trials in which descent selects each input's best token, argmax_t Y_i γ_it."""
     shares, rows = list[float](), dict[str, Figure]()
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)

@@ -266,7 +266,7 @@ LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"
 
 
 class Case(NamedTuple):
-    """One kernel matrix K = Φ_q FᵀF Φ_kᵀ."""
+    """Factors of a kernel matrix K = Φ_q FᵀF Φ_kᵀ on which the identities are tested."""
 
     queries: Float[Tensor, "n features"]  # Φ_q
     keys: Float[Tensor, "m features"]  # Φ_k

@@ -40,7 +40,7 @@ from attnlens.requests import HealRequest, takes
 from attnlens.requests.swap import Amount, heal_kernels
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.outputs import enough_memory, measure_peak, tokens_in
-from attnlens.runs.progress import Progress, Tell, silent
+from attnlens.runs.progress import AddSteps, Progress, silent
 from attnlens.runs.store import Store, hash_json
 from attnlens.runs.swap.kernel_run import (
     NO_PEAK,
@@ -96,7 +96,7 @@ def heal(
 def heal_work(
     model: Model, kernel: str | Sequence[str] | None, request: HealRequest, progress: Progress = silent
 ) -> SwapWork:
-    """Prepare the work of `heal`."""
+    """Check the options, load the model, and return the work of `heal`, which has not yet started."""
     check_work(model, request)
     kernels, plan, request = heal_kernels(kernel, request)
     step = None if plan is None else RankSearch(Budget(plan.unit, plan.budget), plan, request.intervals)
@@ -151,9 +151,11 @@ def train_swap(
     facts = [hash_parameters(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
     state = None if run.store is None else (run.store, f"{name} {hash_json(facts)}")
     evaluate = partial(mean_loss, model, session.fed, session.task)
-    tell, stages = run.start_stage(name, int(options.train.number)), STAGES[1:] if control else STAGES
+    add_steps, stages = run.start_stage(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
-    peak = measure_peak(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
+    peak = measure_peak(
+        model, lambda: records.append(run_training(healer, calibrated, evaluate, add_steps, state, stages))
+    )
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
     return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 
@@ -182,7 +184,7 @@ def run_training(
     healer: Healer,
     batches: texts.Batches,
     evaluate: Callable[[], float | None],
-    progress: Tell,
+    progress: AddSteps,
     state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
@@ -258,7 +260,7 @@ class Descent:
     per_step: int  # parts per step
     held_out: Sequence[Fed]  # batches on which distances are measured
     evaluate: Callable[[], float | None]
-    progress: Tell
+    progress: AddSteps
     state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
     order: list[int] = field(default_factory=list)  # parts left in this epoch; the last is the next
     stage: HealingStage = "transfer"

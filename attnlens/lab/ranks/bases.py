@@ -22,7 +22,7 @@ from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
 from attnlens.records import Call, Site
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 from attnlens.runs.swap.fit import find_turns, sample_gradients, set_metrics, set_rotations
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -103,7 +103,9 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 """Latents by the form's spelling, the text left out of the fit (None: fitted to all texts), and the site."""
 
 
-def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: Tell) -> Forms:
+def fit_forms(
+    setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: AddSteps
+) -> Forms:
     """Fit each form of latents in one pass of the original model over these batches; each batch has one text.
 
     If pairs are weighted by the output, the weights for a text come from gradients on that text alone: maps fitted
@@ -164,7 +166,7 @@ LEVELS = 16  # number of evenly spaced ranks at which the loss is estimated; bet
 
 
 def sensitivities(
-    setup: SwapSetup, bases: Mapping[Site, Basis], batches: Sequence[Fed], progress: Tell
+    setup: SwapSetup, bases: Mapping[Site, Basis], batches: Sequence[Fed], progress: AddSteps
 ) -> dict[Site, Float[Tensor, "latents ranks"]]:
     """Estimate the rise in the loss, in nats per prediction, if a single latent is cut to each smaller rank.
 

@@ -47,7 +47,10 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 def rank_work(
     model: Model, request: RanksRequest, progress: Progress = silent, chosen: Callable[[Plan], None] | None = None
 ) -> SwapWork:
-    """Prepare the work of `find_ranks`; `chosen` receives the plan as soon as its ranks are chosen."""
+    """Check the options, load the model, and return the work of `find_ranks`, which has not yet started.
+
+    `chosen` receives the plan as soon as its ranks are chosen.
+    """
     check_work(model, request)
     kernels, plan, request = rank_kernels(request)
     budget = Budget(plan.unit, plan.budget) if plan else arguments.budget(request.budget or "loss:1%")
@@ -102,10 +105,10 @@ class RankSearch:
             fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
-            with bounded_stage(session.progress, "budget", work) as tell:
+            with bounded_stage(session.progress, "budget", work) as add_steps:
                 for stage in ("compare", *["generate"] * bool(session.options.generate)):
                     session.progress(stage, 0, 1)  # announce the later stages
-                self.choice = start(progress=tell).choose(fitting, choosing, promising, self.budget)
+                self.choice = start(progress=add_steps).choose(fitting, choosing, promising, self.budget)
             if self.chosen is not None:
                 self.chosen(self.record(run))
         return self.choice.swaps

@@ -38,7 +38,7 @@ from attnlens.models.texts.targets import NOTHING, Fed, feed
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 from attnlens.runs.store import Keep, hash_json, keep_nothing
 from attnlens.runs.swap.kernel_run import hash_parameters, hash_tensors
 from attnlens.runs.swap.sites import SwapSetup
@@ -225,7 +225,7 @@ class Choice:
 class BudgetSearch(SwapSetup):
     """A search for the smallest ranks within a loss budget."""
 
-    progress: Tell
+    progress: AddSteps
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
     margin: float = MARGIN  # see MARGIN
     bases: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
@@ -270,7 +270,10 @@ class BudgetSearch(SwapSetup):
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Try each form at half rank, then the best form weighted by the output; use the best; return all trials."""
+        """Try each form at half rank, then the best one with pairs weighted by the output; adopt the best of all.
+
+        Return the record of each trial; an empty list if the form was requested.
+        """
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
@@ -332,7 +335,7 @@ class BudgetSearch(SwapSetup):
         return [size for basis in self.bases.values() for size in basis.sizes]
 
     def ranks_after(self, count: int) -> list[int]:
-        """Return the rank of each latent after `count` steps."""
+        """Return the rank of each latent after the first `count` of `steps`, which reduce one latent each."""
         ranks = self.full_ranks
         for latent, rank in self.steps[:count]:
             ranks[latent] = rank

@@ -211,7 +211,7 @@ def train_cells(
     work: WorkPlan,
     store: Store,
     folder: Path | None,
-    tell: Progress,
+    progress: Progress,
 ) -> list[studies.StudyCell]:
     """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
@@ -239,7 +239,7 @@ def train_cells(
                 work,
                 store,
                 worker_setup=(prepare_training, (make, named, store)),
-                tell=lambda _name: tell(stage, next(numbers), total),
+                report_unit=lambda _name: progress(stage, next(numbers), total),
             )
         if results.stopped:
             raise KeyboardInterrupt

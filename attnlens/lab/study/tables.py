@@ -64,7 +64,7 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of a paper."""
+    """A table of a paper to reproduce: its question, its cells and what their published numbers measure."""
 
     name: str  # name on the command line
     question: str

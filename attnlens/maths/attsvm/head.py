@@ -94,7 +94,7 @@ class Selections:
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
-        """Iterate over the scene, the position and O_i of each query."""
+        """Iterator over the queries: scene, position, and selected tokens O_i of each."""
         return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
 
 
@@ -235,7 +235,7 @@ class Nearness:
     chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem
     solution: Solution  # The certified solution W_mm of the problem
-    best: float  # 1/‖W_mm‖_F, the largest least margin of a form of unit norm
+    best: float  # 1/‖W_mm‖_F, the best possible margin: the largest minimum margin of any form of unit norm
     norm: float  # ‖ΠM‖_F; Π projects onto span(U) ⊗ span(Z)
     margins: Float[Tensor, " queries"]  # Least (score_α − score_t)/‖ΠM‖_F of each query
     svm_cosine: float  # ⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]

@@ -64,7 +64,7 @@ class Constraints:
         return form
 
     def block(self, multipliers: Each) -> Block:
-        """Return [[0, M], [Mᵀ, 0]]."""
+        """Return [[0, M], [Mᵀ, 0]] for M = Σ_c λ_c u_c z_cᵀ."""
         rows, columns = self.u.shape[1], self.z.shape[1]
         block = np.zeros((rows + columns, rows + columns))
         block[:rows, rows:] = self.form(multipliers)
@@ -77,11 +77,11 @@ class Constraints:
         return scores
 
     def corner(self, block: Block) -> BilinearForm:
-        """Return W of [[P, W], [Wᵀ, Q]]."""
+        """Return the upper right block W of [[P, W], [Wᵀ, Q]]."""
         return block[: self.u.shape[1], self.u.shape[1] :]
 
     def grams(self, block: Block) -> tuple[Gram, Gram, Gram]:
-        """Return U P Uᵀ, U W Zᵀ, Z Q Zᵀ of [[P, W], [Wᵀ, Q]]."""
+        """Return U P Uᵀ, U W Zᵀ and Z Q Zᵀ for the blocks of [[P, W], [Wᵀ, Q]]."""
         rows = self.u.shape[1]
         P, Q = block[:rows, :rows], block[rows:, rows:]
         return self.u @ P @ self.u.T, self.u @ self.corner(block) @ self.z.T, self.z @ Q @ self.z.T

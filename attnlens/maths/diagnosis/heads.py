@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole heads: another order; averaged, repeated or tiled key heads."""
+"""Structural hypotheses on whole heads: a different order; averaged, repeated or tiled key heads."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _reorder_together(first: Layer, second: Layer, orders: Mapping[str, Sequence
     """Build the step that moves heads in all matrices: harmless if all other tensors with heads moved too."""
     parts, stayed = _move_heads(first, second, orders)
     names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
-    text = f"the heads are in another order, alike in {names}"
+    text = f"the heads are in a different order, the same in {names}"
     if not stayed:
         return Step("reordered heads", f"{text}: attention is the same", None, parts, (), harmless=True)
-    repair = f"put {name_parts(stayed)} into the order of the heads"
+    repair = f"reorder {name_parts(stayed)} like the heads"
     return Step("heads out of order", text + name_unchanged(stayed), repair, parts)
 
 
@@ -105,14 +105,14 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
     heads, kv_heads = len(first.parts["query.weight"]), len(first.parts["key.weight"])
     groups = [head * kv_heads // heads for head in range(heads)]
 
-    def follow(role: str) -> bool:
+    def moves_with_queries(role: str) -> bool:
         """Return True if the heads of this role moved with the query heads."""
         query = full["query"]
         if role == "output":
             return full[role] == query
         return all(full[role][groups[head]] == groups[query[head]] for head in range(heads))
 
-    together = "query" in full and all(follow(role) for role in roles if role != "query")
+    together = "query" in full and all(moves_with_queries(role) for role in roles if role != "query")
     if together and set(roles) == set(ROLES):
         yield _reorder_together(first, second, full)
         return
@@ -124,12 +124,12 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
     back = torch.arange(heads).view(-1, kv_heads).T.flatten().tolist() if heads % kv_heads == 0 else None
     if set(moved) <= {"query", "output"} and 1 < kv_heads < heads and moved.get("query") in (tiled, back):
         text = f"the heads of {names} are grouped as if key heads were tiled (h mod {kv_heads}), not repeated"
-        repair = f"put the heads of {names} into the order of repeated key heads (h // {heads // kv_heads})"
+        repair = f"reorder the heads of {names} for repeated key heads (h // {heads // kv_heads})"
         yield Step("tiled key heads", text, repair, parts, where)
         return
     others = [f"{role}.weight" for role in roles if role not in moved]
     stayed = [name for name in stayed if name.split(".")[0] in moved]
-    text = f"the heads of {names} are in another order"
+    text = f"the heads of {names} are in a different order"
     if stayed:
         text += name_unchanged([*stayed, *others])
     elif others:

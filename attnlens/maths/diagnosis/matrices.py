@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole matrices: exchanged, misplaced, wrongly split, transposed, or in another basis."""
+"""Structural hypotheses on whole matrices: exchanged, misplaced, wrongly split, transposed, or changed in basis."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
         text, repair = f"{names} are exchanged{stays}", f"exchange {names}"
         if len(sources) == 3:
             places = [
-                f"{name_parts([f'{role}.weight'])} holds {name_parts([f'{sources[role]}.weight'])}" for role in sources
+                f"{name_parts([f'{role}.weight'])} is {name_parts([f'{sources[role]}.weight'])}" for role in sources
             ]
-            text = f"{names} are in another order ({list_names(places)})"
+            text = f"{names} are permuted (in terms of the first model, {list_names(places)})"
             repair = "split the fused matrix in the right order"
         yield Step("exchanged", text, repair, parts, () if whole else tuple(heads))
 
@@ -116,7 +116,7 @@ def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
                 pair = {each: parts[each] for each in (name, source)}
                 yield Step("exchanged", f"{both} are exchanged", f"exchange {both}", pair)
         else:
-            text = f"{name_parts([name])} holds the values of {name_parts([source])}"
+            text = f"{name_parts([name])} contains the values of {name_parts([source])}"
             yield Step("misplaced", text, f"copy {name_parts([name])} from the first model", {name: parts[name]})
 
 
@@ -246,11 +246,11 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
     """Build the step that changes the basis of W_Q and W_K: harmless if it commutes with RoPE and no norm follows."""
-    text = "W_Q and W_K are in another basis within heads (W_Q A and W_K A⁻ᵀ, the same product M)"
+    text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None
     harmless = False
     if any(f"{role}.gain" in layer.parts for role in PERMUTED) or tensors_between(layer, PERMUTED):
-        text += ", but the norm of queries and keys does not commute with it"
+        text += ", but the norm of queries and keys does not commute with the change"
         repair = "undo the change of basis before the norm"
     elif not (layer.is_unrotated or all(_commutes(basis, layer) for basis in bases)):
         text += ", which changes attention under RoPE"
@@ -266,11 +266,11 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
     same = max(factors) - min(factors) <= CLOSE * abs(factors[0])
     unit = [factors[0] * torch.eye(len(basis)).to(basis) for basis in bases]
     scaled = same and all(bool((a - b).norm() <= CLOSE * a.norm()) for a, b in zip(bases, unit, strict=True))
-    text = "W_V and W_O are in another basis within heads (the same product)"
+    text = "the basis of W_V and W_O is changed within heads (with the same product)"
     if scaled:
         text = f"W_V is multiplied by {show_factor(factors[0])} and W_O divided by it"
     if between := tensors_between(layer, ("value", "output")):
-        text += f", but {name_parts(between)} does not commute with it"
+        text += f", but {name_parts(between)} does not commute with the change"
         return Step("another basis", text, "undo the change of basis of W_V and W_O", parts, where)
     return Step("another basis", f"{text}: attention's output is the same", None, parts, where, harmless=True)
 

@@ -22,7 +22,7 @@ def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that a norm's gain g moved into the matrices that read its output, and its bias b into their biases.
 
     Then W (g n + b) + c = W' (g' n + b') + c', where W' = W diag(g/g') and c' = c + W (b − b' g/g'). If the norm is
-    unchanged (g' = g) although W' = W diag(g), the gain counts twice.
+    unchanged (g' = g) although W' = W diag(g), the gain is applied twice.
     """
     norms = [name for name in first.gains if name not in {f"{role}.gain" for role in PERMUTED}]
     for norm in sorted(norms):
@@ -92,7 +92,7 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
         return Step(FOLDED, f"{text}: the layer's output is the same", None, parts, harmless=True)
     repair = f"copy {names} and {taken} from the first model"
     if first.is_post_norm:
-        return Step(FOLDED, f"{text}, but the norm's output is also a residual", repair, parts)
+        return Step(FOLDED, f"{text}, but the norm's output is also added to the next residual sum", repair, parts)
     repair += f", or fold the norm into {name_parts(left)} too"
     return Step(FOLDED, text + name_unchanged(left), repair, parts)
 
@@ -104,7 +104,7 @@ def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
     unit |= {bias: torch.zeros_like(first.parts[bias])} if bias in second.parts else {}
     step = _fold(first, second.with_parts(unit), norm, first.parts[norm].double(), readers, alone=False)
     parts = {name: part for name, part in step.parts.items() if name not in unit}
-    text = f"{names} is folded into {name_parts([*readers])}, but not set to 1: the gain counts twice"
+    text = f"{names} is folded into {name_parts([*readers])}, but not set to 1: the gain is applied twice"
     return Step(FOLDED, text, f"set {names} to 1, or copy {name_parts([*readers])} from the first model", parts)
 
 

@@ -42,7 +42,7 @@ def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"
             factor = _format_number(math.exp(scaling))
             return f"{text}, and positions are multiplied by {factor} (linear scaling)" if scaling else text
     low, high = (_format_number(math.exp(float(each))) for each in (ratios.min(), ratios.max()))
-    return f"RoPE's frequencies are multiplied by {low} to {high}, depending on the pair (as by llama3 or yarn scaling)"
+    return f"RoPE's frequencies are multiplied by {low} to {high}, depending on the pair (as in llama3 or yarn scaling)"
 
 
 def _find_base(frequencies: Tensor) -> float:

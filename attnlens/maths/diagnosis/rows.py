@@ -167,7 +167,7 @@ def _row_step(
     subjects = [f"{'columns' if role == 'output' else 'rows'} of {name_parts([f'{role}.weight'])}" for role in by_role]
     subject = list_names(subjects) if roles != PERMUTED else f"rows of {names}"
     kind, _, scope = name.partition(" of ")
-    words, repair = NAMED.get(kind, ("in another order within heads", None))
+    words, repair = NAMED.get(kind, ("in a different order within heads", None))
     whole = len(concerned) == len(first.parts["query.weight"])
     if not whole:  # the repair must not be applied to the other heads
         which = "this head" if len(concerned) == 1 else "each of these heads"
@@ -178,7 +178,8 @@ def _row_step(
     harmless = (roles != PERMUTED or first.is_unrotated) and not stays and _same_orders(by_role, first, roles)
     text = f"the {subject} are {words}{scope}{name_unchanged(stays)}"
     if harmless:
-        text += ", alike: attention is the same" if roles == PERMUTED else ", alike: attention's output is the same"
+        kept = "attention" if roles == PERMUTED else "attention's output"
+        text += f", the same in both: {kept} is the same"
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
 
@@ -213,7 +214,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
         changed = (order != torch.arange(len(order))).view(count, size).any(1).nonzero().flatten().tolist()
         concerned |= set(changed if role == "query" else query_heads_of(changed, first))
     names = name_parts([f"{role}.weight" for role in orders])
-    text = f"the rows of {names} are in another order across heads{name_unchanged(stays)}"
+    text = f"the rows of {names} are in a different order across heads{name_unchanged(stays)}"
     repair = f"write the rows of {names} in the first model's order"
     whole = len(concerned) == len(first.parts["query.weight"])
     yield Step("rows across heads", text, repair, parts, () if whole else tuple(sorted(concerned)))

@@ -95,13 +95,16 @@ def propose_lost_values(pair: Pair) -> Iterator[Fit]:
 
 
 def propose_offset(pair: Pair) -> Iterator[Fit]:
-    """Propose that the gain B is A ± 1, because only one of two programs adds 1 to a norm's stored weight."""
+    """Propose that the gain B is A ± 1, because 1 was added to a norm's stored weight once too often, or not at all.
+
+    A norm such as Gemma's stores w and multiplies by the gain 1 + w.
+    """
     if not pair.is_gain:
         return
     step = float((pair.second.double() - pair.first.double()).mean().round())
     if abs(step) == 1:
-        size, verb = ("large", "subtract 1 from") if step > 0 else ("small", "add 1 to")
-        text = f"{{parts}} 1 too {size}: a gain stored as 1 + g was read as g, or the reverse"
+        size, how, verb = ("large", "once too often", "subtract 1 from") if step > 0 else ("small", "not", "add 1 to")
+        text = f"{{parts}} 1 too {size}: 1 was {how} added to the norm's stored weight"
         yield Fit("gain offset", text, f"{verb} the gain", pair.first.double() + step)
 
 
@@ -243,7 +246,7 @@ def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
         steps, share = by_row[0].sqrt(), (by_row[1] / by_row[2].clamp(min=TINY)).sqrt()
         if bool(((steps <= MOST_MOVED[0]) & (share <= MOST_MOVED[1])).all()):
             text = f"{{parts}} quantised to {{number}} bit{{s}} {where}, not always to the nearest level"
-            text += " (as by GPTQ, or after a small change)"
+            text += " (as GPTQ does, or after a small change)"
             yield Fit("quantised to {number} bit{s}", text, None, pair.second, number=grid.bits)
 
 
@@ -363,7 +366,7 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
         text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
         if _are_trained(first, second, changed.any(1 - axis), axis):
             yield Fit(
-                f"{kind}s trained", f"{text} (by at most a tenth of their size, as by training)", None, pair.second
+                f"{kind}s trained", f"{text} (by at most a tenth of their size, as in training)", None, pair.second
             )
         else:
             yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
@@ -410,7 +413,7 @@ def _list_scaled(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 RANKS = 64  # largest rank of an update
 LOW_RANK = " update"  # end of the name of the hypothesis of a low-rank update
-ORIGIN = "(as by LoRA, or by a few training steps on little text)"
+ORIGIN = "(as after LoRA, or a few training steps on little text)"
 
 
 def propose_low_rank(pair: Pair) -> Iterator[Fit]:

@@ -157,7 +157,7 @@ class Design:
         return indicator.double()
 
     def select(self, windows: Sequence[int]) -> Design:
-        """Return the design of some of the windows."""
+        """Return the design of the windows at these indices."""
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:

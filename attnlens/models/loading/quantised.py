@@ -245,7 +245,7 @@ def _decode_transposed(
     is_index = index.shape == (inputs,) and bool(((index >= 0) & (index < groups)).all())
     require(is_index, "its groups of inputs don't match its scales")
     is_ordered = settings.get("desc_act") is not False or torch.equal(index, ordered)
-    require(is_ordered, "its inputs are in another order, but desc_act is false")
+    require(is_ordered, "its inputs are in a different order, but desc_act is false")
     return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
 
 

@@ -159,7 +159,10 @@ class Feed:
         return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
     def inputs(self, numbers: range, rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[dict[str, Tensor], int]:
-        """Return inputs of sequences with the token ids `rows` (empty: no text), and their number of placeholders."""
+        """Return the inputs of the sequences `numbers`, and the number of placeholders before each text.
+
+        `rows` are the token ids of each sequence's text; it is empty if the model reads no text.
+        """
         inputs, before = self.take(numbers), list[int]()
         if rows:
             placeholders = self._placeholders(numbers.start)

@@ -407,7 +407,10 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match the columns that are multiples of their most similar row; return None if the first column is not."""
+    """Match each column to its most similar row, and keep the columns that are multiples of this row.
+
+    Return None if the first column is not a multiple.
+    """
     values, down = multiplicand
     products = values @ rows.mT
     if not bool(_fit_factors(vectors[:, :1], products[:, most_similar_rows(vectors[:, :1], products)])[1]):

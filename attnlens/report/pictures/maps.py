@@ -366,9 +366,9 @@ ACROSS = 3
 NOTE = 54  # characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
 SELECTION_CAPTION = (
-    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by 1/‖W_mm‖, the largest least margin of any form, "
+    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by the best possible margin, 1/‖W_mm‖, "
     "in ascending order; a single query can exceed 1. Null heads: the head randomly rotated on both sides, with the "
-    "selection and largest least margin of the rotated head. Posed {where}."
+    "selection and best possible margin of the rotated head. Posed {where}."
 )
 
 
@@ -498,12 +498,12 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
     axes.plot(*_sort_margins(head_margins), color=style.CATEGORIES[0], linewidth=1.8, label="the head")
-    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="largest least margin, 1/‖W_mm‖")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="best possible margin, 1/‖W_mm‖")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
         style.scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of posed queries with at most this margin")
-    axes.set_ylabel("margin / largest least margin")
+    axes.set_ylabel("margin / best possible margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
     style.legend_above(axes, 100)
 

@@ -21,7 +21,7 @@ Row = Mapping[str, Cell]  # Row of a spreadsheet, column → value; a missing co
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table."""
+    """Column of a table as formatted texts: title, cells and footer."""
 
     title: str
     cells: Sequence[str]  # formatted texts, from top to bottom; lines after the first explain a cell
@@ -112,7 +112,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture of a report."""
+    """Picture to draw on a page or to a file, with its alternative text."""
 
     stem: str  # file name without its suffix
     draw: Callable[..., Figure]  # with the keyword `bare`; raises UsageError if there is nothing to draw

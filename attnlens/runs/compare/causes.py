@@ -50,7 +50,7 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
         if bool((masks[0] != masks[1]).any()):
             seen = [float(mask.sum(-1).double().mean()) for mask in masks]
             text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {everything.shape[1]})"
-            text = "queries see other keys, as many on average" if seen[0] == seen[1] else text
+            text = "queries see different keys, though equally many on average" if seen[0] == seen[1] else text
             yield Cause("another mask", text, "copy the first model's window and mask settings", (), 0.0, ())
 
 
@@ -122,16 +122,16 @@ def add_spacing(layer: Layer) -> Layer:
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
 
-def add_call_properties(layers: tuple[Layer, Layer], reached: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
+def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
     """Add what only calls show to both layers: norms, softcaps, sinks, and position biases not stored in the layer.
 
     T5 stores its table of biases in the first layer, and ALiBi computes the biases. If the biases differ between heads
-    and are the same in both models, perhaps in another order, they are added as a tensor with one number per head:
+    and are the same in both models, perhaps in a different order, they are added as a tensor with one number per head:
     reordering heads without their biases changes attention.
     """
-    biases = [each.call.bias for each in reached]
+    biases = [each.call.bias for each in site_calls]
     by_head: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
-    if biases[0] is not None and biases[1] is not None and not reached[0].call.relative:
+    if biases[0] is not None and biases[1] is not None and not site_calls[0].call.relative:
         summaries = _match_biases(biases[0], biases[1])
         if summaries is not None:
             by_head = {"position bias": summaries[0]}, {"position bias": summaries[1]}
@@ -142,7 +142,7 @@ def add_call_properties(layers: tuple[Layer, Layer], reached: tuple[SiteCall, Si
             is_post_norm=not _is_announced(each) and find_norm(layer, each) is None,
             is_cross=each.other is not None,
         )
-        for layer, parts, each in zip(layers, by_head, reached, strict=True)
+        for layer, parts, each in zip(layers, by_head, site_calls, strict=True)
     )
     return first, second
 
@@ -150,17 +150,17 @@ def add_call_properties(layers: tuple[Layer, Layer], reached: tuple[SiteCall, Si
 UNIT, CENTRE = 0.1, 1e-3  # largest difference of a normalised token's root mean square from 1, and of its mean from 0
 
 
-def _is_announced(reached: SiteCall) -> bool:
+def _is_announced(site_call: SiteCall) -> bool:
     """Return True if the input of attention is unknown, because the weights are in files."""
-    hidden = reached.arguments[reached.input_name]
+    hidden = site_call.arguments[site_call.input_name]
     return hidden.is_meta or is_announced(hidden)
 
 
-def find_norm(layer: Layer, reached: SiteCall) -> str | None:
+def find_norm(layer: Layer, site_call: SiteCall) -> str | None:
     """Return the name of the gain of the norm whose output is the input of attention; None if there is none."""
-    if _is_announced(reached):
+    if _is_announced(site_call):
         return None
-    hidden, errors = reached.sequences(reached.arguments[reached.input_name]), dict[str, float]()
+    hidden, errors = site_call.sequences(site_call.arguments[site_call.input_name]), dict[str, float]()
     for name in layer.gains:
         gain, bias = layer.parts[name].double(), layer.parts.get(name.removesuffix("weight") + "bias")
         if gain.shape != hidden.shape[-1:]:

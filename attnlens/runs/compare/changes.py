@@ -42,20 +42,20 @@ NEAR_FACTOR = 10  # the change must also exceed this multiple of the change at e
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 NOTES_ON_FORMS = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "
-    "rows (a lost RoPE permutation?): {names}.",
+    "rows (was a RoPE permutation lost?): {names}.",
     "other attention": "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the "
     "mask act differently: {names}.",
-    "gauge": "W_Q and W_K of {heads} changed, but not their product M (another gauge) nor attention, beyond rounding.",
-    "gauge of weights": "W_Q and W_K of {heads} changed, but not their product M beyond rounding; attention was not "
-    "compared.",
-    "imprecise gauge": "W_Q and W_K of {heads} changed far more than their product M (another gauge): the changes of M "
-    "and of attention are too small to matter.",
-    "imprecise gauge of weights": "W_Q and W_K of {heads} changed far more than their product M (another gauge), whose "
-    "change is too small to matter; attention was not compared.",
+    "gauge": "W_Q and W_K of {heads} changed only in gauge: their product M and attention changed only by rounding.",
+    "gauge of weights": "W_Q and W_K of {heads} changed, but their product M changed only by rounding; attention was "
+    "not compared.",
+    "imprecise gauge": "W_Q and W_K of {heads} changed far more than their product M, as in a change of gauge: the "
+    "changes of M and of attention are too small to matter.",
+    "imprecise gauge of weights": "W_Q and W_K of {heads} changed far more than their product M, as in a change of "
+    "gauge: the change of M is too small to matter; attention was not compared.",
     "small change": "W_Q and W_K of {heads} have a product M that changed by more than rounding explains, but by less "
     f"than {SMALLEST[FORMS]:g} of its norm (too small to matter).",
     "small change, other attention": "W_Q and W_K of {heads} have a product M that changed by less than "
-    f"{SMALLEST[FORMS]:g} of its norm, but attention changed by more than the practical size: {{names}}.",
+    f"{SMALLEST[FORMS]:g} of its norm, but attention changed enough to matter: {{names}}.",
 }
 """Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K differ."""
 
@@ -128,14 +128,14 @@ def describe(
             yield f"Layer {site.layer_name} has a different mask: {masks}."
     for site in pairing.unmoved:
         yield (
-            f"Layer {site.layer_name}: the heads of the second model are in another order, but --heads compares heads "
-            "with equal numbers; without --heads, each head is compared with its partner."
+            f"Layer {site.layer_name}: the heads of the second model are in a different order, but --heads compares "
+            "heads with equal numbers; without --heads, each head is compared with its partner."
         )
     name = pairing.first.report.model.layer_name
     for layer, count in Counter(head.layer for head in heads if head.partner != head.head).items():
         yield (
-            f"Layer {name(layer)}: the second model has {format_count(count, 'head')} in another order; each head is "
-            "compared with its partner."
+            f"Layer {name(layer)}: the second model has {format_count(count, 'head')} in a different order; each head "
+            "is compared with its partner."
         )
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
     turned = set(_turned_heads(pairing, same))
@@ -339,15 +339,17 @@ class Changes:
 
     def _draw_rounding(self) -> dict[str, Rounding]:
         """Estimate from random draws how much the rounding of both models' weights changes each measure."""
-        tell = start_stage(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
+        add_steps = (
+            start_stage(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
+        )
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)
             drawn.append(significance.draw_weights(side, significance.DRAWS, generator))
-            if tell is not None:
+            if add_steps is not None:
                 cut = replace(side.cut, sequences=min(significance.FEW, self.pairing.first.design.count))
                 blocks = self.blocks[number]
-                drawn[-1] |= significance.draw_tokens(side, cut, blocks, significance.DRAWS, generator, tell)
+                drawn[-1] |= significance.draw_tokens(side, cut, blocks, significance.DRAWS, generator, add_steps)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
             first, second = drawn[0][name], drawn[1][name]

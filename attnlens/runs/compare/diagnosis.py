@@ -81,8 +81,8 @@ def describe_models(
 
 def match_sites(sides: Sides) -> dict[Site, Site]:
     """Return the second model's site for each site of the first that both models have, by path and ordinal."""
-    others = {(each.site.path, each.site.ordinal): each.site for each in sides[1].reached}
-    places = ((each.site, (each.site.path, each.site.ordinal)) for each in sides[0].reached)
+    others = {(each.site.path, each.site.ordinal): each.site for each in sides[1].site_calls}
+    places = ((each.site, (each.site.path, each.site.ordinal)) for each in sides[0].site_calls)
     return {site: others[place] for site, place in places if place in others}
 
 
@@ -148,10 +148,10 @@ class Walk:
     _types: list[str] = field(default_factory=list)  # stored number types of the largest matrices of the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
-        """Compare all layers and tensors."""
+        """Compare all layers, then all other tensors; add causes to `found` and names of tensors to `differ`."""
         by_path = group_pairs((site.path, other.layer) for site, other in sites.items())
         in_block = group_pairs((weights.block_path(path), path) for path in by_path)
-        reached, others = ({each.site: each for each in side.reached} for side in self.sides)
+        site_calls, others = ({each.site: each for each in side.site_calls} for side in self.sides)
         for site, other in sites.items():
             if by_path[site.path][0] != other.layer:
                 continue  # several layers share this module, which was compared at the first of them
@@ -160,11 +160,11 @@ class Walk:
                     stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
                 factors = self._read_factors(0, site), self._read_factors(1, other)
                 self.visit(site, factors)
-                causes = [(cause, list[float]()) for cause in compare_calls(reached[site], others[other])]
-                if have_same_heads(reached[site], others[other]):
+                causes = [(cause, list[float]()) for cause in compare_calls(site_calls[site], others[other])]
+                if have_same_heads(site_calls[site], others[other]):
                     causes += [(cause, []) for cause in compare_rotations(*factors)]
                 blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
-                pair = reached[site], others[other]
+                pair = site_calls[site], others[other]
                 causes += self._diagnose_site(pair, blocks, factors, in_block[weights.block_path(site.path)])
                 for samples, block in zip(self.samples, blocks, strict=True):
                     samples[weights.block_path(site.path)] = sample_matrices(block)
@@ -203,7 +203,7 @@ class Walk:
 
     def _diagnose_site(
         self,
-        reached: tuple[SiteCall, SiteCall],
+        site_calls: tuple[SiteCall, SiteCall],
         blocks: Sequence[Mapping[str, Tensor]],
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
@@ -214,7 +214,7 @@ class Walk:
         tensor is diagnosed once: tensors of an attention module, and of the norm that it reads, at the module's site;
         all other tensors at the block's first site.
         """
-        sites = reached[0].site, reached[1].site
+        sites = site_calls[0].site, site_calls[1].site
         path = weights.block_path(sites[0].path)
         differ = [
             name for name, part in blocks[0].items() if name in blocks[1] and not are_equal(part, blocks[1][name])
@@ -228,7 +228,7 @@ class Walk:
         layers = self._read_layers(sites, factors, in_block)
         if layers is None:
             return
-        layers = add_call_properties(layers, reached)
+        layers = add_call_properties(layers, site_calls)
         order = self.order.get(sites[0], ())
         moved = () if list(order) == sorted(order) else order
         yield from diagnose_layers(add_spacing(layers[0]), add_spacing(layers[1]), moved)
@@ -266,11 +266,11 @@ class Walk:
 
         Return {} if the first module reads no norm: the outputs of norms are then the residual stream (BART).
         """
-        reached = {each.site.path: each for each in self.sides[0].reached}
-        if len(in_block) == 1 or in_block[0] not in reached:
+        site_calls = {each.site.path: each for each in self.sides[0].site_calls}
+        if len(in_block) == 1 or in_block[0] not in site_calls:
             return {}
-        whole = weights.read_layer(self.sides[0].weights_model.model, reached[in_block[0]], None)
-        names = {path: find_norm(whole, reached[path]) for path in in_block if path in reached}
+        whole = weights.read_layer(self.sides[0].weights_model.model, site_calls[in_block[0]], None)
+        names = {path: find_norm(whole, site_calls[path]) for path in in_block if path in site_calls}
         if names.pop(in_block[0]) is None:
             return {}
         block = weights.block_path(in_block[0])

@@ -289,7 +289,7 @@ def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[
     """Compare the weights of two models in their files; return the comparison and the second model's report."""
     sides = survey(first), survey(second)
     reports = compute(sides[0])[0], compute(sides[1])[0]
-    shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.reached] for side in sides)
+    shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.site_calls] for side in sides)
     if shapes != other_shapes:
         comparison = compare_distributions(*reports, fdr)
         return comparison.model_copy(update=describe_models(sides, match_sites(sides), {})), reports[1]
@@ -299,7 +299,7 @@ def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """Compare two inspected models: head by head if their sites agree, on text if both received the same inputs."""
     shapes, other_shapes = (
-        [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
+        [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.site_calls]
         for side in (first, second)
     )
     if shapes != other_shapes:  # masks may differ

@@ -21,7 +21,7 @@ from attnlens.records import Head, MeasureChange, QueryKey, Site
 from attnlens.records.comparison import SMALLEST_SHARE
 from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, Pass, compare_blocks, form_distances, run_pass
 from attnlens.runs.inspect import sequences
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -361,7 +361,12 @@ def _draw_site_changes(
 
 
 def draw_tokens(
-    side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], draws: int, generator: torch.Generator, tell: Tell
+    side: ComparedModel,
+    cut: texts.Cut,
+    blocks: Sequence[Block],
+    draws: int,
+    generator: torch.Generator,
+    add_steps: AddSteps,
 ) -> dict[str, Tensor]:
     """Simulate how rounding changes means of tokens.* over windows, attention rows (KL), and block outputs.
 
@@ -403,5 +408,5 @@ def draw_tokens(
         for name, values in after.items():
             change = values - before[name] if name in before else values
             changes[name].append(change.nanmean(0))
-        tell(1)
+        add_steps(1)
     return {name: torch.stack(drawn) for name, drawn in changes.items()}

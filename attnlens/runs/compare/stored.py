@@ -22,7 +22,7 @@ NOTE = (
 
 def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> Comparison:
     """Compare two inspected models site by site, with at most one layer of each model in memory."""
-    sites = {first.site: second.site for first, second in zip(sides[0].reached, sides[1].reached, strict=True)}
+    sites = {first.site: second.site for first, second in zip(sides[0].site_calls, sides[1].site_calls, strict=True)}
     distances: dict[tuple[str, int, str], float | None] = {}
     relations: dict[tuple[str, int], Relation | None] = {}
 

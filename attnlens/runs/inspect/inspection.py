@@ -141,7 +141,7 @@ class Inspection(PreparedRun):
     calls: Sequence[SiteCall]  # calls of all sites of the model
     one_token: Sequence[SiteCall]  # calls of the same sites of `weights_model` on one token without media
     window: Sequence[SiteCall]  # calls of the same sites of `weights_model` on a window of text without media
-    reached: Sequence[SiteCall]  # calls of the requested sites
+    site_calls: Sequence[SiteCall]  # calls of the requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # attention that the survey found but attnlens can't read
     identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
@@ -168,7 +168,7 @@ class Inspection(PreparedRun):
     @cached_property
     def key_heads(self) -> dict[Site, list[int]]:
         """Key head of each query head, by requested site."""
-        return {each.site: list(each.call.key_heads) for each in self.reached}
+        return {each.site: list(each.call.key_heads) for each in self.site_calls}
 
     @property
     def reads_weights(self) -> bool:
@@ -192,7 +192,7 @@ class Inspection(PreparedRun):
             "key_heads": list(self.key_heads.values()),
             "parts": self.window_texts,
             "batches": [batch.size for batch in self.batches],
-            "content": hash_content(self.loaded, self.reached, self.inputs, self.analyzers),
+            "content": hash_content(self.loaded, self.site_calls, self.inputs, self.analyzers),
         }
 
     @cached_property

@@ -122,8 +122,10 @@ def compute(
 ) -> tuple[Report, Results]:
     """Compute the units; return the report and the results. Raise Interrupted with the finished part, or ModelError."""
     names = list(inspection.units)
-    tell = report_stages(inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)})
-    outcome = run_units(names, inspection.read_unit, plan, store, worker_setup=worker_setup, tell=tell)
+    report_unit = report_stages(
+        inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)}
+    )
+    outcome = run_units(names, inspection.read_unit, plan, store, worker_setup=worker_setup, report_unit=report_unit)
     results = Results(inspection, outcome.values, outcome.missing, outcome.stopped)
     if not any(head.measures for head in results.heads):
         if outcome.stopped:
@@ -150,13 +152,13 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
             done[stage] += steps
             progress(stage, done[stage], totals[stage])
 
-    def tell(name: str) -> None:
+    def report_unit(name: str) -> None:
         report(ALL, 1)  # first, because plain output prints only one line
         report(units[name].stage, units[name].size)
 
     for stage in (*stages[:1], ALL):
         report(stage, 0)
-    return tell
+    return report_unit
 
 
 def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
@@ -188,32 +190,36 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
             skipped += [] if lacking is None else [Skipped(site=lacking[0], measure=feeding.LOSS, reason=lacking[1])]
         checks.check_selection(settings.layers, settings.heads, result.sites)
         run = replace(run, settings=feeding.record_length(settings, loaded, result.sites))
-        reached = [each for each in result.sites if each.site.is_among(settings.layers)]
+        site_calls = [each for each in result.sites if each.site.is_among(settings.layers)]
         if run.show == ATTENTION:
-            refuse_many_rows(reached, settings.heads)
+            refuse_many_rows(site_calls, settings.heads)
         if no_text:
-            skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
+            skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in site_calls]
         for entry in checks.list_skipped(loaded, result):
             unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
             skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
-        inspection = inspect_sites(run, result.sites, reached, inputs)
+        inspection = inspect_sites(run, result.sites, site_calls, inputs)
         return replace(inspection, skipped=merge_skipped(skipped), identity_error=identity_error, factors=factors)
 
 
 def inspect_sites(
-    run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
+    run: PreparedRun, all_sites: Sequence[SiteCall], site_calls: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Build the inspection of a verified model's `reached` sites; add every site's calls on ids without media."""
+    """Build the inspection of `site_calls` in a verified model; add the calls of all sites on ids without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         shapes = survey_shapes(loaded, sample)
         calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
         if calls != others:
-            raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
+            raise ModelError(
+                "A forward pass without weights (meta device) runs other attention modules.", "Omit --device spread."
+            )
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
     one_token, window = checks.survey_without_media(loaded, sites, settings.length or 2, settings.seed)
-    return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
+    return Inspection(
+        **vars(run), calls=all_sites, one_token=one_token, window=window, site_calls=site_calls, inputs=inputs
+    )
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:

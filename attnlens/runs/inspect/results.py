@@ -144,7 +144,7 @@ class Results:
             settings = settings.model_copy(update={"windows": len(self.finished)})
         traits = [Traits(**value["traits"]) for value in weights if "traits" in value]
         reads_weights = bool(inspection.select_analyzers("weights"))
-        conventions = checks.describe_conventions(inspection.reached, traits) if reads_weights else None
+        conventions = checks.describe_conventions(inspection.site_calls, traits) if reads_weights else None
         body = records.InspectionBody(
             selections=[each.shown for part in self._answers.values() for each in part.values() if each.shown],
             attention=[rows for unit in tokens for rows in unit["rows"]],

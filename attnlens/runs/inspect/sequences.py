@@ -149,9 +149,9 @@ def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.
     return Sentence(sequence=number, keys=decode(""), queries=queries)
 
 
-def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
+def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
     """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
-    shapes = [(*each.call.query.shape[1:3], each.call.key.shape[2]) for each in reached]
+    shapes = [(*each.call.query.shape[1:3], each.call.key.shape[2]) for each in site_calls]
     longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
     rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
     if longest > MOST_TOKENS:

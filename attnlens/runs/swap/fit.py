@@ -22,7 +22,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Call, Rotation, Site
 from attnlens.runs.outputs import predictions
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
 
-def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
+def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.Swaps:
     """Fit the swaps' parameters per head: by least squares, then by `Search` or, for hybrids, by `NearShares`."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
@@ -165,7 +165,7 @@ def _update_fits(
     setup: SwapSetup,
     fits: Mapping[Site, Fit | Search | NearShares],
     batches: Iterable[texts.Batch],
-    progress: Tell = lambda _: None,
+    progress: AddSteps = lambda _: None,
 ) -> None:
     """Run the original model on each batch, and update each fit with its site's swapped heads, without padding."""
 
@@ -241,8 +241,8 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
 def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     """Return the rotation of each site's keys as frequencies, or the reason why it can't be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
-    reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
-    rotations = zip(reached, model_weights.rotations(loaded.model, reached), strict=True)
+    site_calls = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
+    rotations = zip(site_calls, model_weights.rotations(loaded.model, site_calls), strict=True)
     by_site = {each.site: _read_turn(each.call, rotation) for each, rotation in rotations}
     return {site: by_site[site] for site in sites}
 

@@ -53,7 +53,7 @@ from attnlens.runs.differences import (
 )
 from attnlens.runs.feeding import describe_guessing
 from attnlens.runs.outputs import Variant, enough_memory, measure_peak, run, speed, tokens_in
-from attnlens.runs.progress import Progress, Tell, start_stage, time_stage
+from attnlens.runs.progress import AddSteps, Progress, start_stage, time_stage
 from attnlens.runs.store import Keep, Store, hash_json, keep_nothing
 from attnlens.runs.swap.fit import MOST_FITTED, fit
 from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, measure_leaks, measure_sites, refuse_random
@@ -201,7 +201,7 @@ class ChangedModel:
     agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
-        """Return the record of the measurements."""
+        """Return differences and agreement of continuations as a record; `window` is that of `beyond_window`."""
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
         if isinstance(self.agreement, str):
@@ -309,7 +309,7 @@ def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlS
         site = next(iter(swaps))
         state = state_numbers(swaps[site].kernel, shapes[site])
         what = "a window of 64 keys with the first 4" if state is None else f"a state of {state:,.0f} numbers"
-        why = f"{what} can store all {shapes[site].tokens} keys: the control is the model itself"
+        why = f"{what} can store all {shapes[site].tokens} keys, so the control would be the model itself"
         return ControlSwap("same size", None, mean_state(swaps, shapes), why)
     return ControlSwap("same size", ChangedModel(windows, path=EXACT), mean_state(windows, shapes))
 
@@ -432,7 +432,7 @@ class KernelRun:
         """Function that stores and reuses parts of long computations."""
         return keep_nothing if self.store is None else self.store.compute
 
-    def start_stage(self, stage: str, total: int) -> Tell:
+    def start_stage(self, stage: str, total: int) -> AddSteps:
         """Start a stage, named after the kernel if there are several; return the function that reports its progress."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
@@ -486,21 +486,21 @@ class KernelRun:
         """Measure the differences from the original on the evaluated text, for models without `differences`."""
         session = self.session
         variants = {model: session.variant(model) for model in models if model.differences is None}
-        tell = self.start_stage("compare", len(variants) * sum(map(tokens_in, session.fed)))
-        measured = compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
+        add_steps = self.start_stage("compare", len(variants) * sum(map(tokens_in, session.fed)))
+        measured = compare(session.loaded.model, session.fed, variants, session.task, add_steps, session.design)
         for model, differences in measured.items():
             model.differences = differences
 
     def _generate(self) -> None:
         """Count the tokens for which greedy continuations of each stage and control equal the original model's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
-        tell = self.start_stage("generate", len(models) + 1)
+        add_steps = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation
-        tell(1)
+        add_steps(1)
         for model in models:
             variant = self.session.variant(model, EXACT)
             model.agreement = measure_agreement(self.session.loaded.model, original, variant)
-            tell(1)
+            add_steps(1)
         self.notes += notes
 
     def _record(self, errors: Mapping[str, float | str]) -> Swap:
@@ -583,12 +583,12 @@ class KernelRun:
         correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
         try:
             if correlated and session.measures is None:
-                tell = self.start_stage("predictors", 1)
+                add_steps = self.start_stage("predictors", 1)
                 with time_stage(session.timings, "predictors"):
                     session.measures = measure_heads(session.loaded, session.evaluated, session.settings, chosen)
-                tell(1)
-            tell = self.start_stage("sweep", len(chosen) * len(session.fed))
-            alone = sweep(session.setup(swaps), chosen, session.fed, session.design, tell, keep)
+                add_steps(1)
+            add_steps = self.start_stage("sweep", len(chosen) * len(session.fed))
+            alone = sweep(session.setup(swaps), chosen, session.fed, session.design, add_steps, keep)
         except KeyboardInterrupt:
             self.interrupted = True
             return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})

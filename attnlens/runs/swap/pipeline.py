@@ -89,11 +89,13 @@ class SwapWork(SwapSession):
         """Compute the units; return the report, and a function that removes them. Raise Interrupted or UnsavedError."""
         plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
         several = len(kernels) > 1 and plan.shard is None
-        more = start_stage(progress, "kernels", len(kernels)) if several else lambda _: None
+        add_steps = start_stage(progress, "kernels", len(kernels)) if several else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.options.save is not None else self.store
         worker_setup = open_run, self.call
-        outcome = run_units(kernels, self.read_unit, plan, store, worker_setup=worker_setup, tell=lambda _name: more(1))
+        outcome = run_units(
+            kernels, self.read_unit, plan, store, worker_setup=worker_setup, report_unit=lambda _name: add_steps(1)
+        )
         if not outcome.values:
             raise KeyboardInterrupt
         timings = self.timings | {"all": time.perf_counter() - self.start}
@@ -153,7 +155,7 @@ def swap_kernel(
 
 
 def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, progress: Progress = silent) -> SwapWork:
-    """Prepare the work of `swap_kernel`."""
+    """Check the options, load the model, and return the work of `swap_kernel`, which has not yet started."""
     check_work(model, request)
     work = prepare("swap-kernel", model, swap_kernels(kernels, request), request, progress)
     work.call = (str(model), kernels, request)

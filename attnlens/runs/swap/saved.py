@@ -155,11 +155,11 @@ def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...]
         facts, fitted = _read_facts(place)
     loaded = load(str(place), swapped=True, **loading)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    reached = hooks.survey(loaded.model, inputs)
-    sites = tuple(each.site for each in reached)
+    site_calls = hooks.survey(loaded.model, inputs)
+    sites = tuple(each.site for each in site_calls)
     with _convert_errors(place):
         _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
-        _check_sites(facts, reached)
+        _check_sites(facts, site_calls)
         swaps = _build_swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()})
         with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
@@ -204,16 +204,16 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
         raise ValueError(f"{wrong[0]} is missing, is not listed in {FACTS}, or was changed after it was saved")
 
 
-def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
+def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None:
     """Raise ValueError if attnlens.json and the model have different sites, or a swapped head or layer is missing."""
-    sites = [SavedSite.model_validate(each.site) for each in reached]
+    sites = [SavedSite.model_validate(each.site) for each in site_calls]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
         raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
-    for saved, each in zip(facts.sites, reached, strict=True):
+    for saved, each in zip(facts.sites, site_calls, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
             raise ValueError(f"{FACTS} swaps heads of {saved.path} that the model lacks, or swaps a head twice")
-    if not facts.swapped or not set(facts.swapped) <= set(range(len(reached))):
+    if not facts.swapped or not set(facts.swapped) <= set(range(len(site_calls))):
         raise ValueError(f"{FACTS} swaps no layer, or a layer that the model lacks")
 
 

@@ -211,7 +211,7 @@ def replaced(
 
     Raise UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes its
-    outputs. On exit, raise ModelError if a site was never reached.
+    outputs. On exit, raise ModelError if a site was never site_calls.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
@@ -272,10 +272,10 @@ def choose_sites(
     return chosen
 
 
-def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
+def head_shapes(site_calls: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
     """Return the shapes of each chosen site's heads, with the length of the surveyed inputs."""
     shapes = {}
-    for site, call in ((each.site, each.call) for each in reached if each.site in chosen):
+    for site, call in ((each.site, each.call) for each in site_calls if each.site in chosen):
         visible, heads = call.visible(), chosen[site] or range(call.query.shape[1])
         shapes[site] = HeadShape(
             heads=len(heads),

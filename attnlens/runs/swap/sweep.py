@@ -23,7 +23,7 @@ from attnlens.runs import checks
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import read_sites
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.runs.progress import Tell
+from attnlens.runs.progress import AddSteps
 from attnlens.runs.store import Keep, keep_nothing
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -191,7 +191,7 @@ def sweep(
     chosen: list[Unit],
     batches: Sequence[Fed],
     design: Design,
-    progress: Tell,
+    progress: AddSteps,
     keep: Keep = keep_nothing,
 ) -> UnitEffects:
     """Measure the loss with each unit swapped alone; reuse outputs of earlier blocks. `keep` stores each result."""
