@@ -75,11 +75,23 @@ class MeasureMap:
         return None if np.isnan(self.errors).all() else middle(self.errors)
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a command wrote besides its screen: the paths from which its result can be used without computing again."""
+
+    report: str | None = None  # the report as JSON
+    plan: str | None = None  # the plan of ranks
+    model: str | None = None  # the changed model
+    shown: bool = False  # True if a picture, a page or all tables were requested
+
+
 class Shapes:
     """Layout of a report: its layers, parts and heads, and every measure as a map over layers × heads."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, written: Written | None = None) -> None:
         self.report = report
+        self.written = written
+        """Files of the command that shows the report; None outside a command line, such as in Python."""
         part_of: dict[int, Part] = {head.layer: head.part for head in report.heads}
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)

@@ -21,11 +21,11 @@ from attnlens.cli.commands import app
 from attnlens.maths.statistics import gaussian_null
 from attnlens.records import Finding, Head, Measure, Null, SiteCheck, Verdict
 from attnlens.report import export
-from attnlens.report.findings import find, next_commands
+from attnlens.report.findings import advise_saving, find, next_commands
 from attnlens.report.findings.heads import CHANCE, HeadTests, _adjust
 from attnlens.report.render import terminal
 from attnlens.report.report import Report
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, Written
 
 ANALYZERS = [analyzer for analyzer in select_analyzers(source="weights") if analyzer.name in ("symmetry", "spectrum")]
 
@@ -204,14 +204,36 @@ def test_next_commands_are_accepted_by_their_command(report: Report) -> None:
         get_command(app).commands[name].make_context(name, arguments)
 
 
-def test_next_commands_of_a_plan_restrict_the_search_but_not_its_use() -> None:
-    """A plan sets its layers, so `--ranks` refuses `--layers`."""
+def test_next_commands_of_a_plan_use_its_file_and_search_a_larger_budget() -> None:
+    """A plan sets its layers, so `--ranks` refuses `--layers`. A report contains the plan, and serves as its file."""
     report = planned()
     report = report.model_copy(update={"settings": report.settings.model_copy(update={"layers": [0, 2]})})
-    search, use = next_commands(Shapes(report))
-    assert "--layers 0,2" in search
-    assert "--ranks" in use
-    assert "--layers" not in use
+    (search,) = next_commands(Shapes(report))
+    budget = 100 * report.plan.budget
+    assert f"--budget loss:{2 * budget:g}% --layers 0,2" in search
+    for written, file in ((Written(plan="plan.json"), "plan.json"), (Written(report="a b.json"), "'a b.json'")):
+        use, again = next_commands(Shapes(report, written))[:2]
+        assert f"--ranks {file}" in use
+        assert "--layers" not in use
+        assert again == search
+    assert "--plan FILE" in advise_saving(Shapes(report, Written()))
+    assert not advise_saving(Shapes(report, Written(plan="plan.json")))
+
+
+@pytest.mark.parametrize("report", [random_report(0), several(), swap_report(swapped(4, 8)), planned()])
+def test_a_saved_report_is_drawn_without_computing_again(report: Report) -> None:
+    """No command only repeats the run for another presentation; without a file, the screen advises to save it."""
+    again = next_commands(Shapes(report, Written(report="r.json")))[-1]
+    program, name, *arguments = shlex.split(again)
+    assert (program, name, arguments[0]) == ("attnlens", "report", "r.json")
+    get_command(app).commands[name].make_context(name, arguments)
+    assert not any("--html" in each for each in next_commands(Shapes(report)) if "--show" not in each)
+    assert next_commands(Shapes(report, Written(report="r.json", shown=True))) == [
+        each for each in next_commands(Shapes(report, Written(report="r.json"))) if "attnlens report" not in each
+    ]
+    if report.kind == "swap":
+        assert "--json FILE" in advise_saving(Shapes(report, Written())) or report.plan is not None
+        assert not advise_saving(Shapes(report))  # in Python
 
 
 def test_next_commands_use_the_cheapest_kernel_and_read_as_much_as_the_report() -> None:

@@ -122,10 +122,9 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
     """Yield whether both models have the same tensors, and the config fields that affect attention and differ."""
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
-        same = not (differ or tensors.missing or tensors.extra)
         answer = (
             f"Yes: all {total} are identical (nothing was merged)."
-            if same
+            if tensors.identical
             else f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
         )
         evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
@@ -138,7 +137,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
             question="Same weights?",
             answer=answer,
             evidence=" ".join(evidence),
-            severity="none" if same else "notable",
+            severity="none" if tensors.identical else "notable",
             measures=["comparison.tensors"],
         )
     if fields := comparison.config:
@@ -295,7 +294,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
 
 
 def after_comparison(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that draw the most changed head and all changes, and that check the second model."""
+    """Yield commands that show the most changed head, look again for small changes, and check the second model."""
     report = shapes.report
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
@@ -305,5 +304,7 @@ def after_comparison(shapes: Shapes) -> Iterator[str]:
         head = most_changed[0]
         name = f"{report.model.layer_name(head.layer)}.{head.head}"
         yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
-    yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
+    identical = comparison.tensors is not None and comparison.tensors.identical
+    if comparison.tests and not comparison.named and not identical and report.settings.windows is not None:
+        yield f"attnlens compare {quote(comparison.base.id)} {model} --windows {2 * report.settings.windows}"
     yield f"attnlens doctor {model}"

@@ -335,7 +335,6 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
     yield f"attnlens swap-kernel {model} --kernel rbf"
     if not selected:
         yield f"attnlens inspect {model} --analyzer selection"
-    yield f"attnlens inspect {model} --html heads.html"
 
 
 def model_argument(report: Report) -> str:
