@@ -199,7 +199,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
 SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random start; at 0, K and Q have no gradient
-NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
+NORM = "‖W‖ / ‖W of the SVM‖"  # display name of the norm
 
 
 def train_head(

@@ -141,7 +141,9 @@ class RanksRequest(KeptRequest, KernelRequest):
         metavar="FORM",
         shown="the best form on calibration text",
     )
-    ranks: object = one_file("Take the rank of each key head from this plan (written by --plan or --json) instead of searching.")
+    ranks: object = one_file(
+        "Take the rank of each key head from this plan (written by --plan or --json) instead of searching."
+    )
 
 
 class HealRequest(KeptRequest, KernelRequest):

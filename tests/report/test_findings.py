@@ -111,14 +111,38 @@ def test_entropies_around_one_half_give_a_false_claim_in_at_most_5_percent_of_ru
 def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chance() -> None:
     finding, *_ = findings(random_report(0, symmetric=8))
     assert (finding.question, finding.severity) == ("Symmetric?", "notable")
-    assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
+    assert finding.answer == (
+        "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8). "
+        "8 heads are above 0.5 (0: neither, 1: symmetric)."
+    )
     assert re.match(
-        r"Median of the more symmetric heads 1 \(−1 to 1\); chance for one head -?0\.\d+ "
+        r"Median of the 8: 1; chance for one head -?0\.\d+ "
         r"\(sd 0\.\d+\)\. Highest: 0\.\d \(1\), ",
         finding.evidence,
     )
     finding, *_ = findings(random_report(1))
-    assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
+    assert (finding.answer, finding.severity) == (
+        "None of 32 heads is more symmetric than chance. No head is above 0.5 (0: neither, 1: symmetric).",
+        "none",
+    )
+
+
+def test_a_small_significant_difference_is_called_slight_with_its_size() -> None:
+    def answer(name: str, value: float, chance: float, sd: float) -> str:
+        measures = [Measure(value=value, null=Null(mean=chance, sd=sd))] * 8
+        (finding,) = findings(report_of({name: measures}))
+        return f"{finding.answer} {finding.evidence}"
+
+    weak = answer("weights.symmetry", 0.06, 0.001, 0.0036)
+    assert "8 of 8 heads are slightly more symmetric than chance" in weak
+    assert "No head is above 0.5 (0: neither, 1: symmetric)." in weak
+    strong = answer("weights.symmetry", 0.8, 0.001, 0.0036)
+    assert strong.startswith("8 of 8 heads are more symmetric than chance (")
+    assert "8 heads are above 0.5 (" in strong
+    rank = answer("weights.effective_rank", 30.622, 31.301, 0.038)
+    assert "slightly lower rank than chance: in the median 2.2 % lower." in rank
+    assert "Median effective rank 30.6; chance for one head 31.30 (sd 0.04)." in rank
+    assert "are of lower rank than chance: in the median 50 % lower." in answer("weights.effective_rank", 8, 16, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +355,10 @@ def test_the_hardening_of_a_head_is_a_sentence() -> None:
     hardening = failing().model_copy(update={"name": "head 3.6, hardening", "final": final, "published": None})
     (finding,) = findings(experiment_report(hardening))
     assert finding.question == "Head 3.6: how hard does it select?"
-    assert finding.answer == "Its softmax is 0.26 nats from hard selection (KL; 0: hard)."
-    assert finding.evidence == "Its SVM, scaled to the head's norm: 3.9e-05 nats."
+    assert finding.answer == (
+        "The selected token gets 77.1 % of the weight (median over queries; 100 %: hard selection)."
+    )
+    assert finding.evidence == "With its SVM's scores, scaled to the head's norm: 100 %."
 
 
 def test_q_values_are_those_of_scipy() -> None:

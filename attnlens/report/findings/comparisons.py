@@ -13,10 +13,21 @@ from typing import Literal
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
 from attnlens.records import Comparison, DiagnosedCause, Finding, MeasureChange
 from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
-from attnlens.report.findings.heads import model_argument
+from attnlens.report.findings.heads import model_argument, with_error
 from attnlens.report.findings.swaps import is_change
+from attnlens.report.sections.swaps import interval, loss_decimals
 from attnlens.report.shapes import Shapes
-from attnlens.wording import capitalise, clean, format_count, format_spans, join_items, short, shorten_line
+from attnlens.wording import (
+    capitalise,
+    clean,
+    decimals_for,
+    format_count,
+    format_number,
+    format_spans,
+    join_items,
+    short,
+    shorten_line,
+)
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -267,20 +278,23 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
         return
     parts, severity = [], "none"
     if (loss := outcome.loss) is not None:
-        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
-        parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
+        decimals = loss_decimals([loss])
+        before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
+        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
+        parts.append(f"Loss {before} → {after} nats per token. Change {delta}{ends}.")
         parts += ["A uniform guess over the vocabulary is better."] * outcome.destroyed
     if (change := outcome.predictions) is not None:
-        error = "" if change.mean_se is None else f" ± {short(change.mean_se)}"
+        mean = short(change.mean) if not change.mean_se else with_error(change.mean, change.mean_se)
         parts.append(
-            f"KL {short(change.mean)}{error} nats per token (99.9th percentile {short(change.q999)}); "
+            f"KL {mean} nats per token (99.9th percentile {short(change.q999)}); "
             f"same top prediction for {100 * change.same_top:.1f} %."
         )
         large = change.mean >= LARGE_KL or change.same_top < LEAST_AGREEMENT
         sure = change.mean > 0 if outcome.kl_ci95 is None else outcome.kl_ci95[0] > 0
         severity = "notable" if large and sure else "none"
     elif outcome.hidden_cosine is not None:
-        parts.append(f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}.")
+        decimals = max(3, min(6, decimals_for([1 - outcome.hidden_cosine], 2)))  # digits of the distance from 1
+        parts.append(f"Cosine of the last hidden states {format_number(outcome.hidden_cosine, decimals)}.")
     if loss is not None and is_change(loss) and loss.delta > 0:
         severity = "problem"
     if parts:

@@ -34,7 +34,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         return
     (swap,) = report.swaps
     answers = (
-        _cost(swap, report.settings.interval_method),
+        None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, report.settings.interval_method),
         None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
         _healed(swap),
         _where(swap, report.model.layer_name),
@@ -223,6 +223,11 @@ def _continuations(swap: Swap) -> Finding | None:
     )
 
 
+def _is_measured(plan: Plan | None) -> bool:
+    """Return True if a plan states the rise of the loss on the evaluation text, which `Within budget?` compares."""
+    return plan is not None and plan.measured is not None
+
+
 def _holds(plan: Plan) -> bool:
     """Return True if the measured rise is within the budget, and a promise or the interval guarantees that."""
     measured = plan.measured
@@ -236,10 +241,11 @@ def _holds(plan: Plan) -> bool:
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
     """Yield the ranks, the size of the cache, and whether the measured rise is within the budget."""
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
-    limit = f"a {what} at most {100 * plan.budget:g} % higher"
-    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
-    promised = plan.promised
-    evidence = "" if promised is None else f"Expected rise {share(promised.share)}{_format_interval(promised, ', ')}."
+    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
+    evidence = f"Allowed: a {what} at most {100 * plan.budget:g} % higher."
+    if (promised := plan.promised) is not None:
+        rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
+        evidence += f" Predicted from held-out calibration windows: {rise}."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
     if cache := _format_cache(plan.model_cache_bytes_per_token):
         alone = plan.cache_bytes_per_token
@@ -252,7 +258,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     if (measured := plan.measured) is not None:
         holds = _holds(plan)
         verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
-        answer = f"{verdict}: {share(measured.share)} on {clean(plan.text)}."
+        answer = f"{verdict}: measured {share(measured.share)} on {clean(plan.text)}; allowed {share(plan.budget, 0)}."
         yield Finding(
             question="Within budget?",
             answer=answer,
@@ -263,10 +269,12 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _format_cache(cache: Pair) -> str:
-    """Format a change of bytes per token: `4,096 → 2,560 bytes per token (-38 %)`; empty if it is unknown."""
+    """Format a change of bytes per token: `4,096 → 2,560 bytes per token, 38 % smaller`; empty if it is unknown."""
     if not cache.before or cache.after is None:
         return ""
-    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({share(cache.after / cache.before - 1, 0)})"
+    smaller = 1 - cache.after / cache.before
+    size = f"{100 * abs(smaller):.0f} % {'smaller' if smaller >= 0 else 'larger'}" if smaller else "unchanged"
+    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token, {size}"
 
 
 def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:

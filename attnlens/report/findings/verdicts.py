@@ -6,6 +6,7 @@ within the tolerance of its published value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
@@ -188,12 +189,18 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State how far a head's softmax, and that of its SVM, is from hard selection."""
+    """State the weight of the selected token under a head's softmax, and under its SVM: e^−KL from hard selection."""
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
-    answer = "Unknown." if head is None else f"Its softmax is {short(head)} nats from hard selection (KL; 0: hard)."
-    evidence = "" if svm is None else f"Its SVM, scaled to the head's norm: {short(svm)} nats."
+    answer = "Unknown."
+    if head is not None:
+        answer = f"The selected token gets {_weight(head)} of the weight (median over queries; 100 %: hard selection)."
+    evidence = "" if svm is None else f"With its SVM's scores, scaled to the head's norm: {_weight(svm)}."
     name = clean(experiment.name).partition(",")[0].capitalize()
     return Finding(question=f"{name}: how hard does it select?", answer=answer, evidence=evidence, measures=[])
+
+
+def _weight(kl: float) -> str:
+    return f"{100 * math.exp(-kl):.3g} %"
 
 
 def _ends(experiment: Experiment) -> dict[str, float | None]:
@@ -210,7 +217,7 @@ def _verdict(experiment: Experiment) -> str:
 def _head_finding(experiment: Experiment) -> Finding:
     """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
-    reached = [f"{value:.4f} {starts[name]}" for name, value in _ends(experiment).items() if value is not None]
+    reached = [f"{value:.3f} {starts[name]}" for name, value in _ends(experiment).items() if value is not None]
     verdict = _verdict(experiment)
     own = experiment.final[CORRELATION]
     share = experiment.final.get("selection kept, from the head")
@@ -219,7 +226,8 @@ def _head_finding(experiment: Experiment) -> Finding:
     return Finding(
         question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
         answer=answer if reached else "Unknown: gradient descent ended without a cosine to the SVM.",
-        evidence=f"The pretrained head itself has {NO_VALUE if own is None else short(own)} (1: its SVM).{tokens}",
+        evidence=f"The pretrained head itself, which `inspect` judges, has {NO_VALUE if own is None else short(own)} "
+        f"(1: its SVM).{tokens}",
         severity="none" if verdict == "Yes" else "notable",
         measures=["selection.svm_cosine"],
     )

@@ -366,9 +366,9 @@ ACROSS = 3
 NOTE = 54  # characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
 SELECTION_CAPTION = (
-    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by 1/‖W_mm‖, the largest least margin of any form, "
-    "in ascending order; a single query can exceed 1. Null heads: the head randomly rotated on both sides, with the "
-    "selection and largest least margin of the rotated head. Posed {where}."
+    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by that of the SVM, the largest least margin of any "
+    "form, in ascending order; a single query can exceed 1. Null heads: the head randomly rotated on both sides, with "
+    "the selection and largest least margin of the rotated head. Posed {where}."
 )
 
 
@@ -498,7 +498,7 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
     axes.plot(*_sort_margins(head_margins), color=style.CATEGORIES[0], linewidth=1.8, label="the head")
-    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="largest least margin, 1/‖W_mm‖")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="largest least margin (the SVM)")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
         style.scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
