@@ -39,6 +39,7 @@ from attnlens.report.pictures.style import (
 )
 from attnlens.report.sections.facts import population
 from attnlens.report.sections.reference import null_words
+from attnlens.report.shapes import drop_rotary
 from attnlens.wording import big, capitalise, clean, source_of
 
 if TYPE_CHECKING:
@@ -317,7 +318,9 @@ def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
     infos = [find_measure(name) for name in sorted(nulls.intersection(names))]
     entries = [entry for entry in list_analyzers() if any(info.name in names for info in entry.measures)]
     symbols = dict.fromkeys(entry.definitions for entry in entries if entry.definitions)
-    return [f"Null: {null_words(infos)}, as mean ± sd"] * bool(infos) + [f"Symbols: {text}" for text in symbols]
+    return [f"Null: {null_words(infos)}, as mean ± sd"] * bool(infos) + [
+        f"Symbols: {drop_rotary(report, text)}" for text in symbols
+    ]
 
 
 def _end(sentence: str) -> str:
