@@ -159,10 +159,10 @@ def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
 
 def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     piped = in_shell(f"attnlens {LINE} -q --csv /dev/stdout | cat")
-    assert piped.stdout.startswith("site,layer,head"), piped.stderr
+    assert piped.stdout.startswith("layer,head,"), piped.stderr
     assert in_shell(f"attnlens {LINE} --csv /dev/stdout > {tmp_path}/both").returncode == 0
     both = (tmp_path / "both").read_text()
-    assert both.startswith("site,layer,head")
+    assert both.startswith("layer,head,")
     assert "COMPLETE: 1 of 1 heads" in both
     substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
     assert substituted.stdout == piped.stdout
