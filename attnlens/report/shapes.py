@@ -194,7 +194,7 @@ def drop_rotary(report: Report, text: str) -> str:
 def describe_measure(report: Report, name: str) -> MeasureInfo:
     """Return the registry's entry of a measure, without clauses about RoPE if the model has no rotary positions."""
     info = find_measure(name)
-    return replace(info, **{part: drop_rotary(report, getattr(info, part)) for part in ("meaning", "formula")})
+    return replace(info, meaning=drop_rotary(report, info.meaning), formula=drop_rotary(report, info.formula))
 
 
 def group_of(info: MeasureInfo) -> str:

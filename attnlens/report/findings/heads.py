@@ -223,7 +223,7 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
     degree, size = "", ""
     if below:
-        shares = [measure.value / measure.null.mean for head in below if (measure := head.measures[name]).null]
+        shares = [value / chance for value, chance in _beside_chance(below, name)]
         lower = 1 - float(np.median(shares))
         degree = "slightly " if lower < SLIGHTLY_LOWER else ""
         size = f": {'' if len(below) == 1 else 'in the median '}{100 * lower:.2g} % lower"
@@ -239,7 +239,7 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     parts, evidence = [], []
     for name in names:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
-        rises = [measure.value - measure.null.mean for head in above if (measure := head.measures[name]).null]
+        rises = [value - chance for value, chance in _beside_chance(above, name)]
         degree = "slightly " if rises and float(np.median(rises)) < SLIGHT else ""
         parts.append(f"{_format_share(above, reading)} {degree}closer to the SVM than chance {SPACES[name]}")
         evidence.append(f"{_middle(reading)} {SPACES[name]}, {_null(reading)}")
@@ -286,6 +286,12 @@ def _format_share(heads: Sequence[Head], reading: MeasureMap) -> str:
 
 def _count(reading: MeasureMap) -> str:
     return format_count(reading.present.size, "head")
+
+
+def _beside_chance(heads: Sequence[Head], name: str) -> list[tuple[float, float]]:
+    """Return the heads' values of a measure, each with the mean of its null."""
+    measures = [head.measures[name] for head in heads]
+    return [(each.value, each.null.mean) for each in measures if each.value is not None and each.null is not None]
 
 
 def _noun(reading: MeasureMap) -> str:
