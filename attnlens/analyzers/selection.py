@@ -75,7 +75,7 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
     selection_measure(
         "efficiency",
         "ratio of the margin to the best possible {where}: 1 iff the head has the SVM's direction on these tokens",
-        "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
+        "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         high=1,
         series=4,
         use="A single near-tie can bring it to 0: compare it with selection.efficiency_q05.",
@@ -83,7 +83,7 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
     selection_measure(
         "efficiency_q05",
         "efficiency {where}, ignoring the 5 % of queries nearest to a tie",
-        "5 % quantile over queries of their least margin, times ‖W_mm‖",
+        "5 % quantile over queries of their least margin, times the norm ‖W_mm‖ of the SVM",
         scale=("choices are hardly separated from other tokens", "choices are separated as well as an SVM could"),
         headline=True,
         ends="largest",
@@ -93,7 +93,7 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
     selection_measure(
         "svm_cosine",
         "cosine between the head and the SVM that selects the same tokens, {where}",
-        "⟨M′, W_mm⟩/(‖ΠM′‖‖W_mm‖), M′ = {M} − W_fin",
+        "⟨M′, W_mm⟩/(‖ΠM′‖‖W_mm‖), M′ = {M} − W_fin; W_mm: the SVM",
         scale=("the head has little in common with the SVM of its choices", "the head is that SVM, up to its scale"),
         low=-1,
         high=1,
@@ -113,7 +113,7 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
     selection_measure(
         "margins",
         "ratio of each posed query's least margin to the best possible {where}, ascending",
-        "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
+        "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
         steps="posed query; one may exceed 1",
         use="A curve that starts near 0 and soon rises has few near-ties; an SVM's curve is flat near 1.",

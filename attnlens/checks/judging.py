@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from shlex import quote
 from statistics import median
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
@@ -223,7 +224,7 @@ def _match_field(report: Report, rule: Rule) -> float:
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
         problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted!r} needs several heads."
-        raise UsageError(problem, f'Use the condition "value {rule.comparison}", without @ filters.')
+        raise UsageError(problem, f"Write the rule: --rule {quote(f'{rule.subject}: value {rule.comparison}')}")
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
         raise _no_match(rule, f"{rule.named} {what} in this report")

@@ -123,7 +123,8 @@ def run_command(
         except analyses.UnsavedError as error:
             report, unsaved = error.report, error
     changed = isinstance(request, KernelRequest) and request.save is not None and unsaved is None
-    deliver(outputs, report, interrupted=stopped, saved=[f"the changed model to {outputs.save}"] * changed)
+    saved = [f"the changed model to {outputs.save}"] * changed
+    deliver(outputs, report, interrupted=stopped, saved=saved, ranks=params.get("ranks"))
     if unsaved is not None:
         raise unsaved
     if written is not None:
@@ -308,17 +309,28 @@ def deliver(
     annotate: Callable[[], None] | None = None,
     interrupted: bool = False,
     saved: Sequence[str] = (),
+    source: str | None = None,
+    ranks: str | None = None,
 ) -> None:
     """Write the data, show the tables, draw the pictures, and print the names of the written files.
 
     `writers` (by option) and `summary` default to those of `export`. `annotate` runs after the summary; `saved` lists
-    other outputs to print as written. A failure does not prevent other outputs; the last failure is raised at the end.
+    other outputs to print as written. `source` and `ranks` are the files from which the report and its plan were read,
+    if any. A failure does not prevent other outputs; the last failure is raised at the end.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
+        from attnlens.report.shapes import Written
 
+        kept = {name: str(path) for name, path in outputs.files("json", "plan").items()}
+        written_files = Written(
+            report=source or kept.get("json"),
+            plan=ranks or kept.get("plan"),
+            model=outputs.save if saved else None,
+            shown=outputs.table or outputs.html is not None or outputs.figure is not None,
+        )
         writers = export.WRITERS
-        summary = partial(export.summary, all_heads=outputs.table, verbose=outputs.verbose)
+        summary = partial(export.summary, all_heads=outputs.table, verbose=outputs.verbose, written=written_files)
     failures: list[AttnlensError | typer.Exit] = []
     written, made = [*saved], list[Path]()
     report = _add_windows_file(outputs, report)

@@ -182,8 +182,8 @@ QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUT
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
 FIGURE = (
-    "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder. A file named after a measure "
-    "(`symmetry.pdf`) shows only that measure. Each caption is written to FILE.txt."
+    "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). The file shows the overview or, if it is named after a "
+    "measure (`symmetry.pdf`), only that measure; a folder gets every picture. Each caption is written to FILE.txt."
 )
 BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without title and notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes and, for swaps and experiments, more tables."

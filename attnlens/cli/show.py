@@ -10,10 +10,10 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -24,9 +24,11 @@ from attnlens.wording import clean, shorten_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+V = TypeVar("V")
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
 ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estimated, and shortest duration to announce
+SHORT = 60.0  # Shortest duration of a stage of `converge` to announce, in seconds
 SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
 AGREEMENT = 2.0  # Largest ratio between the estimates from which a duration is announced
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
@@ -47,6 +49,42 @@ SHORTENING = AMOUNTS | {
     "feasibility": ("trials",),
 }
 """Last or first part of a stage's name → options that shorten it; COUNTS for all other stages."""
+COUNTED = {
+    "parts of the run": "sites and batches",
+    "weights": "sites",
+    "tokens": "windows",
+    "gathered": "groups of sites",
+    "selection": "sites",
+    "checkpoints": "checkpoints",
+    "doctor": "sites",
+    "compare": "tokens",
+    "attention rows": "windows",
+    "rounding": "draws",
+    "kernels": "kernels",
+    "fit": "windows",
+    "fit rank": "windows",
+    "budget": "windows read for the trials",
+    "generate": "models",
+    "sweep": "swaps",
+    "heal": "% of the training",
+    "control": "% of the training",
+    "search": "training runs",
+    "train": "training runs",
+    "experiments": "experiments",
+    "converge": "iterations",
+    "local convergence": "iterations",
+    "global selection": "iterations",
+    "multi-token": "iterations",
+    "next-token": "iterations",
+    "nuclear SVM": "trials",
+    "frobenius SVM": "trials",
+    "rank": "trials",
+    "feasibility": "trials",
+    "binary kernel": "fits",
+    "decay by training": "steps",
+    "KSVD identities": "cases",
+}
+"""Last or first part of a stage's name → what its steps are; a percentage if that depends on the options."""
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -219,7 +257,7 @@ class Pace:
 
 
 def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
-    """Let a progress function announce, once per stage, that the stage will take longer than LONG seconds.
+    """Let a progress function announce, once per stage, that the stage will take longer than LONG or SHORT seconds.
 
     A forecast needs ESTIMATED seconds of the stage and steps of similar duration. The duration of BOUNDED is always
     announced. `options` are the names of the options that the running command accepts.
@@ -232,7 +270,8 @@ def _announce_long(report_progress: ReportProgress, options: Collection[str]) ->
         pace.add(done)
         if stage not in announced and done < total and pace.duration >= ESTIMATED:
             seconds = pace.forecast(total - done)
-            if seconds and (stage == BOUNDED or min(seconds) > LONG):
+            least = SHORT if _find_stage(COUNTED, stage) in ("iterations", "trials") else LONG
+            if seconds and (stage == BOUNDED or min(seconds) > least):
                 announced.add(stage)
                 say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
         report_progress(stage, done, total)
@@ -251,17 +290,30 @@ def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = Fal
     return f"{bound}about {f'{number / 60:.0f} minutes' if number >= 120 else f'{number:.0f} seconds'} left"
 
 
-def _remedy(stage: str, options: Collection[str]) -> str:
-    """Return a sentence that names the options that shorten a stage; empty if the command has none of them.
+def _find_stage(table: Mapping[str, V], stage: str) -> V | None:
+    """Look up a stage by the last or first part of its name.
 
-    The name of a stage may contain that of a kernel, a checkpoint or an experiment: `linear, generate`, `rank, d=4`.
+    The name may contain that of a kernel, a checkpoint or an experiment: `linear, generate`, `rank, d=4`.
     """
     parts = stage.split(", ")
-    shortening = next((SHORTENING[part] for part in (parts[-1], parts[0]) if part in SHORTENING), COUNTS)
+    return next((table[part] for part in (parts[-1], parts[0]) if part in table), None)
+
+
+def _format_count(stage: str, done: int, total: int) -> str:
+    """Format the steps done with what they are: `3 of 8 windows`, `40 % of the training`."""
+    counted = _find_stage(COUNTED, stage) or "steps"
+    if counted.startswith("%"):
+        return f"{100 * done / max(1, total):.0f} {counted}"
+    return f"{done} of {total} {counted}"
+
+
+def _remedy(stage: str, options: Collection[str]) -> str:
+    """Return a sentence that names the options that shorten a stage; empty if the command has none of them."""
+    shortening = _find_stage(SHORTENING, stage) or COUNTS
     names = [f"--{name}" for name in shortening if name in options]
     if not names:
         return ""
-    if parts[-1] in AMOUNTS:
+    if stage.split(", ")[-1] in AMOUNTS:
         return f" A smaller {names[0]} makes it shorter."
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     return f" Fewer {listed} make it shorter."
@@ -272,13 +324,20 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
     """Yield a function that shows the progress of each stage as a bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[counted]}"),
+        TimeRemainingColumn(),
+    )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=terminal, transient=True) as bars:
 
         def report_progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
+                counted = _find_stage(COUNTED, stage) or "steps"
+                tasks[stage] = bars.add_task(stage, total=total, counted="" if counted.startswith("%") else counted)
             bars.update(tasks[stage], completed=done, total=total, visible=done < total)  # long series have many stages
 
         yield report_progress
@@ -296,7 +355,7 @@ def _plain() -> ReportProgress:
         if now - last < PLAIN_SECONDS:
             return
         last = now
-        line = f"{stage}: {done} of {total}"
+        line = f"{stage}: {_format_count(stage, done, total)}"
         if done < total and (seconds := paces[stage].forecast(total - done)):
             line += f", {_format_time_left(stage, seconds, exact=True)}"
         say(line)

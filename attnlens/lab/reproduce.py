@@ -37,7 +37,7 @@ from attnlens.requests import Feeding, InspectRequest, takes
 from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyRequest, SyntheticRequest, checked_table
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, prepare, survey
-from attnlens.runs.progress import Interrupted, Progress, silent
+from attnlens.runs.progress import Interrupted, Progress, silent, start_stage
 from attnlens.runs.provenance import assemble_report
 from attnlens.wording import join_items
 
@@ -94,14 +94,17 @@ def converge_synthetic(
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
     rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
-    return run_rows("converge", rows, full.seed, full.d or WIDTH)
+    return run_rows("converge", rows, full.seed, full.d or WIDTH, progress)
 
 
-def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
+def run_rows(
+    command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int, progress: Progress = silent
+) -> Report:
     """Run and time experiments one by one, and report the results; on Ctrl-C, raise Interrupted with those finished."""
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
+    tell = start_stage(progress, "experiments", len(rows)) if len(rows) > 1 else lambda _: None
     try:
         for row in rows:
             start = time.perf_counter()
@@ -109,6 +112,7 @@ def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
             completed += experiments
             share = (time.perf_counter() - start) / max(1, len(experiments))
             timings |= {experiment.name: share for experiment in experiments}
+            tell(1)
     except KeyboardInterrupt:
         if not completed:
             raise KeyboardInterrupt from None
@@ -199,7 +203,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
 SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random start; at 0, K and Q have no gradient
-NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
+NORM = "‖W‖ / ‖W of the SVM‖"  # display name of the norm
 
 
 def train_head(
@@ -347,6 +351,6 @@ ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
     """Run and judge all small experiments of the papers; raise Interrupted with the finished experiments."""
-    report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
+    report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH, progress)
     left_out = [Skipped(site="decay by training", reason="training takes longer than quick allows")] if quick else []
     return report.model_copy(update={"coverage": report.coverage.model_copy(update={"skipped": left_out})})

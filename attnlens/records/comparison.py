@@ -160,6 +160,11 @@ class TensorChanges(Record):
     types: tuple[str, str] | None = None
     """Quantisation, or coarsest number type that represents the weights, of each model; None if they are the same."""
 
+    @property
+    def identical(self) -> bool:
+        """True if both models have the same tensors with the same values."""
+        return not (self.differ or self.missing or self.extra)
+
 
 UNEXPLAINED = "not explained"  # Name for differences that no hypothesis explains
 

@@ -152,13 +152,13 @@ class Head(HeadId):
     curves: dict[str, list[Number]] = {}  # Values at each step, by qualified name
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a table row: the fields of HeadId, then each measure's value and, if known, its .se, .z and .base."""
-        row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
+        """Return a table row: layer, head, each measure's value and, if known, its .se, .z and .base, then the site."""
+        row: dict[str, str | int | float | None] = {"layer": self.layer, "head": self.head}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label
             parts = {"se": measure.se, "z": measure.z, "base": measure.base}
             row |= {f"{name}.{part}": value for part, value in parts.items() if value is not None}
-        return row
+        return row | {"part": self.part, "kv_head": self.kv_head, "site": self.site}
 
 
 OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # First words that are not names

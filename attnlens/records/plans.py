@@ -119,8 +119,10 @@ class Plan(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _convert_version1(cls, fields: object) -> object:
-        """Convert a plan of version 1, which lacked `schema_version`."""
+    def _convert(cls, fields: object) -> object:
+        """Take the plan out of a report of `ranks`; convert a plan of version 1, which lacked `schema_version`."""
+        if isinstance(fields, Mapping) and isinstance(swap := fields.get("swap"), Mapping):
+            fields = swap.get("plan") or fields
         old = isinstance(fields, Mapping) and fields.get("schema_version", "1") == "1"
         return convert_plan(fields) if old else fields
 
@@ -167,7 +169,10 @@ class Plan(Record):
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan written by --plan. Raise UsageError if the file is missing or is not a plan."""
+    """Read a plan written by --plan, or the plan in a report of `ranks`.
+
+    Raise UsageError if the file is missing or is not a plan.
+    """
     return read_record(
         Plan, path, "not a plan", "Create a plan with: attnlens ranks MODEL --budget loss:1% --plan FILE"
     )

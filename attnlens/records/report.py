@@ -296,15 +296,16 @@ class Report(Record):
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return a table with one row per head: the fields of HeadId and, per measure, `name`, `.se`, `.z`, `.base`.
+        """Return a table with one row per head: layer, head, per measure `name`, `.se`, `.z`, `.base`, and the site.
 
         Raise UsageError if pandas is not installed.
         """
         try:
             import pandas
         except ImportError:
-            problem = "to_dataframe() needs pandas, which is not installed."
-            raise UsageError(problem, "Run: pip install pandas") from None
+            problem = "Tables need pandas, which is not installed."
+            remedy = "Run: pip install pandas. Or write a CSV file without pandas: report.save('heads.csv')."
+            raise UsageError(problem, remedy) from None
         return pandas.DataFrame([head.cells() for head in self.heads])
 
 

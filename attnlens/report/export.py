@@ -20,22 +20,29 @@ from attnlens.report.sections.explorer import explorer
 from attnlens.report.sections.facts import build_heading
 from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, section
 from attnlens.report.sections.swaps import swap_rows
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, Written
 from attnlens.wording import clean
 
 for _module in iter_modules(sections.__path__):  # registers the sections of all modules
     import_module(f"attnlens.report.sections.{_module.name}")
 
 
-def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
+def summary(
+    report: Report,
+    *,
+    whole: bool = False,
+    all_heads: bool = False,
+    verbose: bool = False,
+    written: Written | None = None,
+) -> Document:
     """Build the summary for a terminal: the findings, the requested selections, and the content that the flags add.
 
     `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
-    tables, with every head; `verbose` adds how the report was made.
+    tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command writes.
     """
     flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
     views = [view for view, chosen in flags.items() if chosen]
-    return Document(build_heading(report, whole), [*build_sections(Shapes(report), *views)])
+    return Document(build_heading(report, whole), [*build_sections(Shapes(report, written), *views)])
 
 
 def page(report: Report) -> Document:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -75,11 +76,23 @@ class MeasureMap:
         return None if np.isnan(self.errors).all() else middle(self.errors)
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a command wrote besides its screen: the paths from which its result can be used without computing again."""
+
+    report: str | None = None  # the report as JSON
+    plan: str | None = None  # the plan of ranks
+    model: str | None = None  # the changed model
+    shown: bool = False  # True if a picture, a page or all tables were requested
+
+
 class Shapes:
     """Layout of a report: its layers, parts and heads, and every measure as a map over layers × heads."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, written: Written | None = None) -> None:
         self.report = report
+        self.written = written
+        """Files of the command that shows the report; None outside a command line, such as in Python."""
         part_of: dict[int, Part] = {head.layer: head.part for head in report.heads}
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
@@ -114,8 +127,8 @@ class Shapes:
         return result
 
     def info(self, name: str) -> MeasureInfo:
-        """Return the registry's entry of a measure or curve."""
-        return find_measure(name)
+        """Return the registry's entry of a measure or curve, without remarks that do not concern this model."""
+        return describe_measure(self.report, name)
 
     def name_head(self, head: HeadId | Extreme) -> str:
         """Name a head for readers: `3.7`, or `decoder.3.7`."""
@@ -166,9 +179,22 @@ class Shapes:
                 counts.add(measure.n)
         samples = tuple(sorted(counts))
         values, errors, null_means, null_sds = maps
-        return MeasureMap(
-            name, find_measure(name), values, errors, null_means, null_sds, labels, dict(reasons), samples
-        )
+        return MeasureMap(name, self.info(name), values, errors, null_means, null_sds, labels, dict(reasons), samples)
+
+
+ROPE = re.compile(r"(?:^|[.;] ?)\s*(?:[Uu]nder RoPE|RoPE:)[^.;]*")  # A clause or sentence about rotary positions
+
+
+def drop_rotary(report: Report, text: str) -> str:
+    """Remove the clauses about RoPE from a text on measures if the model's positions are known not to be rotary."""
+    conventions = report.model.conventions
+    return text if conventions is None or conventions.position in ("rotary", "unknown") else ROPE.sub("", text)
+
+
+def describe_measure(report: Report, name: str) -> MeasureInfo:
+    """Return the registry's entry of a measure, without clauses about RoPE if the model has no rotary positions."""
+    info = find_measure(name)
+    return replace(info, meaning=drop_rotary(report, info.meaning), formula=drop_rotary(report, info.formula))
 
 
 def group_of(info: MeasureInfo) -> str:

@@ -141,7 +141,9 @@ class RanksRequest(KeptRequest, KernelRequest):
         metavar="FORM",
         shown="the best form on calibration text",
     )
-    ranks: object = one_file("Take the rank of each key head from this plan (written by --plan) instead of searching.")
+    ranks: object = one_file(
+        "Take the rank of each key head from this plan (written by --plan or --json) instead of searching."
+    )
 
 
 class HealRequest(KeptRequest, KernelRequest):
@@ -179,7 +181,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
-    ranks: object = one_file("Ranks for --kernel rank, from this plan (written by `ranks --plan`).")
+    ranks: object = one_file("Ranks for --kernel rank, from this plan (written by `ranks --plan` or `ranks --json`).")
 
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:

@@ -151,6 +151,8 @@ def test_rules_that_match_nothing_or_make_no_sense_are_refused_in_words(table, c
         assert table is not UNMATCHED or "matches nothing" in message or "is a single number" in message
         assert table is not SENSELESS or len(message.splitlines()) == 2
         assert table is UNMATCHED or words in refusal.value.problem
+    with pytest.raises(UsageError, match=r"--rule 'model\.parameters: value > 1'$"):
+        outcome("model.parameters: max > 1 @layers 0", synthetic_report(2, 2))
     with pytest.raises(UsageError, match="because gone"):
         outcome("weights.planted: min > 0", planted(np.full((1, 2), np.nan)))
 

@@ -159,10 +159,10 @@ def test_an_ending_that_is_not_a_picture_makes_no_folder(tmp_path):
 
 def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     piped = in_shell(f"attnlens {LINE} -q --csv /dev/stdout | cat")
-    assert piped.stdout.startswith("site,layer,head"), piped.stderr
+    assert piped.stdout.startswith("layer,head,"), piped.stderr
     assert in_shell(f"attnlens {LINE} --csv /dev/stdout > {tmp_path}/both").returncode == 0
     both = (tmp_path / "both").read_text()
-    assert both.startswith("site,layer,head")
+    assert both.startswith("layer,head,")
     assert "COMPLETE: 1 of 1 heads" in both
     substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
     assert substituted.stdout == piped.stdout
@@ -251,8 +251,24 @@ def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
         for unit in units:
             clock[0] += 4.0
             more(unit)
-    lines = ["3 of 10, 0:00:28 left", "6 of 10, 0:00:16 left", "9 of 10, 0:00:04 left"]
+    lines = [f"{done} of 10 sites and batches, 0:00:{left} left" for done, left in ((3, 28), (6, 16), (9, "04"))]
     assert capsys.readouterr().err.splitlines() == [f"parts of the run: {line}" for line in lines]
+
+
+def test_progress_lines_name_what_is_counted(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
+    with show.progress(shown=True) as tell:
+        for stage in ("budget", "linear, compare", "rank, nuclear, d=10", "heal", "unknown"):
+            clock[0] += 20
+            tell(stage, 1, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "budget: 1 of 4 windows read for the trials",
+        "linear, compare: 1 of 4 tokens",
+        "rank, nuclear, d=10: 1 of 4 trials",
+        "heal: 25 % of the training",
+        "unknown: 1 of 4 steps",
+    ]
 
 
 STORES = '''
@@ -355,6 +371,13 @@ def test_the_search_of_ranks_always_says_how_long_it_takes_at_most(monkeypatch, 
     reports = [(0.3 * done, "budget", done, 100) for done in range(30)]
     line = "budget: at most about 25 seconds left. Fewer --windows make it shorter."
     assert forecasts(monkeypatch, capsys, reports) == [line]
+
+
+@pytest.mark.parametrize(("stage", "announced"), [("converge", True), ("sweep", False)])
+def test_converge_says_how_long_it_takes_if_that_is_more_than_a_minute(monkeypatch, capsys, stage, announced):
+    reports = [(2.0 * done, stage, done, 60) for done in range(5)]
+    lines = [f"{stage}: about 114 seconds left."] if announced else []
+    assert forecasts(monkeypatch, capsys, reports, ()) == lines
 
 
 @pytest.mark.parametrize(

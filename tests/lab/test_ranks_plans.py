@@ -90,6 +90,8 @@ def test_a_plan_on_its_own_model_and_text_is_the_same_swap(demo, report, tmp_pat
     path, stages = tmp_path / "plan.json", {}
     report.plan.write_json(path)
     read = attnlens.read_plan(path)
+    report.save(tmp_path / "report.json")
+    assert attnlens.read_plan(tmp_path / "report.json").ranks == read.ranks
     again = [apply(demo, path, progress=lambda stage, *at: stages.update({stage: at})), apply(demo, read)]
     assert all(done == total for done, total in stages.values()), stages
     assert "fit rank" in stages

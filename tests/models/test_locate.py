@@ -271,9 +271,7 @@ def test_other_formats_and_folders_inside_are_named_with_a_remedy(folder, tmp_pa
         shutil.copytree(folder, place / name)
     (place / "onnx").mkdir()
     (place / "onnx" / "config.json").write_text("{}")
-    check_refusals(
-        ModelError, (place, {}, "checkpoint-500, checkpoint-1000", "in this folder: checkpoint-1000, for example")
-    )
+    check_refusals(ModelError, (place, {}, "checkpoint-500, checkpoint-1000", "run/checkpoint-1000"))
     shutil.copytree(folder, tmp_path / "cache" / "snapshots" / "abc")
     check_refusals(ModelError, (tmp_path / "cache", {}, "no config.json", "snapshots/abc"))
     shutil.copytree(folder, tmp_path / "sentence" / "0_Transformer")

@@ -215,7 +215,7 @@ def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_thei
     assert sections.setting(older, "accepted_d4") == "accepted d4 0.25"
     labels = {"W_mm_d4": "W_mm, d = 4", "accepted_d4": "accepted, d = 4"}
     text = flowing(experiment_report(older.model_copy(update={"labels": labels})))
-    assert not absent(text, "W_mm, d = 4 1", "(accepted, d = 4: 0.25, 1.2 s)")
+    assert not absent(text, "W_mm, d = 4: 1", "(accepted, d = 4: 0.25, 1.2 s)")
 
 
 @pytest.mark.usefixtures("without_layout")
@@ -407,7 +407,7 @@ def test_curves_of_one_quantity_or_picture_share_their_axes():
     }
     assert [len(curves) for curves in titled(converging()).values()] == [4]
     labels = [panel_axes(of_head(), number).get_ylabel() for number in range(4)]
-    assert labels == ["correlation (cosine) to SVM", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
+    assert labels == ["correlation (cosine) to SVM", "‖W‖ / ‖W of the SVM‖", "share of queries", "KL, nats"]
     assert panel_axes(of_curves({"rank": [3.0, 3.0]})).get_ylabel() == ""  # the control
     values = {"a_b": [2.0, 3.0], "norm: from M": [0.5, 0.7]}
     one, pictured = of_curves(values, quantity="rank"), of_curves(values, quantity="rank", picture="ranks")

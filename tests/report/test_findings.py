@@ -21,11 +21,11 @@ from attnlens.cli.commands import app
 from attnlens.maths.statistics import gaussian_null
 from attnlens.records import Finding, Head, Measure, Null, SiteCheck, Verdict
 from attnlens.report import export
-from attnlens.report.findings import find, next_commands
+from attnlens.report.findings import advise_saving, find, next_commands
 from attnlens.report.findings.heads import CHANCE, HeadTests, _adjust
 from attnlens.report.render import terminal
 from attnlens.report.report import Report
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, Written
 
 ANALYZERS = [analyzer for analyzer in select_analyzers(source="weights") if analyzer.name in ("symmetry", "spectrum")]
 
@@ -111,14 +111,38 @@ def test_entropies_around_one_half_give_a_false_claim_in_at_most_5_percent_of_ru
 def test_symmetric_heads_are_counted_with_their_layer_and_the_value_beside_chance() -> None:
     finding, *_ = findings(random_report(0, symmetric=8))
     assert (finding.question, finding.severity) == ("Symmetric?", "notable")
-    assert finding.answer == "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8)."
+    assert finding.answer == (
+        "8 of 32 heads are more symmetric than chance (layer 0: 8 of 8). "
+        "8 heads are above 0.5 (0: neither, 1: symmetric)."
+    )
     assert re.match(
-        r"Median of the more symmetric heads 1 \(−1 to 1\); chance for one head -?0\.\d+ "
+        r"Median of the 8: 1; chance for one head -?0\.\d+ "
         r"\(sd 0\.\d+\)\. Highest: 0\.\d \(1\), ",
         finding.evidence,
     )
     finding, *_ = findings(random_report(1))
-    assert (finding.answer, finding.severity) == ("None of 32 heads is more symmetric than chance.", "none")
+    assert (finding.answer, finding.severity) == (
+        "None of 32 heads is more symmetric than chance. No head is above 0.5 (0: neither, 1: symmetric).",
+        "none",
+    )
+
+
+def test_a_small_significant_difference_is_called_slight_with_its_size() -> None:
+    def answer(name: str, value: float, chance: float, sd: float) -> str:
+        measures = [Measure(value=value, null=Null(mean=chance, sd=sd))] * 8
+        (finding,) = findings(report_of({name: measures}))
+        return f"{finding.answer} {finding.evidence}"
+
+    weak = answer("weights.symmetry", 0.06, 0.001, 0.0036)
+    assert "8 of 8 heads are slightly more symmetric than chance" in weak
+    assert "No head is above 0.5 (0: neither, 1: symmetric)." in weak
+    strong = answer("weights.symmetry", 0.8, 0.001, 0.0036)
+    assert strong.startswith("8 of 8 heads are more symmetric than chance (")
+    assert "8 heads are above 0.5 (" in strong
+    rank = answer("weights.effective_rank", 30.622, 31.301, 0.038)
+    assert "slightly lower rank than chance: in the median 2.2 % lower." in rank
+    assert "Median effective rank 30.6; chance for one head 31.30 (sd 0.04)." in rank
+    assert "are of lower rank than chance: in the median 50 % lower." in answer("weights.effective_rank", 8, 16, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +228,36 @@ def test_next_commands_are_accepted_by_their_command(report: Report) -> None:
         get_command(app).commands[name].make_context(name, arguments)
 
 
-def test_next_commands_of_a_plan_restrict_the_search_but_not_its_use() -> None:
-    """A plan sets its layers, so `--ranks` refuses `--layers`."""
+def test_next_commands_of_a_plan_use_its_file_and_search_a_larger_budget() -> None:
+    """A plan sets its layers, so `--ranks` refuses `--layers`. A report contains the plan, and serves as its file."""
     report = planned()
     report = report.model_copy(update={"settings": report.settings.model_copy(update={"layers": [0, 2]})})
-    search, use = next_commands(Shapes(report))
-    assert "--layers 0,2" in search
-    assert "--ranks" in use
-    assert "--layers" not in use
+    (search,) = next_commands(Shapes(report))
+    budget = 100 * report.plan.budget
+    assert f"--budget loss:{2 * budget:g}% --layers 0,2" in search
+    for written, file in ((Written(plan="plan.json"), "plan.json"), (Written(report="a b.json"), "'a b.json'")):
+        use, again = next_commands(Shapes(report, written))[:2]
+        assert f"--ranks {file}" in use
+        assert "--layers" not in use
+        assert again == search
+    assert "--plan FILE" in advise_saving(Shapes(report, Written()))
+    assert not advise_saving(Shapes(report, Written(plan="plan.json")))
+
+
+@pytest.mark.parametrize("report", [random_report(0), several(), swap_report(swapped(4, 8)), planned()])
+def test_a_saved_report_is_drawn_without_computing_again(report: Report) -> None:
+    """No command only repeats the run for another presentation; without a file, the screen advises to save it."""
+    again = next_commands(Shapes(report, Written(report="r.json")))[-1]
+    program, name, *arguments = shlex.split(again)
+    assert (program, name, arguments[0]) == ("attnlens", "report", "r.json")
+    get_command(app).commands[name].make_context(name, arguments)
+    assert not any("--html" in each for each in next_commands(Shapes(report)) if "--show" not in each)
+    assert next_commands(Shapes(report, Written(report="r.json", shown=True))) == [
+        each for each in next_commands(Shapes(report, Written(report="r.json"))) if "attnlens report" not in each
+    ]
+    if report.kind == "swap":
+        assert "--json FILE" in advise_saving(Shapes(report, Written())) or report.plan is not None
+        assert not advise_saving(Shapes(report))  # in Python
 
 
 def test_next_commands_use_the_cheapest_kernel_and_read_as_much_as_the_report() -> None:
@@ -309,8 +355,10 @@ def test_the_hardening_of_a_head_is_a_sentence() -> None:
     hardening = failing().model_copy(update={"name": "head 3.6, hardening", "final": final, "published": None})
     (finding,) = findings(experiment_report(hardening))
     assert finding.question == "Head 3.6: how hard does it select?"
-    assert finding.answer == "Its softmax is 0.26 nats from hard selection (KL; 0: hard)."
-    assert finding.evidence == "Its SVM, scaled to the head's norm: 3.9e-05 nats."
+    assert finding.answer == (
+        "The selected token gets 77.1 % of the weight (median over queries; 100 %: hard selection)."
+    )
+    assert finding.evidence == "With its SVM's scores, scaled to the head's norm: 100 %."
 
 
 def test_q_values_are_those_of_scipy() -> None:

@@ -356,6 +356,12 @@ def test_a_bare_figure_has_8_point_text_and_no_title_or_note(tmp_path, stem, wid
     words = " ".join(text.get_text() for text in shown)
     assert report.model.title not in words
     assert "null" not in words
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    if stem == "weights.symmetry":
+        assert not any(titles), "a single panel needs no title"
+        assert "symmetry" in words.split(), "its colour bar is labelled instead"
+    else:
+        assert {"a  symmetry", "b  entropy"} <= set(titles)
     with house_style():
         usual = drawing.args[0].draw()
     assert report.model.title in " ".join(text.get_text() for text in usual.findobj(matplotlib.text.Text)), (

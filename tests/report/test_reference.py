@@ -137,7 +137,13 @@ def test_explanations_say_first_in_plain_words_what_values_mean_and_give_example
 
 @pytest.mark.parametrize(
     ("word", "title"),
-    [("sink", "tokens.share_first"), ("share_key", "tokens.share_key"), ("Peaked", "tokens.entropy"), ("rbf", "rbf")],
+    [
+        ("sink", "tokens.share_first"),
+        ("share_key", "tokens.share_key"),
+        ("Peaked", "tokens.entropy"),
+        ("rbf", "rbf"),
+        ("KV cache", "cache"),
+    ],
 )
 def test_words_that_users_search_for_lead_to_their_measure(word, title):
     shown = invoke("explain", word)

@@ -8,13 +8,14 @@ from reports import planted, synthetic_report
 from swap_reports import controls, planned, swap_report, swapped
 
 from attnlens.records import AttentionRows, Change, KeyRank, Null
+from attnlens.records.provenance import Conventions
 from attnlens.report import export
 from attnlens.report.findings import find
 from attnlens.report.pictures.maps import scale
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.sections.plans import plan_rows
 from attnlens.report.sections.section import Column, Section, Table
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, drop_rotary
 
 
 @pytest.mark.parametrize(("value", "chance"), [(0.5, True), (-0.5, True), (3.0, False), (-3.0, False)])
@@ -109,3 +110,17 @@ def test_a_column_that_fits_the_page_exactly_is_shown_beside_the_others():
         views.printed(views.alone(Section(table=table)), width).count("1234567890\n") for width in (exact, exact - 1)
     ]
     assert lines == [1, 2]
+
+
+@pytest.mark.parametrize(("position", "mentioned"), [("absolute", False), ("rotary", True), ("unknown", True)])
+def test_texts_on_measures_mention_rope_only_for_models_that_may_have_it(position, mentioned):
+    report = synthetic_report(3, 4)
+    conventions = Conventions(position=position, qk_norm=False, bias="none")
+    shapes = Shapes(report.model_copy(update={"model": report.model.model_copy(update={"conventions": conventions})}))
+    info = shapes.readings["weights.symmetry"].info
+    assert ("RoPE" in info.meaning, "RoPE" in info.formula) == (mentioned, mentioned)
+    assert info.meaning.startswith("symmetry of M: 1 symmetric; 0 equal symmetric and antisymmetric parts; −1 anti")
+    assert info.formula.startswith("(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K)")
+    symbols = "S and A are its parts. Under RoPE M depends on Δ, and the rest on both. Cross-attention has only a norm."
+    kept = symbols if mentioned else "S and A are its parts. Cross-attention has only a norm."
+    assert drop_rotary(shapes.report, symbols) == kept

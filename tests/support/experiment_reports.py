@@ -84,7 +84,7 @@ def of_head() -> Experiment:
     curves = {
         "correlation: from zero": curve(steps, rise, **CORRELATION, picture="correlation", label="from zero"),
         "correlation: from M": curve(steps, 0.3 + 0.6 * rise, **CORRELATION, picture="correlation", label="from M"),
-        "norm: from zero": curve(steps, at * 0.1, quantity="‖W‖ / ‖W_mm‖", picture="norm"),
+        "norm: from zero": curve(steps, at * 0.1, quantity="‖W‖ / ‖W of the SVM‖", picture="norm"),
         "selection kept": curve(steps, 1 - 0.2 * rise, **kept),
         "KL to one-hot": curve(steps, 3 * np.exp(-at / 50), quantity="KL, nats", picture="KL"),
     }

@@ -54,7 +54,7 @@ FIGURES = {
     ],
     "head 3.2": [
         *("efficiency", "gap"),
-        *(f"{what}, {start}" for start in STARTS for what in ("correlation", "selection kept", "‖W‖ / ‖W_mm‖")),
+        *(f"{what}, {start}" for start in STARTS for what in ("correlation", "selection kept", "‖W‖ / ‖W of the SVM‖")),
         "correlation of the head",
     ],
     "head 3.2, hardening": ["KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"],
@@ -79,7 +79,7 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "head 3.2": {
         "correlation": ("correlation", STARTS),
         "selection kept": ("share of queries", STARTS),
-        "norm": ("‖W‖ / ‖W_mm‖", STARTS),
+        "norm": ("‖W‖ / ‖W of the SVM‖", STARTS),
     },
     "head 3.2, hardening": {"": ("KL, nats", ("KL, the head", "KL, its SVM at the same norm"))},
 }

@@ -87,4 +87,4 @@ def report(context: typer.Context) -> None:
 
     loaded = read_report(saved)
     outputs.check({os.path.realpath(saved): "the report"})
-    deliver(outputs, loaded)
+    deliver(outputs, loaded, source=saved)

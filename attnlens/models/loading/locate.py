@@ -78,7 +78,7 @@ class Hub:
         except (HFValidationError, LocalEntryNotFoundError):
             # `hf download` has the option --revision; it does not understand id@revision
             suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
-            problem = f"{self.id}{suffix} is neither a local folder nor in the local cache, and {reason}."
+            problem = f"No folder {self.id} here, and no model of that name{suffix} in the local cache; {reason}."
             remedy = f"Check the path of a folder, or run `hf download {self.id}{option}` with a network connection."
             if get_close_matches(self.id, ["demo"]):
                 remedy = f"Did you mean demo? {remedy}"
@@ -522,6 +522,8 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     if folders := folders_below(names, where):
         listed = f"{', '.join(folders[:4])}{f' and {len(folders) - 4} more' if len(folders) > 4 else ''}"
         problem = f"{where} has no {lacking}, but folders inside it contain models: {listed}."
+        if os.path.isdir(where):  # noqa: PTH112
+            raise ModelError(problem, f"Give the path of a model, such as {shlex.quote(f'{where}/{folders[-1]}')}")
         raise ModelError(problem, f"{say_path.replace('file', 'model', 1)} {folders[-1]}, for example.")
     for kind, file, remedy in _match_formats(sorted({name.partition("/")[0] for name in names})):
         raise ModelError(f"{where} contains {kind} ({shorten_text(file)}), which attnlens does not read.", remedy)

@@ -7,6 +7,7 @@ Contents: `heads` (inspections: each head against chance), `swaps` (with plans o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from shlex import quote
 
 from attnlens.records import Finding, Kind
 from attnlens.report.findings import comparisons, heads, swaps, verdicts
@@ -24,11 +25,46 @@ KINDS: dict[Kind, tuple[Callable[[Shapes], Iterable[Finding]], Callable[[Shapes]
 COMMANDS = 2  # Maximum number of commands shown
 
 
+def show_again(shapes: Shapes) -> str:
+    """Return the options with which `attnlens report` adds most to the screen; empty if they add nothing."""
+    report = shapes.report
+    if report.kind == "doctor":
+        return "--table" if any(each.verdict == "differs" for each in report.backends or []) else ""
+    if report.kind == "experiments":
+        drawn = any(each.trajectories or verdicts.CORRELATION in each.final for each in report.experiments)
+        return "--figure curves.png" if drawn else "--table"
+    files = {"inspection": "heads.html", "swap": "cost.html", "comparison": "changes.html", "studies": "table.html"}
+    return f"--html {files[report.kind]}"
+
+
 def find(shapes: Shapes) -> list[Finding]:
     """Return the findings of a report in display order."""
     return list(KINDS[shapes.report.kind][0](shapes))
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return at most COMMANDS commands that follow from the findings of a report."""
-    return list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
+    """Return at most COMMANDS commands that follow from the findings of a report, each with a new question.
+
+    If the report was saved and was not drawn yet, another command draws or lists it without computing again.
+    """
+    commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
+    written, options = shapes.written, show_again(shapes)
+    if written is not None and written.report is not None and not written.shown and options:
+        commands.append(f"attnlens report {quote(written.report)} {options}")
+    return commands
+
+
+def advise_saving(shapes: Shapes) -> str:
+    """Return the advice to save the result of a long command; empty if it was saved or drawn, or if the run is short.
+
+    Inspections and `doctor` are short.
+    """
+    report, written, options = shapes.report, shapes.written, show_again(shapes)
+    if written is None or report.kind in ("inspection", "doctor"):
+        return ""
+    if report.plan is not None and swaps.plan_file(written) is None:
+        scope = f"attnlens ranks {heads.model_argument(report)} --ranks FILE --save smaller"
+        return f"Add --plan FILE to this command to keep the ranks; then, {scope} applies them."
+    if written.report is not None or written.shown or report.plan is not None:
+        return ""
+    return f"Add --json FILE to this command to keep its result; then, attnlens report FILE {options} shows more of it."

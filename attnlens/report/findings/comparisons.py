@@ -13,10 +13,21 @@ from typing import Literal
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
 from attnlens.records import Comparison, DiagnosedCause, Finding, MeasureChange
 from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
-from attnlens.report.findings.heads import model_argument
+from attnlens.report.findings.heads import model_argument, with_error
 from attnlens.report.findings.swaps import is_change
+from attnlens.report.sections.swaps import interval, loss_decimals
 from attnlens.report.shapes import Shapes
-from attnlens.wording import capitalise, clean, format_count, format_spans, join_items, short, shorten_line
+from attnlens.wording import (
+    capitalise,
+    clean,
+    decimals_for,
+    format_count,
+    format_number,
+    format_spans,
+    join_items,
+    short,
+    shorten_line,
+)
 
 Place = tuple[int, int]
 """Layer and head."""
@@ -122,10 +133,9 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
     """Yield whether both models have the same tensors, and the config fields that affect attention and differ."""
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
-        same = not (differ or tensors.missing or tensors.extra)
         answer = (
             f"Yes: all {total} are identical (nothing was merged)."
-            if same
+            if tensors.identical
             else f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
         )
         evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
@@ -138,7 +148,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
             question="Same weights?",
             answer=answer,
             evidence=" ".join(evidence),
-            severity="none" if same else "notable",
+            severity="none" if tensors.identical else "notable",
             measures=["comparison.tensors"],
         )
     if fields := comparison.config:
@@ -268,20 +278,23 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
         return
     parts, severity = [], "none"
     if (loss := outcome.loss) is not None:
-        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
-        parts.append(f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}.")
+        decimals = loss_decimals([loss])
+        before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
+        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
+        parts.append(f"Loss {before} → {after} nats per token. Change {delta}{ends}.")
         parts += ["A uniform guess over the vocabulary is better."] * outcome.destroyed
     if (change := outcome.predictions) is not None:
-        error = "" if change.mean_se is None else f" ± {short(change.mean_se)}"
+        mean = short(change.mean) if not change.mean_se else with_error(change.mean, change.mean_se)
         parts.append(
-            f"KL {short(change.mean)}{error} nats per token (99.9th percentile {short(change.q999)}); "
+            f"KL {mean} nats per token (99.9th percentile {short(change.q999)}); "
             f"same top prediction for {100 * change.same_top:.1f} %."
         )
         large = change.mean >= LARGE_KL or change.same_top < LEAST_AGREEMENT
         sure = change.mean > 0 if outcome.kl_ci95 is None else outcome.kl_ci95[0] > 0
         severity = "notable" if large and sure else "none"
     elif outcome.hidden_cosine is not None:
-        parts.append(f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}.")
+        decimals = max(3, min(6, decimals_for([1 - outcome.hidden_cosine], 2)))  # digits of the distance from 1
+        parts.append(f"Cosine of the last hidden states {format_number(outcome.hidden_cosine, decimals)}.")
     if loss is not None and is_change(loss) and loss.delta > 0:
         severity = "problem"
     if parts:
@@ -295,7 +308,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
 
 
 def after_comparison(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that draw the most changed head and all changes, and that check the second model."""
+    """Yield commands that show the most changed head, look again for small changes, and check the second model."""
     report = shapes.report
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
@@ -305,5 +318,7 @@ def after_comparison(shapes: Shapes) -> Iterator[str]:
         head = most_changed[0]
         name = f"{report.model.layer_name(head.layer)}.{head.head}"
         yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
-    yield f"attnlens compare {quote(comparison.base.id)} {model} --html changes.html"
+    identical = comparison.tensors is not None and comparison.tensors.identical
+    if comparison.tests and not comparison.named and not identical and report.settings.windows is not None:
+        yield f"attnlens compare {quote(comparison.base.id)} {model} --windows {2 * report.settings.windows}"
     yield f"attnlens doctor {model}"

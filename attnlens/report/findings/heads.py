@@ -45,6 +45,8 @@ Student's t: at 0.05, 9 % of runs on random weights would report a head."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
 FEW_DECIDED = 0.1  # Share of decided queries below which the SVM of a head describes few of its queries
 HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
+SLIGHT = 0.25  # Size of a symmetry, and rise of a cosine over chance, below which the effect is called slight
+SLIGHTLY_LOWER = 0.1  # The same for the share by which a rank lies below chance
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
 ROUNDING = 1e-9  # Relative size up to which an error is only the rounding of a constant value
@@ -134,15 +136,26 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
     above, below = tests.heads(name, 1), tests.heads(name, -1)
-    parts = [f"{_format_share(above, reading)} more symmetric than chance{_places(tests.shapes, above)}"]
-    if below:
-        parts.append(f"more antisymmetric: {format_count(len(below), 'head')}{_places(tests.shapes, below)}")
-    answer = f"{'; '.join(parts)}."
     marked = above or below
     values = [(value, head) for head in marked if (value := head.measures[name].value) is not None]
     typical = short(float(np.median([value for value, _ in values]))) if marked else _middle(reading)
-    which = f" of the more {'symmetric' if above else 'antisymmetric'} heads" if marked else ""
-    evidence = f"Median{which} {typical} (−1 to 1); {_null(reading)}."
+    slight = bool(values) and abs(float(np.median([value for value, _ in values]))) < SLIGHT
+    large = sum(abs(value) > HALF for value, _ in values)
+    degree = "slightly " if slight and not large else ""
+    parts = [f"{_format_share(above, reading)} {degree if above else ''}more symmetric than chance"]
+    parts[0] += f"{_places(tests.shapes, above)}{', most only slightly' if above and slight and large else ''}"
+    if below:
+        degree = "" if above else degree
+        parts.append(f"{degree}more antisymmetric: {format_count(len(below), 'head')}{_places(tests.shapes, below)}")
+    answer = f"{'; '.join(parts)}."
+    if reading.present.size > 1:
+        high = sum(value > HALF for value in reading.present.tolist())
+        low = sum(value < -HALF for value in reading.present.tolist())
+        answer += f" {format_count(high, 'head') if high else 'No head'} {'are' if high > 1 else 'is'} above 0.5"
+        answer += f", {low} {'are' if low > 1 else 'is'} below −0.5" * bool(low)
+        answer += f" ({'−1: antisymmetric, ' * bool(low)}0: neither, 1: symmetric)."
+    scope = f"Median of the {len(marked)}:" if len(marked) > 1 else _noun(reading)
+    evidence = f"{scope} {typical}; {_null(reading)}."
     if len(values) > MOST_HEADS:
         strongest = sorted(values, key=lambda pair: -abs(pair[0]))[:MOST_HEADS]
         named = [f"{tests.shapes.name_head(head)} ({short(value)})" for value, head in strongest]
@@ -151,8 +164,10 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         sign: len(tests.heads("weights.definiteness", side)) for sign, side in (("positive", 1), ("negative", -1))
     }
     if any(counts.values()):
-        parts = [f"to {sign} definite: {format_count(count, 'head')}" for sign, count in counts.items() if count]
-        evidence += f" Closer than chance {', '.join(parts)}."
+        parts = [f"{count} {sign}" for sign, count in counts.items() if count]
+        if reading.present.size == 1:
+            parts = [sign for sign, count in counts.items() if count]
+        evidence += f" More definite than chance: {', '.join(parts)}."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 
@@ -163,10 +178,12 @@ def _peaked(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None:
         return None
     below, first = tests.heads(name, -1), tests.heads("tokens.share_first", 1)
-    evidence = f"Median {_middle(reading, tests.shapes)} (0: one key, 1: even)."
+    evidence = f"{_noun(reading)} {_middle(reading, tests.shapes)} (0: one key, 1: even)."
     if first:
         evidence += f" Most weight on the first token, a sink: {format_count(len(first), 'head')}."
     answer = f"{_format_share(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
+    if reading.present.size == 1 and not below:
+        answer = "The head is not peaked: its entropy is not significantly below ½."
     return _finding("Peaked?", answer, evidence, [name, "tokens.share_first"], notable=bool(below or first))
 
 
@@ -198,11 +215,19 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
     below = tests.heads(name, -1)
-    evidence = f"Median effective rank {_middle(reading)}; {_null(reading)}."
+    evidence = (
+        f"{'Median effective' if reading.present.size > 1 else 'Effective'} rank {_middle(reading)}; {_null(reading)}."
+    )
     if (needed := tests.shapes.readings.get("tokens.logit_rank90")) is not None:
         evidence += f" On text, {_middle(needed, tests.shapes)} directions keep 90 % of the scores."
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
-    answer = f"{_format_share(below, reading)} of lower rank than chance{places}."
+    degree, size = "", ""
+    if below:
+        shares = [value / chance for value, chance in _beside_chance(below, name)]
+        lower = 1 - float(np.median(shares))
+        degree = "slightly " if lower < SLIGHTLY_LOWER else ""
+        size = f": {'' if len(below) == 1 else 'in the median '}{100 * lower:.2g} % lower"
+    answer = f"{_format_share(below, reading)} of {degree}lower rank than chance{places}{size}."
     return _finding("Low rank?", answer, evidence, [name, "tokens.logit_rank90"], notable=bool(below))
 
 
@@ -214,7 +239,9 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     parts, evidence = [], []
     for name in names:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
-        parts.append(f"{_format_share(above, reading)} closer to the SVM than chance {SPACES[name]}")
+        rises = [value - chance for value, chance in _beside_chance(above, name)]
+        degree = "slightly " if rises and float(np.median(rises)) < SLIGHT else ""
+        parts.append(f"{_format_share(above, reading)} {degree}closer to the SVM than chance {SPACES[name]}")
         evidence.append(f"{_middle(reading)} {SPACES[name]}, {_null(reading)}")
     median = "Cosine" if len(tests.shapes.report.heads) == 1 else "Median cosine"
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
@@ -261,23 +288,34 @@ def _count(reading: MeasureMap) -> str:
     return format_count(reading.present.size, "head")
 
 
+def _beside_chance(heads: Sequence[Head], name: str) -> list[tuple[float, float]]:
+    """Return the heads' values of a measure, each with the mean of its null."""
+    measures = [head.measures[name] for head in heads]
+    return [(each.value, each.null.mean) for each in measures if each.value is not None and each.null is not None]
+
+
+def _noun(reading: MeasureMap) -> str:
+    return "Median" if reading.present.size > 1 else "Value"
+
+
 def _middle(reading: MeasureMap, shapes: Shapes | None = None) -> str:
     """Format the median over heads, with its standard error if the report has one."""
     value = middle(reading.values)
     error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
     if error:
-        return _with_error(value, error)
-    sd = reading.null[1] if reading.null is not None else 0.0
-    return format_number(value, decimals_for([sd], 2)) if sd else short(value)
+        return with_error(value, error)
+    if reading.null is None or not reading.null[1]:
+        return short(value)
+    return format_number(value, min(decimals_for([value]), _null_decimals(*reading.null)))
 
 
 def _percent(reading: MeasureMap, shapes: Shapes | None = None) -> str:
     error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
     value = 100 * middle(reading.values)
-    return f"{_with_error(value, 100 * error) if error else f'{value:.0f}'} %"
+    return f"{with_error(value, 100 * error) if error else f'{value:.0f}'} %"
 
 
-def _with_error(value: float, error: float) -> str:
+def with_error(value: float, error: float) -> str:
     """Format value ± error, with two significant digits of the error; an error of rounding size is left out."""
     if error < ROUNDING * abs(value):
         return short(value)
@@ -288,9 +326,16 @@ def _with_error(value: float, error: float) -> str:
 def _null(reading: MeasureMap) -> str:
     """Format mean and standard deviation of one head's null; ± stands for standard errors only."""
     mean, sd = reading.null or (0.0, 0.0)
-    decimals = decimals_for([sd or abs(mean)], 2)
+    decimals = _null_decimals(mean, sd)
     scope = "" if reading.present.size == 1 else " for one head"
     return f"chance{scope} {format_number(mean, decimals)} (sd {format_number(sd, decimals)})"
+
+
+def _null_decimals(mean: float, sd: float) -> int:
+    """Return the decimals of a null: two digits of its sd, but only one if the mean then has more than three."""
+    if not sd:
+        return decimals_for([mean], 2)
+    return min(decimals_for([sd], 2), max(decimals_for([mean]), decimals_for([sd], 1)))
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
@@ -335,7 +380,6 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
     yield f"attnlens swap-kernel {model} --kernel rbf"
     if not selected:
         yield f"attnlens inspect {model} --analyzer selection"
-    yield f"attnlens inspect {model} --html heads.html"
 
 
 def model_argument(report: Report) -> str:

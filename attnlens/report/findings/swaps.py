@@ -16,7 +16,7 @@ from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Rep
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, Written
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
 Names = Callable[[int], str]  # Function that names a layer
@@ -34,7 +34,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
         return
     (swap,) = report.swaps
     answers = (
-        _cost(swap, report.settings.interval_method),
+        None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, report.settings.interval_method),
         None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
         _healed(swap),
         _where(swap, report.model.layer_name),
@@ -54,8 +54,8 @@ def _cost(swap: Swap, method: str) -> Finding:
         before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
         unit = UNITS[swap.task]
         changed = is_change(loss)
-        unclear = loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
-        answer = f"{'Unclear, use more --windows' if unclear else 'None measurable'}: loss {before} → {after} {unit}."
+        verdict = "Unclear, use more --windows" if _is_unclear(loss) else "None measurable"
+        answer = f"{verdict}: loss {before} → {after} {unit}."
         if swap.destroyed:
             answer = f"Destroyed: loss {before} → {after} {unit}, worse than a uniform guess over the vocabulary."
         elif changed:
@@ -223,13 +223,29 @@ def _continuations(swap: Swap) -> Finding | None:
     )
 
 
+def _is_measured(plan: Plan | None) -> bool:
+    """Return True if a plan states the rise of the loss on the evaluation text, which `Within budget?` compares."""
+    return plan is not None and plan.measured is not None
+
+
+def _holds(plan: Plan) -> bool:
+    """Return True if the measured rise is within the budget, and a promise or the interval guarantees that."""
+    measured = plan.measured
+    if measured is None:
+        return False
+    # without a promise, only the measured interval can guarantee the budget
+    is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
+    return plan.within_budget and is_sure
+
+
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
     """Yield the ranks, the size of the cache, and whether the measured rise is within the budget."""
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
-    limit = f"a {what} at most {100 * plan.budget:g} % higher"
-    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head, for {limit}."
-    promised = plan.promised
-    evidence = "" if promised is None else f"Expected rise {share(promised.share)}{_format_interval(promised, ', ')}."
+    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
+    evidence = f"Allowed: a {what} at most {100 * plan.budget:g} % higher."
+    if (promised := plan.promised) is not None:
+        rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
+        evidence += f" Predicted from held-out calibration windows: {rise}."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
     if cache := _format_cache(plan.model_cache_bytes_per_token):
         alone = plan.cache_bytes_per_token
@@ -240,11 +256,9 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
         yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
     if (measured := plan.measured) is not None:
-        # without a promise, only the measured interval can guarantee the budget
-        is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
-        holds = plan.within_budget and is_sure
+        holds = _holds(plan)
         verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
-        answer = f"{verdict}: {share(measured.share)} on {clean(plan.text)}."
+        answer = f"{verdict}: measured {share(measured.share)} on {clean(plan.text)}; allowed {share(plan.budget, 0)}."
         yield Finding(
             question="Within budget?",
             answer=answer,
@@ -255,10 +269,12 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _format_cache(cache: Pair) -> str:
-    """Format a change of bytes per token: `4,096 → 2,560 bytes per token (-38 %)`; empty if it is unknown."""
+    """Format a change of bytes per token: `4,096 → 2,560 bytes per token, 38 % smaller`; empty if it is unknown."""
     if not cache.before or cache.after is None:
         return ""
-    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token ({share(cache.after / cache.before - 1, 0)})"
+    smaller = 1 - cache.after / cache.before
+    size = f"{100 * abs(smaller):.0f} % {'smaller' if smaller >= 0 else 'larger'}" if smaller else "unchanged"
+    return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token, {size}"
 
 
 def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
@@ -273,28 +289,65 @@ def _format_interval(rise: Rise, before: str = "") -> str:
     return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
+def _is_unclear(loss: Change) -> bool:
+    """Return True if the interval of the change includes 0, but also a rise that would matter."""
+    return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
+
+
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that save and apply a plan, or that locate, reduce and compare the cost of the cheapest kernel."""
+    """Yield commands that locate or reduce the cost of the cheapest kernel, measure it more exactly, or adopt it."""
     report = shapes.report
+    written = Written() if shapes.written is None else shapes.written
     # the kernel whose loss rises least; without a loss, the first
     swap = min(report.swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
     model, scope, windows = model_argument(report), _scope(report), _windows(report)
+    if written.model is not None and report.model.adapter is None:
+        yield f"attnlens compare {model} {quote(written.model)}"
     if report.plan is not None:
-        budget = f"--budget {report.plan.unit}:{100 * report.plan.budget:g}%{scope}{windows}"
-        yield f"attnlens ranks {model} {budget} --plan plan.json"
-        yield f"attnlens ranks {model} --ranks plan.json{windows} --save smaller"
+        yield from _after_plan(report, report.plan, written)
         return
-    kernel = f"{quote(swap.kernel)}{scope}{windows}"
+    kernel = f"{model} --kernel {quote(swap.kernel)}{scope}"
+    loss = None if swap.diverged else swap.loss
+    if loss is not None and _is_unclear(loss):
+        yield f"attnlens swap-kernel {kernel}{_windows(report, times=2)}"
+    elif loss is not None and loss.delta < NEGLIGIBLE * loss.before and written.model is None:
+        yield f"attnlens swap-kernel {kernel}{windows} --save changed"
     if not swap.sweep:
-        yield f"attnlens swap-kernel {model} --kernel {kernel} --sweep layers"
+        yield f"attnlens swap-kernel {kernel}{windows} --sweep layers"
     if swap.healing is None:
-        yield f"attnlens heal {model} --kernel {kernel} --train 500k"
-    yield f"attnlens swap-kernel {model} --kernel sink-window:4,64{windows}"
+        yield f"attnlens heal {kernel}{windows} --train 500k"
+    if loss is not None:
+        yield f"attnlens ranks {model} --budget loss:1%{scope}{windows}"
 
 
-def _windows(report: Report) -> str:
-    """Return the options that make a command read as many windows, of the same length, as this report."""
-    parts = ("windows", report.settings.windows, WINDOWS), ("length", report.settings.length, LENGTH)
+def plan_file(written: Written) -> str | None:
+    """Return the file that a command wrote with the ranks: the plan, or the report that contains it."""
+    return written.plan or written.report
+
+
+def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
+    """Yield commands that apply a plan, repair one that exceeds its budget, or search with twice the budget."""
+    model, scope, file = model_argument(report), _scope(report), plan_file(written)
+    exceeded = plan.measured is None or plan.measured.share > plan.budget
+    if file is not None:
+        use = f"{model} --ranks {quote(file)}"
+        if exceeded:
+            yield f"attnlens heal {use}{_windows(report)} --train 500k"
+        elif not _holds(plan):
+            yield f"attnlens ranks {use}{_windows(report, times=2)}"
+        elif written.model is None:
+            yield f"attnlens ranks {use}{_windows(report)} --save smaller"
+    yield f"attnlens ranks {model} --budget {_budget(plan, times=2)}{scope}{_windows(report)}"
+
+
+def _budget(plan: Plan, times: int = 1) -> str:
+    return f"{plan.unit}:{100 * plan.budget * times:g}%"
+
+
+def _windows(report: Report, times: int = 1) -> str:
+    """Return the options that make a command read `times` as many windows, of the same length, as this report."""
+    count = None if report.settings.windows is None else times * report.settings.windows
+    parts = ("windows", count, WINDOWS), ("length", report.settings.length, LENGTH)
     return "".join(f" --{name} {part}" for name, part, usual in parts if part not in (None, usual))
 
 

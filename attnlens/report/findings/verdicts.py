@@ -6,19 +6,21 @@ within the tolerance of its published value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from shlex import quote
 
 from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
 from attnlens.report.sections.facts import count_origins, state_untested
 from attnlens.report.shapes import Shapes
+from attnlens.requests.experiments import USES
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
 CORRELATION = "correlation of the head"  # Figure of an experiment on one head: the cosine to its SVM
 SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Figures of an experiment on hardening
 REACHED = 0.99  # Cosine above which descent has reached the SVM
+MOST_TRIALS = 1000  # Distance to a seed whose trials (trial i uses seed + i) differ from those of a run
 MOST_VALUES = 4  # Number of values of an experiment that are named
 MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
 
@@ -125,13 +127,9 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the commands that show differing backends, inspect the checked model, and repeat and save the check."""
-    model, options = model_argument(shapes.report), shapes.report.settings.options
-    tested = "".join(f" --{name} {quote(str(options[name]))}" for name in ("backends", "masks") if name in options)
-    if any(each.verdict == "differs" for each in shapes.report.backends or []):
-        yield f"attnlens doctor {model}{tested} --table"
-    yield f"attnlens inspect {model}"
-    yield f"attnlens doctor {model}{tested} --json doctor.json"
+    """Yield the command that inspects the checked model, unless attnlens computes it differently."""
+    if all(check.passed for check in shapes.report.doctor):
+        yield f"attnlens inspect {model_argument(shapes.report)}"
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -163,7 +161,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
     """State whether the values of an experiment agree with their references; without references, state the values."""
     name, question = clean(experiment.name).capitalize(), clean(experiment.question)
     values = [
-        f"{clean(experiment.labels.get(name, name.replace('_', ' ')))} {short(value)}"
+        f"{clean(experiment.labels.get(name, name.replace('_', ' ')))}: {short(value)}"
         for name, value in experiment.final.items()
         if value is not None
     ]
@@ -191,20 +189,36 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State how far a head's softmax, and that of its SVM, is from hard selection."""
+    """State the weight of the selected token under a head's softmax, and under its SVM: e^−KL from hard selection."""
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
-    answer = "Unknown." if head is None else f"Its softmax is {short(head)} nats from hard selection (KL; 0: hard)."
-    evidence = "" if svm is None else f"Its SVM, scaled to the head's norm: {short(svm)} nats."
+    answer = "Unknown."
+    if head is not None:
+        answer = f"The selected token gets {_weight(head)} of the weight (median over queries; 100 %: hard selection)."
+    evidence = "" if svm is None else f"With its SVM's scores, scaled to the head's norm: {_weight(svm)}."
     name = clean(experiment.name).partition(",")[0].capitalize()
     return Finding(question=f"{name}: how hard does it select?", answer=answer, evidence=evidence, measures=[])
 
 
+def _weight(kl: float) -> str:
+    return f"{100 * math.exp(-kl):.3g} %"
+
+
+def _ends(experiment: Experiment) -> dict[str, float | None]:
+    """Return the cosine to the SVM at which gradient descent ends, by its start."""
+    return {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
+
+
+def _verdict(experiment: Experiment) -> str:
+    """Return `Yes` if gradient descent reaches the SVM of a head from every start, else `No`."""
+    reached = [value for value in _ends(experiment).values() if value is not None]
+    return "Yes" if reached and all(value > REACHED for value in reached) else "No"
+
+
 def _head_finding(experiment: Experiment) -> Finding:
     """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
-    ends = {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
-    reached = [f"{value:.4f} {starts[name]}" for name, value in ends.items() if value is not None]
-    verdict = "Yes" if reached and all(value is None or value > REACHED for value in ends.values()) else "No"
+    reached = [f"{value:.3f} {starts[name]}" for name, value in _ends(experiment).items() if value is not None]
+    verdict = _verdict(experiment)
     own = experiment.final[CORRELATION]
     share = experiment.final.get("selection kept, from the head")
     tokens = "" if share is None else f" Training from the head keeps {100 * share:.0f} % of its selected tokens."
@@ -212,25 +226,40 @@ def _head_finding(experiment: Experiment) -> Finding:
     return Finding(
         question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
         answer=answer if reached else "Unknown: gradient descent ended without a cosine to the SVM.",
-        evidence=f"The pretrained head itself has {NO_VALUE if own is None else short(own)} (1: its SVM).{tokens}",
+        evidence=f"The pretrained head itself, which `inspect` judges, has {NO_VALUE if own is None else short(own)} "
+        f"(1: its SVM).{tokens}",
         severity="none" if verdict == "Yes" else "notable",
         measures=["selection.svm_cosine"],
     )
 
 
 def after_experiments(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that show one experiment in detail and, unless it is on a head, reproduce the claims."""
-    heads = [each.name.split() for each in shapes.report.experiments if CORRELATION in each.final]
+    """Yield the questions that follow from a head, from checkpoints, or from synthetic experiments.
+
+    A head: which tokens does it select, and what would hard selection cost? Checkpoints: what does the last compute?
+    Synthetic experiments: does another seed miss too, and what does a pretrained head do?
+    """
+    report = shapes.report
+    model, experiments = model_argument(report), report.experiments
+    heads = [each for each in experiments if CORRELATION in each.final]
     if heads:
-        command = f"attnlens converge {model_argument(shapes.report)} --head {heads[0][-1]}"
-        yield f"{command} --table"
-        yield f"{command} --figure head.png"
+        layer, _, number = heads[0].name.split()[-1].rpartition(".")
+        if _verdict(heads[0]) == "No":
+            iterations = 4 * int(str(heads[0].settings["iterations"]))
+            yield f"attnlens converge {model} --head {layer}.{number} --iterations {iterations}"
+        yield f"attnlens inspect {model} --head {layer}.{number} --analyzer selection --show selection"
+        yield f"attnlens swap-kernel {model} --kernel hard --layers {layer} --heads {number}"
         return
-    missed = [each.name for each in shapes.report.experiments if each.passed is False]
-    plain = [each.name for each in shapes.report.experiments if not each.trajectories]
-    for name in (missed or plain)[:1]:
-        yield f"attnlens converge --experiment {quote(name.replace(' ', '-'))} --table"
-    yield "attnlens reproduce claims"
+    if any(each.trajectories for each in experiments):
+        yield f"attnlens inspect {model}"
+        return
+    missed = [each.name.replace(" ", "-") for each in experiments if each.passed is False]
+    for name in missed:
+        if name in USES:
+            yield f"attnlens converge --experiment {name} --seed {report.settings.seed + MOST_TRIALS}"
+    yield "attnlens converge demo --head 3.6"
+    if report.command != "reproduce":
+        yield "attnlens reproduce claims"
 
 
 def study_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -260,7 +289,7 @@ def _order(study: StudyTable, task: str) -> str:
 
 
 def after_studies(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that train more seeds, and that draw the table."""
+    """Yield the command that trains more seeds; it reuses the finished ones."""
     for study in shapes.report.studies[:1]:
-        yield f"attnlens reproduce {clean(study.name)} --seeds 5"
-        yield f"attnlens reproduce {clean(study.name)} --figure table.pdf"
+        seeds = 2 * max((len(cell.runs) for cell in study.cells), default=1)
+        yield f"attnlens reproduce {clean(study.name)} --scale {clean(study.scale)} --seeds {seeds}"

@@ -39,6 +39,7 @@ from attnlens.report.pictures.style import (
 )
 from attnlens.report.sections.facts import population
 from attnlens.report.sections.reference import null_words
+from attnlens.report.shapes import drop_rotary
 from attnlens.wording import big, capitalise, clean, source_of
 
 if TYPE_CHECKING:
@@ -317,7 +318,9 @@ def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
     infos = [find_measure(name) for name in sorted(nulls.intersection(names))]
     entries = [entry for entry in list_analyzers() if any(info.name in names for info in entry.measures)]
     symbols = dict.fromkeys(entry.definitions for entry in entries if entry.definitions)
-    return [f"Null: {null_words(infos)}, as mean ± sd"] * bool(infos) + [f"Symbols: {text}" for text in symbols]
+    return [f"Null: {null_words(infos)}, as mean ± sd"] * bool(infos) + [
+        f"Symbols: {drop_rotary(report, text)}" for text in symbols
+    ]
 
 
 def _end(sentence: str) -> str:
@@ -421,8 +424,24 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
     narrow = all(len(row.panels) == 1 for row in rows) and max(panel.width for panel in panels) <= NARROW
     figure = new_figure(COLUMN if narrow else PAGE, 2 * MARGIN + sum(row.total for row in rows), dpi=300)
     figure.set_label(caption)
-    _draw_rows(figure, _letter(rows) if len(panels) > 1 else rows, MARGIN, MARGIN, bare=True)
+    if len(panels) > 1:
+        rows = _letter(rows)
+    else:
+        rows = [replace(row, panels=[panel and _untitled(panel) for panel in row.panels]) for row in rows]
+    _draw_rows(figure, rows, MARGIN, MARGIN, bare=True)
     return figure
+
+
+def _untitled(panel: Panel) -> Panel:
+    """Remove a panel's title; if the panel has a colour bar without a label, label the bar with it instead."""
+
+    def draw(axes: Axes) -> None:
+        panel.draw(axes)
+        for drawn in (*axes.images, *axes.collections):
+            if drawn.colorbar is not None and not drawn.colorbar.ax.get_ylabel():
+                drawn.colorbar.set_label(panel.title)
+
+    return replace(panel, title="", draw=draw)
 
 
 def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:

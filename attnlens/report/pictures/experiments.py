@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
-from attnlens.analyzers.registry import find_measure
 from attnlens.records import Comparison, Curve, Experiment, Report, StudyCell, StudyColumn, StudyTable, Trajectory
 from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
@@ -34,6 +33,7 @@ from attnlens.report.pictures.maps import heading
 from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
+from attnlens.report.shapes import describe_measure
 from attnlens.wording import LEAST_P, capitalise, clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def comparison_panels(report: Report) -> list[Panel]:
     panels = []
     for name in rank_distances(comparison)[:1]:
         title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
-        info, significant = find_measure(name), f"q ≤ {comparison.fdr:g}"
+        info, significant = describe_measure(report, name), f"q ≤ {comparison.fdr:g}"
         note = f"dots: {significant}; hatched: no change at all"
         caption = f"{capitalise(info.meaning)}: {info.formula}. Logarithmic colours; KL in nats. "
         caption += f"Dots: heads with a significant change, {significant}. Hatched: no change at all."
@@ -224,7 +224,7 @@ def experiment_panels(report: Report) -> list[Panel]:
     for experiment in report.experiments:
         if experiment.trajectories:
             names = changed_measures(experiment) or measures_of(experiment)  # those the series is about come first
-            panels += [_trajectory_panel(experiment, name, report.model.layer_name) for name in names]
+            panels += [_trajectory_panel(report, experiment, name) for name in names]
         else:
             panels += _curve_panels(experiment)
     return [*panels, *_compared_panels(report)]
@@ -251,8 +251,9 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     axes.set_xlabel(clean(style.shorten_label(name, 30)))
 
 
-def _trajectory_panel(experiment: Experiment, name: str, layer_name: Names) -> Panel:
-    info, curve, lines = find_measure(name), experiment.curves[name], _trajectories(experiment, name)
+def _trajectory_panel(report: Report, experiment: Experiment, name: str) -> Panel:
+    info, layer_name = describe_measure(report, name), report.model.layer_name
+    curve, lines = experiment.curves[name], _trajectories(experiment, name)
     layers = {line.layer for line in experiment.trajectories}
     rows_of_layers = list(map(layer_name, range(max(layers) + 1))) if len(layers) > 1 and lines else []
     null = "; grey: null ± sd" * (experiment.null(name) is not None)

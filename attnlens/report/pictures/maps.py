@@ -366,7 +366,7 @@ ACROSS = 3
 NOTE = 54  # characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
 SELECTION_CAPTION = (
-    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by the best possible margin, 1/‖W_mm‖, "
+    "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by the best possible margin, that of the SVM, "
     "in ascending order; a single query can exceed 1. Null heads: the head randomly rotated on both sides, with the "
     "selection and best possible margin of the rotated head. Posed {where}."
 )
@@ -498,7 +498,7 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
     axes.plot(*_sort_margins(head_margins), color=style.CATEGORIES[0], linewidth=1.8, label="the head")
-    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="best possible margin, 1/‖W_mm‖")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="best possible margin (the SVM)")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
         style.scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)

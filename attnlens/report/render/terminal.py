@@ -85,6 +85,8 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
         line.no_wrap, line.overflow = True, "ignore"
         yield line
     if section.commands:
+        indented = (0, 0, 0, len(section.title) + 2)
+        yield from (Padding(Text(clean(line), style="dim", overflow="fold"), indented) for line in section.lines)
         return
     if section.title:
         yield Text(clean(section.title), style="bold")

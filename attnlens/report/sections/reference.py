@@ -65,6 +65,11 @@ TERMS = {  # Terms of screens and reports → explanation
     "complete": "Every site and head of the model, or of the part requested, was read; otherwise the reasons follow.",
     "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3. In models of "
     "several parts, the part comes first: decoder.3.7.",
+    "effect": "What a change does to the model's predictions: the change of the loss with its 95 % interval and, in "
+    "`compare`, the KL divergence between both models' predictions. A finding of heads states its size beside chance.",
+    "cache": "The keys and values of earlier tokens, which a model keeps while it generates: `ranks` makes the keys "
+    "smaller within a loss budget, `swap-kernel --kernel sink-window:4,64` keeps fewer tokens, and `doctor --masks "
+    "cache` tests that a pass with the cache gives the same outputs. Findings give its size in bytes or numbers.",
     "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
 TERM_SYNONYMS = {
@@ -73,6 +78,8 @@ TERM_SYNONYMS = {
     **dict.fromkeys(("significance", "significantly", "q", "fdr", "p"), "significant"),
     **dict.fromkeys(("length", "placement"), "windows"),
     "medians": "median",
+    **dict.fromkeys(("effects", "cost", "effect size"), "effect"),
+    **dict.fromkeys(("kv cache", "kv-cache", "kv_cache", "key-value cache", "caches"), "cache"),
     **dict.fromkeys(("m", "form", "w_q w_k"), "form m"),
     **dict.fromkeys(("layer.head", "heads"), "head"),
 }

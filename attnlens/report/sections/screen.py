@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attnlens.report.findings import find, next_commands
+from attnlens.report.findings import advise_saving, find, next_commands
 from attnlens.report.sections.section import HeatMap, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, middle
 from attnlens.wording import clean, decimals_for, format_number, title_of
@@ -67,6 +67,7 @@ def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], li
 
 @section(99, views=("screen", "markdown", "opening"))
 def next_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the commands that follow from the findings."""
-    if commands := next_commands(shapes):
-        yield Section("Next", commands=[clean(command) for command in commands])
+    """Yield the commands that follow from the findings, and the advice to save the result."""
+    commands, advice = next_commands(shapes), advise_saving(shapes)
+    if commands or advice:
+        yield Section("Next", commands=[*map(clean, commands)], lines=[clean(advice)] if advice else [])
