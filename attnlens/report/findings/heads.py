@@ -149,13 +149,11 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         parts.append(f"{degree}more antisymmetric: {format_count(len(below), 'head')}{_places(tests.shapes, below)}")
     answer = f"{'; '.join(parts)}."
     if reading.present.size > 1:
-        high = sum(value > HALF for value in reading.present.tolist())
-        low = sum(value < -HALF for value in reading.present.tolist())
-        answer += f" {format_count(high, 'head') if high else 'No head'} {'are' if high > 1 else 'is'} above 0.5"
-        answer += f", {low} {'are' if low > 1 else 'is'} below −0.5" * bool(low)
-        answer += f" ({'−1: antisymmetric, ' * bool(low)}0: neither, 1: symmetric)."
+        for side, place in ((1, "above 0.5"), (-1, "below −0.5")):
+            count = int((side * reading.present > HALF).sum())
+            answer += f" {format_count(count, 'head')} {'are' if count > 1 else 'is'} {place}." if count else ""
     scope = f"Median of the {len(marked)}:" if len(marked) > 1 else _noun(reading)
-    evidence = f"{scope} {typical}; {_null(reading)}."
+    evidence = f"{scope} {typical} ({'1: symmetric' if above or not below else '−1: antisymmetric'}); {_null(reading)}."
     if len(values) > MOST_HEADS:
         strongest = sorted(values, key=lambda pair: -abs(pair[0]))[:MOST_HEADS]
         named = [f"{tests.shapes.name_head(head)} ({short(value)})" for value, head in strongest]

@@ -114,7 +114,7 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
         yield Padding(Text.assemble(*styled, overflow="fold"), (0, 0, 0, 2))
 
 
-LABEL = 14  # Largest width of a finding's question
+LABEL = 10  # Largest width of a finding's question
 
 
 def _answers(findings: Sequence[Finding]) -> Grid:
