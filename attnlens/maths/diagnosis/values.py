@@ -393,12 +393,13 @@ def propose_factors(pair: Pair) -> Iterator[Fit]:
         rows = predicted.T if kind == "column" else predicted
         shaped = rows.reshape(pair.second.shape) if kind == "head" else _from_rows(rows, pair)
         yield _scale_each(kind, factors, shaped)
-    if pair.weight is not None and pair.weight.first.shape == pair.weight.second.shape:
-        factors = _fit_row_factors(
-            *(_as_rows(part, pair.weight).double() for part in (pair.weight.first, pair.weight.second))
-        )
-        if factors.numel() == pair.first.numel():
-            yield _scale_each("row", factors, factors.view_as(pair.first) * pair.first.double())
+    matrix = pair.weight
+    if matrix is None or matrix.first.dim() < 2 or matrix.first.shape != matrix.second.shape:
+        return
+    first, second = (_as_rows(part, matrix).double() for part in (matrix.first, matrix.second))
+    if len(first) == pair.first.numel():
+        factors = _fit_row_factors(first, second)
+        yield _scale_each("row", factors, factors.view_as(pair.first) * pair.first.double())
 
 
 def _fit_row_factors(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
