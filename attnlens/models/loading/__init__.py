@@ -237,10 +237,10 @@ def _describe(
 
 def _note_untied(model: PreTrainedModel) -> list[str]:
     """Return a sentence if the config ties the output matrix to the embedding, but the files contain another matrix."""
-    config, ties = model.config.get_text_config(), type(model)._tied_weights_keys or {}
-    output = model.get_output_embeddings()
+    ties, output = type(model)._tied_weights_keys or {}, model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is output), None)
-    if output is None or not config.tie_word_embeddings or f"{name}.weight" not in ties:
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    if output is None or not is_tied or f"{name}.weight" not in ties:
         return []
     weight, embedding = output.weight, model.get_input_embeddings().weight
     if weight is embedding or weight.shape != embedding.shape or weight.is_meta or bool((weight == embedding).all()):
