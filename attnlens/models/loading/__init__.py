@@ -237,7 +237,8 @@ def _describe(
 
 def _note_untied(model: PreTrainedModel) -> list[str]:
     """Return a sentence if the config ties the output matrix to the embedding, but the files contain another matrix."""
-    ties, output = type(model)._tied_weights_keys or {}, model.get_output_embeddings()
+    ties = type(model)._tied_weights_keys or {}
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     name = next((name for name, module in model.named_modules() if module is output), None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     if output is None or not is_tied or f"{name}.weight" not in ties:
