@@ -197,7 +197,7 @@ class Comparison(Record):
     shifts: list[Shift] = []
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each
-    config: list[ConfigChange] = []  # Fields that affect attention and differ
+    config: list[ConfigChange] = []  # Fields that affect attention or hidden states and differ
     tensors: TensorChanges | None = None  # Differences of tensors; None if a report was compared instead of a model
     diagnosis: list[DiagnosedCause] = []  # Causes of the differences, by layers
 

@@ -25,7 +25,7 @@ from attnlens.models.trace import call_arguments, remove_hooks, tensors
 from attnlens.records import BackendCheck, MaskCheck, Sight, Site, SiteError
 from attnlens.requests import DoctorRequest
 from attnlens.runs import checks
-from attnlens.runs.masks import STEPS, TEXT_INPUTS, Case, Cases, key_input, main_input
+from attnlens.runs.masks import STEPS, Case, Cases, explain_no_masks, key_input, main_input
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -170,11 +170,11 @@ class Comparison:
     def _prepare(self) -> None:
         """Build the mask tests with their reference outputs; record the reason for each test that can't be built."""
         named = self.named_masks
-        if not (self.inputs.keys() <= TEXT_INPUTS and "input_ids" in self.inputs):
-            reason = "masks are tested only for models that read nothing but text"
+        if (reason := explain_no_masks(self.inputs)) is not None:
             self.refused = dict.fromkeys(named or (), reason)
             return
-        cases = self.cases = Cases(self.reference, self.inputs, self.site_calls, named)
+        exact = hooks.as_dtype(self.inputs, self.reference.dtype)
+        cases = self.cases = Cases(self.reference, exact, self.site_calls, named)
         device = loading.device_of_inputs(self.reference)
         for case in cases.build():
             if isinstance(case, tuple):
@@ -486,7 +486,8 @@ class Comparison:
         whole: Outputs = {}
         reference, computing = (model, torch.no_grad()) if against_itself else (self.reference, self._recomputing())
         with computing, record_sites(reference, targets, {}, whole):
-            expected = main_output(hooks.forward(reference, inputs))
+            expected = main_output(hooks.forward(reference, hooks.as_dtype(inputs, reference.dtype)))
+        inputs = hooks.as_dtype(inputs, model.dtype)
         tokens, cache = inputs[name].shape[1], None
         errors, faults, count, reason = list[float](), dict[Site, Sight](), 0, None
         ends = [0, *range(tokens - STEPS, tokens + 1)]

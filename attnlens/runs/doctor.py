@@ -139,8 +139,7 @@ def doctor(
     inputs = batches.batches[0].inputs
     report = _diagnose(loaded, settings, inputs, progress)
     read = time.perf_counter()
-    if report.settings.dtype == "float32" and loaded.model.dtype == torch.float64:
-        loaded, inputs = replace(loaded, model=nn.Module.float(loaded.model)), hooks.as_dtype(inputs, torch.float32)
+    inputs = hooks.as_dtype(inputs, loaded.model.dtype)  # `_diagnose` can have converted the model to float32
     backends, notes = check_backends(loaded, inputs, request)
     if notes:
         settings = report.settings.model_copy(update={"notes": [*report.settings.notes, *notes]})
@@ -150,9 +149,13 @@ def doctor(
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model as loaded, or in float32 if float64 fails or changes the attention (EoMT's own masks)."""
+    """Examine the model as loaded, or in float32 if only float64 fails or changes the attention (EoMT's own masks).
+
+    The model is converted to float32 then.
+    """
     if loaded.model.dtype != torch.float64:
         return _examine(loaded, settings, inputs, progress)
+    report: Report | None = None
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
@@ -163,9 +166,13 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
     except ModelError as error:
         why = error.problem
     note = f"Computed in float32, whose rounding counts as error, because in float64: {why}"
-    loaded = replace(loaded, model=nn.Module.float(loaded.model))
-    settings = settings.model_copy(update={"notes": [*settings.notes, note], "dtype": "float32"})
-    return _examine(loaded, settings, hooks.as_dtype(inputs, torch.float32), progress)
+    single = replace(loaded, model=nn.Module.float(loaded.model))
+    notes = settings.model_copy(update={"notes": [*settings.notes, note], "dtype": "float32"})
+    again = _examine(single, notes, hooks.as_dtype(inputs, torch.float32), progress)
+    if report is not None and again.summary.verdict == "differs":  # the cause is not float64
+        nn.Module.double(loaded.model)
+        return report
+    return again
 
 
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:

@@ -43,6 +43,17 @@ class Rule:
         return self.window if self.window is None or not self.causal else self.window - 1
 
 
+def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
+    """Return why the masks of a model with these inputs can't be tested, or None if they can.
+
+    Text is the only input of the model, or at least of its decoder (Whisper).
+    """
+    ids = inputs.get(main_input(inputs))
+    if ids is None or ids.dim() != 2 or ("input_ids" in inputs and not inputs.keys() <= TEXT_INPUTS):
+        return "masks are tested only if the model, or its decoder, reads nothing but text"
+    return None
+
+
 def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
     """Return the rule that the configuration declares for a site; if it declares none, the site's part decides."""
     module, part = target.module, target.site.part
@@ -140,6 +151,7 @@ class Cases:
         self.main_input = main_input(inputs)
         self.most = min(ORDERED, position_limit(model) or ORDERED)
         self.ids = {name: inputs[name][:1] for name in ("input_ids", "decoder_input_ids") if name in inputs}
+        self.media = {name: tensor[:1] for name, tensor in inputs.items() if name not in TEXT_INPUTS}
         self.causal = any(self.rules[target.site].causal for target in site_calls)
         self.bidirectional = any(
             target.site.part == "encoder" and not self.rules[target.site].causal for target in site_calls
@@ -180,8 +192,9 @@ class Cases:
         return {self.main_input: self.row(self.main_input, min(tokens, limit)), **self._others(self.main_input, 1)}
 
     def _others(self, perturbed: str, rows: int) -> dict[str, Tensor]:
-        """Return `rows` copies of the other ids of an encoder–decoder (not `perturbed`); {} for other models."""
-        return {name: self.row(name, PROBED).expand(rows, -1) for name in self.ids if name != perturbed}
+        """Return `rows` copies of an encoder–decoder's inputs other than `perturbed`; {} for other models."""
+        others = {name: self.row(name, PROBED) for name in self.ids if name != perturbed} | self.media
+        return {name: tensor.expand(rows, *tensor.shape[1:]) for name, tensor in others.items()}
 
     def _build_unmasked(self, name: str, perturbed: str, tokens: int, probes: list[int]) -> Case:
         """Build a test on sequences without padding or a mask, one row for each perturbed token."""
@@ -200,6 +213,8 @@ class Cases:
     def _bidirectional(self) -> Case | str:
         if not self.bidirectional:
             return "the model has no bidirectional attention"
+        if "input_ids" not in self.ids:
+            return "the model's bidirectional attention reads no text"
         return self._build_unmasked("bidirectional", "input_ids", self.most, list(range(self.most)))
 
     def _window(self) -> Case | str:
@@ -232,8 +247,10 @@ class Cases:
         return Case("prefix", inputs, "input_ids", case.probes, case.documents, pieces, prefix=first)
 
     def _padded(self, *, left: bool) -> Case | str:
-        if "attention_mask" not in self.parameters:
-            return "the model takes no attention_mask"
+        padded = "input_ids" if "input_ids" in self.ids else self.main_input
+        mask_input, position_input = (padded.replace("input_ids", kind) for kind in ("attention_mask", "position_ids"))
+        if mask_input not in self.parameters:
+            return f"the model takes no {mask_input}"
         total = PROBED + PADS
         padding = range(PADS) if left else range(PROBED, total)
         ends = (PADS, total - 1) if left else (0, PROBED - 1)
@@ -245,20 +262,20 @@ class Cases:
         for row, (pads, _) in enumerate(rows):
             real = total - pads
             start = pads if left else 0
-            ids[row, start : start + real] = self.row("input_ids", real)[0]
+            ids[row, start : start + real] = self.row(padded, real)[0]
             documents[row, start : start + real] = 0
             if row in (0, len(rows) - 1):
-                alone = {"input_ids": self.row("input_ids", real), **self._others("input_ids", 1)}
-                whole = (0, PROBED) if self.main_input != "input_ids" else (start, start + real)
+                alone = {padded: self.row(padded, real), **self._others(padded, 1)}
+                whole = (0, PROBED) if self.main_input != padded else (start, start + real)
                 pieces.append((row, *whole, alone))
         mask = (documents >= 0).long()
-        inputs = {"input_ids": ids, "attention_mask": mask, **self._others("input_ids", len(rows))}
-        counted = self.main_input == "input_ids" and self.causal and "position_ids" in self.parameters
+        inputs = {padded: ids, mask_input: mask, **self._others(padded, len(rows))}
+        counted = self.main_input == padded and self.causal and position_input in self.parameters
         if left and counted:  # `generate` sets these positions, too
-            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+            inputs[position_input] = (mask.cumsum(-1) - 1).clamp_min(0)
         name = "padding-left" if left else "padding-right"
         probes = [place for _, place in rows]
-        return Case(name, inputs, "input_ids", probes, documents, pieces, same_positions=counted or not left)
+        return Case(name, inputs, padded, probes, documents, pieces, same_positions=counted or not left)
 
     def _packed(self) -> Case | str:
         if not self.causal or self.main_input != "input_ids" or "position_ids" not in self.parameters:

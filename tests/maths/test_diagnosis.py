@@ -424,6 +424,26 @@ def _in_one_head(part: Tensor, size: float, noise: Callable[[Tensor], Tensor]) -
     return changed
 
 
+@pytest.mark.parametrize("kind", KV_HEADS)
+def test_a_bias_has_the_factors_of_the_rows_of_its_matrix(kind):
+    first = draw(kind)
+    first = first.with_parts({"mlp.bias": torch.linspace(-1, 1, 96)})
+    factors = {name: 0.5 + torch.rand(first.parts[f"{name}.weight"].shape[:-1]) for name in ("query", "mlp")}
+    scaled = {
+        f"{name}.{part}": first.parts[f"{name}.{part}"] * (factor[..., None] if part == "weight" else factor)
+        for name, factor in factors.items()
+        for part in ("weight", "bias")
+    }
+    diagnosis = diagnose(first, first.with_parts(scaled))
+    assert [(cause.hypothesis, cause.parts) for cause in diagnosis.causes] == [
+        ("rows scaled", ("query.weight", "query.bias")),
+        ("rows scaled", ("mlp.weight", "mlp.bias")),
+    ]
+    assert not diagnosis.unexplained
+    other = diagnose(first, first.with_parts(scaled | {"query.bias": scaled["query.bias"].flip(-1)}))  # the control
+    assert other.unexplained == ["query.bias"]
+
+
 @pytest.mark.parametrize("pairs", [8, pytest.param(200, marks=pytest.mark.full)])
 def test_unrelated_changes_are_not_diagnosed(pairs):
     false = []

@@ -187,6 +187,8 @@ REFUSED = {
     "no extrapolation": field("rope.scaling.yarn_ext_factor", 0.0, **YARN),
     "another logarithm": field("rope.scaling.yarn_log_multiplier", 0.5, **YARN),
     "scaled embeddings": field("embedding_scale", 12.0),
+    "scaled experts": field("expert_weights_scale", 2.5),
+    "sigmoids of experts": field("expert_gating_func", 2),
     "too few factors": tensor("rope_freqs.weight", [1.0] * 3),
     "no numbers": tensor("rope_freqs.weight", [math.nan] * 8),
     "factors and a scale": tensor("rope_freqs.weight", [2.0] * 8, **LINEAR),

@@ -305,10 +305,26 @@ def test_which_of_two_copies_of_the_weights_was_read_is_noted(folder, tmp_path):
         assert load(folder, from_files=way).notes == (f"{note}{index}.",)
     assert load(folder / "model.safetensors").notes == ()
     assert load(tmp_path / "shards").notes == ()
+    stray = "model-00001-of-00009.safetensors"
+    shutil.copy(folder / "model.safetensors", tmp_path / "shards" / stray)
+    assert load(tmp_path / "shards").notes[0].endswith(f"were not read: {stray}.")
+    (tmp_path / "shards" / stray).unlink()
     shown = invoke("inspect", folder, "--source", "weights", "--layers", "0", "--analyzer", "symmetry")
     assert f"were not read: {index}." in " ".join(shown.stdout.split())
     compared = attnlens.compare(folder, tmp_path / "shards", source="weights", analyzers=["symmetry"])
     assert f"{note}{index}." in compared.comparison.notes
+
+
+def test_an_output_matrix_that_the_config_ties_to_another_embedding_is_noted(folder):
+    tensors = weights(folder)
+    output, embedding = "lm_head.weight", tensors["transformer.wte.weight"]
+    stored(folder, tensors | {output: embedding.clone()})
+    assert load(folder).notes == ()
+    stored(folder, tensors | {output: 2 * embedding})
+    loaded = load(folder)
+    assert torch.equal(loaded.model.lm_head.weight, 2 * embedding)
+    (note,) = loaded.notes
+    assert note.startswith(f"{output} differs from the embedding, to which config.json ties it")
 
 
 def test_old_spellings_in_config_are_understood_and_unknown_ones_named(folder, tmp_path):

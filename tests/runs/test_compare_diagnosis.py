@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import damage
@@ -16,6 +17,7 @@ import planted_causes
 import pytest
 import tiny
 import torch
+import transformers as tf
 
 import attnlens
 from attnlens.maths.diagnosis.values import PRECISION
@@ -26,7 +28,7 @@ from attnlens.report.findings import find, next_commands
 from attnlens.report.shapes import Shapes
 from attnlens.requests import InspectRequest
 from attnlens.runs.compare.changes import NOTES_ON_FORMS
-from attnlens.runs.compare.diagnosis import describe_models
+from attnlens.runs.compare.diagnosis import compare_configs, describe_models
 from attnlens.runs.inspect.pipeline import prepare, survey
 from attnlens.runs.progress import silent
 
@@ -585,6 +587,14 @@ def test_heads_reordered_only_in_queries_and_keys_are_damage():
     )
     assert {(row.layer, row.head) for row in result.rows if row.named} == {(1, head) for head in range(6)}
     assert [cause.harmless for cause in result.diagnosis] == [False]
+
+
+def test_settings_that_change_hidden_states_are_listed():
+    sides = [SimpleNamespace(config=tf.GraniteConfig(residual_multiplier=size, pad_token_id=0)) for size in (1.0, 0.5)]
+    (change,) = compare_configs(*sides)
+    assert (change.field, change.first, change.second) == ("residual_multiplier", "1.0", "0.5")
+    sides[1].config = tf.GraniteConfig(hidden_act="gelu", attention_dropout=0.5, pad_token_id=1)
+    assert [change.field for change in compare_configs(*sides)] == ["hidden_act"]
 
 
 def test_first_lines_and_the_repair_of_a_lost_permutation():

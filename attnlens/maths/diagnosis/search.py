@@ -270,22 +270,32 @@ class Search:
 
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
         """Yield the fit of each hypothesis on a tensor, the heads to which it is fitted, and its largest residual."""
-        first, second = layer.parts[name], self.second.parts[name]
         if has_heads(name):
-            others = heads & ~_rounded_heads(first, second)
+            others = heads & ~_rounded_heads(layer.parts[name], self.second.parts[name])
             heads = others if bool(others.any()) else heads
         chosen = heads.nonzero().flatten()
+        pair = self._pair(layer, name, chosen)
+        weight = name.removesuffix("bias") + "weight"
+        if name.endswith("bias") and weight in layer.parts and weight in self.second.parts:
+            pair = replace(pair, weight=self._pair(layer, weight, chosen))
+        for hypothesis in self.hypotheses:
+            for fit in hypothesis(pair):
+                yield fit, chosen, float(residuals(fit.predicted, pair.second, name).max())
+
+    def _pair(self, layer: Layer, name: str, chosen: Tensor) -> Pair:
+        """Return these heads of a part in `layer` and in the second layer; the whole part if it has no heads."""
+        first, second = layer.parts[name], self.second.parts[name]
         if has_heads(name):
             first, second = first[chosen.to(first.device)], second[chosen.to(second.device)]
         spacings = [side.spacing.get(name, SINGLE) for side in (self.first, self.second)]
         query = self.first.parts.get("query.weight")
         head_dim = 1 if query is None else query.shape[1]
-        is_gain, numbers = name in self.first.gains, tuple(chosen.tolist()) if has_heads(name) else ()
-        pair = Pair(
+        numbers = tuple(chosen.tolist()) if has_heads(name) else ()
+        return Pair(
             name,
             first,
             second,
-            is_gain,
+            name in self.first.gains,
             spacing=max(spacings),
             finer=min(spacings),
             second_spacing=spacings[1],
@@ -294,9 +304,6 @@ class Search:
             inputs_first=name in self.first.inputs_first,
             offset=self.first.offsets.get(name, 0.0),
         )
-        for hypothesis in self.hypotheses:
-            for fit in hypothesis(pair):
-                yield fit, chosen, float(residuals(fit.predicted, second, name).max())
 
     def _predict(self, layer: Layer, name: str, fit: Fit, chosen: Tensor) -> Tensor:
         """Return the whole part with the chosen heads replaced by the fit's prediction."""

@@ -58,6 +58,7 @@ class Pair:
     heads: tuple[int, ...] = ()  # numbers of these heads; empty for a part without heads
     inputs_first: bool = False  # True if the rows of the matrix are its inputs
     offset: float = 0.0  # number that a norm adds to its stored weight to make this gain
+    weight: Pair | None = None  # the matrix to whose product this bias is added; None if the part is not a bias
 
 
 def show_factor(factor: float) -> str:

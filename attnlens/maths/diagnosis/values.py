@@ -383,15 +383,35 @@ def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> b
 
 
 def propose_factors(pair: Pair) -> Iterator[Fit]:
-    """Propose that each head, row or column was multiplied by a separate factor, fitted by least squares."""
+    """Propose that each head, row or column was multiplied by a separate factor, fitted by least squares.
+
+    The values of a bias can be multiplied by the factors of the rows of its matrix.
+    """
     for kind, first, second in _list_scaled(pair):
-        size = first.square().sum(1, keepdim=True)
-        factors = torch.where(size > 0, (first * second).sum(1, keepdim=True) / size.clamp(min=TINY), 1.0)
-        span = f"{float(factors.min()):.3g} to {float(factors.max()):.3g}"
+        factors = _fit_row_factors(first, second)
         predicted = factors * first
         rows = predicted.T if kind == "column" else predicted
         shaped = rows.reshape(pair.second.shape) if kind == "head" else _from_rows(rows, pair)
-        yield Fit(f"{kind}s scaled", f"{{parts}} multiplied by a factor for each {kind} ({span})", None, shaped)
+        yield _scale_each(kind, factors, shaped)
+    matrix = pair.weight
+    if matrix is None or matrix.first.dim() < 2 or matrix.first.shape != matrix.second.shape:
+        return
+    first, second = (_as_rows(part, matrix).double() for part in (matrix.first, matrix.second))
+    if len(first) == pair.first.numel():
+        factors = _fit_row_factors(first, second)
+        yield _scale_each("row", factors, factors.view_as(pair.first) * pair.first.double())
+
+
+def _fit_row_factors(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
+    """Return the factor c of each row that minimises ‖B − c · A‖; 1 for a row of zeros."""
+    size = first.square().sum(1, keepdim=True)
+    return torch.where(size > 0, (first * second).sum(1, keepdim=True) / size.clamp(min=TINY), 1.0)
+
+
+def _scale_each(kind: str, factors: Tensor, predicted: Tensor) -> Fit:
+    """Build the fit of separate factors; a bias and its matrix have the same text, and so become one cause."""
+    span = f"{float(factors.min()):.3g} to {float(factors.max()):.3g}"
+    return Fit(f"{kind}s scaled", f"{{parts}} multiplied by a factor for each {kind} ({span})", None, predicted)
 
 
 TINY = torch.finfo(torch.float64).tiny

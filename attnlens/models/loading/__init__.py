@@ -231,8 +231,23 @@ def _describe(
         quantised=quantisation(place)[0],
         adapter=adapter.info if adapter else None,
     )
-    notes, kind = tuple(place.notes), kind_of(model)
+    notes, kind = (*place.notes, *([] if deferred else _note_untied(model))), kind_of(model)
     return Loaded(model, *tokenizer, info, kind, missing, unused, notes, adapter, place.folder, deferred, shapes)
+
+
+def _note_untied(model: PreTrainedModel) -> list[str]:
+    """Return a sentence if the config ties the output matrix to the embedding, but the files contain another matrix."""
+    ties = type(model)._tied_weights_keys or {}
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    name = next((name for name, module in model.named_modules() if module is output), None)
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    if output is None or not is_tied or f"{name}.weight" not in ties:
+        return []
+    weight, embedding = output.weight, model.get_input_embeddings().weight
+    if weight is embedding or weight.shape != embedding.shape or weight.is_meta or bool((weight == embedding).all()):
+        return []
+    problem = f"{name}.weight differs from the embedding, to which config.json ties it (tie_word_embeddings)"
+    return [f"{problem}: the matrix in the files was used."]
 
 
 def _refuse_swapped(place: Location) -> None:

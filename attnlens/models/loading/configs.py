@@ -224,7 +224,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
         settings.get("transform_config") or (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
     ):
         reason = "are rotated or sparse, which is not supported"
-    elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
+    elif method == "awq" and (version != "gemm" or any(settings.get(name, 4) != 4 for name in ("bits", "w_bit"))):
         reason = f"are in version {format_value(version)}, or not in four bits, which is not supported"
     elif method == "gptq" and (unknown := [name for name, usual in GPTQ.items() if settings.get(name) not in usual]):
         reason = f"have {unknown[0]} = {format_value(settings[unknown[0]])}, which is not supported"

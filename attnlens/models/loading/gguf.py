@@ -117,6 +117,7 @@ QWEN_35 = ("rope.dimension_sections", "full_attention_interval")
 CHECKED = (
     *(f"attention.{name}" for name in ("causal", "max_alibi_bias", "scale", "key_length", "value_length")),
     *("attention.sliding_window_pattern", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
+    *("expert_gating_func", "expert_weights_scale"),
 )
 """Fields that must agree with what transformers' model computes."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -124,6 +125,8 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
 """Fields of some llama.cpp architectures that change hidden states or logits; they, too, must agree with the model."""
 KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
+GATING = {"gpt-oss": 3, "minimax-m2": 2}
+"""ggml's number of the function that weights experts; 1, softmax over all experts, for other architectures."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -163,6 +166,8 @@ class Settings:
             "attention.value_length": _head_dim(config),
             "rope.scaling.yarn_ext_factor": float(self.fields.get("rope.scaling.type") == "yarn"),
             "rope.scaling.yarn_attn_factor": 1.0,
+            "expert_gating_func": float(GATING.get(self.architecture, 1)),
+            "expert_weights_scale": 1.0,
         }
         for name, value in self.fields.items():
             if name in ATTRIBUTES:

@@ -336,6 +336,11 @@ FORMATS = (  # Name patterns of weights that are not read, what they are, and ho
 )
 
 
+def _is_shard(name: str) -> bool:
+    match = SHARD.search(name)
+    return match is not None and match[2] == "safetensors"
+
+
 def say_merge(first: str) -> str:
     """Return the remedy for a split GGUF model: the command that merges its parts, given the name of any part."""
     first = re.sub(r"-\d{5}-of-", "-00001-of-", first)
@@ -369,8 +374,12 @@ class Location:
         """Sentence on other copies of the weights in the folder, unless the user named the file that is read."""
         if self.trusts_link or self.urls:
             return []
-        names = names_in(self.folder) - {self.file}
-        unread = sorted(name for name in names if name in (SINGLE, SHARDED, *PICKLES) or _is_gguf(name))
+        read = {self.file, *(file.name for file in self.weights)}
+        unread = sorted(
+            name
+            for name in names_in(self.folder) - read
+            if name in (SINGLE, SHARDED, *PICKLES) or _is_gguf(name) or (self.file == SHARDED and _is_shard(name))
+        )
         others = f"other weights in this folder were not read: {', '.join(unread)}"
         return [f"The weights were read from {shorten_text(str(self.folder / self.file))}; {others}."] if unread else []
 

@@ -71,7 +71,10 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the coded weights by name; {} if the config declares none. Raises ModelError if none is in the files."""
+    """Return the coded weights by name; {} if the config declares none.
+
+    Raises ModelError if none is in the files, or if the files contain a weight both as codes and as numbers.
+    """
     method, settings = quantisation(place)
     if method is None:
         return {}
@@ -83,6 +86,8 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
             if name.endswith(scheme.code) and parts:
                 weight = stem + scheme.target
                 problem = f"{place.folder} ({method}) stores {shorten_text(weight)} as codes"
+                if weight in {*names} - {name}:
+                    raise ModelError(f"{problem} and also as numbers, which can differ.", SAY_UNQUANTISED)
                 weights[weight] = CodedWeight(scheme, {"": name} | parts, settings, problem)
     if not weights:
         problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but the files contain none."

@@ -156,8 +156,8 @@ def start_scores(
     """Start to trace a product; return its TracedScores and its stand-ins: two, or three with `prove`."""
     wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
-    moved = tuple(  # about as large as the model's queries and keys
-        (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
+    moved = tuple(
+        (torch.randn(part.shape, generator=generator).to(part) * _finite_deviation(part)).to(part.dtype)
         for part in operands * prove
     )
     # neighbouring keys have different signs, so that a query that sees several keys sees both signs
@@ -169,6 +169,12 @@ def start_scores(
     left[..., :1], right[..., :1] = columns
     standins = (zero, product.again(left, right), *([product.again(*moved)] if moved else []))
     return TracedScores(product, content, running, columns[0] @ columns[1].T, moved), standins
+
+
+def _finite_deviation(part: Tensor) -> Tensor:
+    """Return the standard deviation of the finite values, or 1 without any: random numbers become about as large."""
+    finite = part.detach()[part.isfinite()]
+    return finite.std() if finite.numel() > 1 else part.new_ones(())
 
 
 NOT_FINITE = "not finite, so that they can't be checked"

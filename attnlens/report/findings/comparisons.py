@@ -130,7 +130,7 @@ def _places(rows: Iterable[MeasureChange]) -> set[Place]:
 
 
 def _first_lines(comparison: Comparison) -> Iterator[Finding]:
-    """Yield whether both models have the same tensors, and the config fields that affect attention and differ."""
+    """Yield whether both models have the same tensors, and which config fields differ."""
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
         answer = (

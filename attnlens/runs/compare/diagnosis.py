@@ -41,13 +41,14 @@ from attnlens.runs.compare.significance import stored_type
 from attnlens.runs.inspect.inspection import Inspection, SiteFactors
 from attnlens.wording import group_pairs, short
 
-ATTENTION_FIELD = re.compile(
+MODEL_FIELD = re.compile(
     r"rope|rotary|window|layer_types|scal|softcap|norm|eps|head|attn|attention|position|alibi|kv|qk|causal|group"
     r"|layers?$|hidden_size|d_model|n_embd|tie_word_embeddings|is_decoder"
+    r"|multiplier|residual|hidden_act|activation|experts|scoring|topk"
 )
-"""Part of the names of config fields that affect attention, or the number and size of the tensors."""
+"""Part of the names of config fields that affect attention, hidden states, or the number and size of the tensors."""
 OTHER_FIELD = re.compile(r"dropout|initializer|implementation|classifier|lm_head|pruned|output_|token|_name")
-"""Part of the names of config fields that match ATTENTION_FIELD but don't affect attention."""
+"""Part of the names of config fields that match MODEL_FIELD but don't affect the model's computation."""
 
 SIZES = {
     "layers": re.compile(r"(^|[._])(num_hidden_layers|num_layers|n_layers?|(en|de)coder_layers|num_decoder_layers)$"),
@@ -87,12 +88,12 @@ def match_sites(sides: Sides) -> dict[Site, Site]:
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
-    """List the config fields that affect attention and differ, including fields of nested configs."""
+    """List the config fields that affect attention or hidden states and differ, including those of nested configs."""
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
     names = [
         name
         for name in dict.fromkeys([*sides[0], *sides[1]])
-        if ATTENTION_FIELD.search(name) and not OTHER_FIELD.search(name)
+        if MODEL_FIELD.search(name) and not OTHER_FIELD.search(name)
     ]
     changes = [(name, *(side.get(name) for side in sides)) for name in names]
     missing = None, "null"  # a field that is absent, and a field that is set to None, are equivalent
