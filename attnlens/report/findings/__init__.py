@@ -30,5 +30,5 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return at most COMMANDS commands that follow from the findings of a report."""
+    """Suggest at most COMMANDS commands for the next step, based on a report's findings."""
     return list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
