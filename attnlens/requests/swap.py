@@ -156,7 +156,7 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Training goal: the original model's predictions (`teacher`), or the tokens of the text (`text`).",
+        "Training goal: the original model's predictions (`teacher`) or the text's tokens (`text`).",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -167,9 +167,7 @@ class HealRequest(KeptRequest, KernelRequest):
         most=65536,
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
-    control: bool = switch(
-        "For comparison, also train the same weights of the original model on the same batches (needs `--learn text`)."
-    )
+    control: bool = switch("Also train the same weights in the original model for comparison (needs `--learn text`).")
     checkpointing: bool = keyword("Recompute activations in the backward pass, to save memory.", False)
     eta: float | None = keyword(
         f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}, as in the published code for language "
