@@ -53,7 +53,7 @@ class StudyRequest(EngineRequest):
     )
     labelled: FilePlace = one_file("File of texts to classify, one per line: `text TAB label`.")
     cells: Words = option(
-        "Train only these cells of the table: ROW or TASK/ROW, where `*` matches any characters. Repeatable.",
+        "Train only the cells that match ROW or TASK/ROW, where `*` matches any characters. Repeatable.",
         (),
         metavar="PATTERN",
         shown="all",

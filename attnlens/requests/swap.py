@@ -156,7 +156,8 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Training goal: the original model's predictions (`teacher`) or the text's tokens (`text`).",
+        "Learn from the original model (`teacher`) or the text (`text`): `teacher` imitates the model's predictions, "
+        "`text` predicts the text's next tokens.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -167,7 +168,9 @@ class HealRequest(KeptRequest, KernelRequest):
         most=65536,
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
-    control: bool = switch("Also train the same weights in the original model for comparison (needs `--learn text`).")
+    control: bool = switch(
+        "Train the original model too (needs `--learn text`). The same weights are trained on the same batches."
+    )
     checkpointing: bool = keyword("Recompute activations in the backward pass, to save memory.", False)
     eta: float | None = keyword(
         f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}, as in the published code for language "
@@ -177,7 +180,7 @@ class HealRequest(KeptRequest, KernelRequest):
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
     ranks: object = one_file(
-        "For --kernel rank: take the rank of each key head from this plan (written by `ranks --plan`)."
+        "Take the ranks of the key heads for --kernel rank from this plan (written by `ranks --plan`)."
     )
 
 
