@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 def import_submodules(
     package: str, submodules: Collection[str], homes: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports submodules and, from `homes`, other names at their first use."""
+    """Build a package's `__getattr__`, which imports submodules at their first use.
+
+    `homes` maps other names of the package to the submodules that define them.
+    """
 
     def import_name(name: str) -> Any:
         from importlib import import_module

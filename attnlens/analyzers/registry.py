@@ -151,7 +151,8 @@ class Analyzer(Named):
 
     def read(self, query_key: QueryKey) -> Readings:
         """Compute the measures; raise UsageError if the function returns an undeclared one or a wrong type or shape."""
-        readings, remedy = self.function(query_key), "Return {measure: tensor of shape (…, heads)}; curves add an axis."
+        readings = self.function(query_key)
+        remedy = "Return {measure: tensor of shape (…, heads)}; for a curve, the shape is (…, heads, steps)."
         if not isinstance(readings, dict):
             raise UsageError(f"The analyzer {self.name} returns {type(readings).__name__} instead of a dict.", remedy)
         curves, heads = {info.name: info.curve for info in self.measures}, tuple(query_key.query.shape[:-2])

@@ -171,7 +171,7 @@ MODEL = argument(
 )
 WINDOWS_CSV = output(
     "--windows-csv",
-    "Write the values of each window as CSV: one row per window and head or, for swaps, per window, kernel and stage.",
+    "Write the values of each window as CSV: one row per window and head (swaps: per window, kernel and stage).",
 )
 TABLE = option("--table", bool, "Print all tables in addition to the findings.", panel=OUTPUT)
 STRICT = option("--strict", bool, "Exit with code 3 if a part of the model could not be analysed.")
@@ -186,7 +186,7 @@ FIGURE = (
     "measure (`symmetry.pdf`), only that measure; a folder gets every picture. Each caption is written to FILE.txt."
 )
 BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without title and notes."
-VERBOSE = "Also show settings, versions, timings, memory use and notes and, for swaps and experiments, more tables."
+VERBOSE = "Also show settings, versions, timings, memory use and notes; swaps and experiments also show more tables."
 OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= option("--bare", bool, BARE, panel=OUTPUT)
 OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET

@@ -166,7 +166,7 @@ class OriginFit:
         self.scatter = self.target = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the normal equations of a batch, without storing z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩."""
+        """Add a batch to the regression's normal equations, without storing its target for every pair of tokens."""
         weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
         # without rounding this changes nothing; it keeps the scatter of keys with a large common part

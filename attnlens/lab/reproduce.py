@@ -279,7 +279,7 @@ def measure_hardening(
 
 
 def as_instances(problem: Problem) -> Instances:
-    """Convert the problem to one trial of gradient descent: the selected token α becomes 0, any other token x − α."""
+    """Convert the problem to one trial of gradient descent. The selected token α becomes 0, any other x becomes x−α."""
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
     by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())

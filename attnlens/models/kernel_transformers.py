@@ -75,9 +75,10 @@ def distances(queries: int, keys: int, device: torch.device) -> Tensor:
 class PositionScores(nn.Module):
     """Scores that depend on the positions of a query and a key, and are added to the scores of their features.
 
-    table: log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log
-    k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL
-    without its two learned offsets. symmetric product: log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩ (Eq. 9).
+    f_i is the feature vector of token i, t_i its position or positional embedding, and s the scale. table: log L(t_i −
+    t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log k_f(t_i, t_j) =
+    s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL without its two
+    learned offsets. symmetric product: log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩ (Eq. 9).
     """
 
     def __init__(self, positions: Placing, d_model: int, heads: int) -> None:

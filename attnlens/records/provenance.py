@@ -77,7 +77,7 @@ class ModelInfo(Record):
     """Names of all layers, such as `decoder.2`, in models with several parts; empty for models with a single part."""
 
     def layer_name(self, layer: int) -> str:
-        """Return the name of a layer for readers: `2`, or `decoder.2` in models with several parts."""
+        """Return the name under which a layer is displayed: `2`, or `decoder.2` in models with several parts."""
         return self.layer_names[layer] if layer < len(self.layer_names) else str(layer)
 
     def layer_number(self, layer: int) -> str:

@@ -98,7 +98,7 @@ class Agreement(Record):
 
 
 class TextCosine(Record):
-    """Similarity of the last hidden states on one text."""
+    """Similarity between the last hidden states of the original and the changed model on one text."""
 
     name: str  # Name of the text
     sequences: int  # Number of sequences read from the text

@@ -96,9 +96,8 @@ def windows(report: Report) -> Sequence[Row]:
     """Build one row per window and head, or per window, kernel and stage. Raise UsageError if no window was read."""
     values = report.windows
     if values is None or not values.windows:
-        raise UsageError(
-            "No window of a text was read.", "Omit --windows-csv: only measures of a text have values per window."
-        )
+        remedy = "Omit --windows-csv: only measures that are computed from text have values per window."
+        raise UsageError("There are no values per window, because no text was read.", remedy)
     units = values.units[0] if values.units else {}
     columns = dict.fromkeys(["text", "window", *units, *values.values])
     return [columns | row for row in values.rows()]

@@ -228,7 +228,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Return the numbers present, sorted; if `fill`, all from 0 to the larger of the last and `expected` − 1."""
+    """Sort the numbers; if `fill`, add all missing numbers below `expected` or below the largest number present."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

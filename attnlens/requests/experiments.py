@@ -53,7 +53,7 @@ class StudyRequest(EngineRequest):
     )
     labelled: FilePlace = one_file("File of texts to classify, one per line: `text TAB label`.")
     cells: Words = option(
-        "Train only the cells ROW or TASK/ROW of the table; `*` matches any characters. Repeatable.",
+        "Train only the cells that match ROW or TASK/ROW, where `*` matches any characters. Repeatable.",
         (),
         metavar="PATTERN",
         shown="all",
@@ -66,7 +66,7 @@ class StudyRequest(EngineRequest):
         "Number of models to train in parallel.", least=1, most=256, shown="one per core; 1 on a GPU"
     )
     save: FolderPlace = new_folder(
-        "Save the model of each cell's first run at each evaluation, in this new or empty folder."
+        "In the first run of each cell, save the model at each evaluation, in this new or empty folder."
     )
     work: FolderPlace = new_folder(
         "Folder that stores finished runs. Repeat the command to resume.", shown="in the user's cache"

@@ -37,7 +37,7 @@ def is_recorded(field: FieldInfo) -> bool:
 
 
 MOST_JOBS = 4096
-SAY_SHARD = f"Write I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
+SAY_SHARD = f"Give the shard as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
 ARRAY = "SLURM_ARRAY_TASK_"  # Prefix of the variables in which Slurm describes a job's task in an array
 
 
@@ -164,7 +164,7 @@ class CheckRequest(Request):
         "Largest allowed relative deviation of a head's value from the baseline.", RELATIVE, metavar="NUMBER"
     )
     absolute: float | None = baseline_option(
-        "Largest allowed absolute deviation of a head's value. The larger of --relative and --absolute applies.",
+        "Largest allowed absolute deviation of a head's value. A head fails only if it exceeds this and --relative.",
         metavar="NUMBER",
         shown="--relative times the measure's range",
     )
@@ -178,7 +178,8 @@ class CheckRequest(Request):
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 dtype_option = partial(
     option,
-    "Data type of the model's weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures use float64.",
+    "Data type of the model's weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures "
+    "are computed in float64.",
     metavar="TYPE",
 )
 device_option = partial(option, default="auto", metavar="DEVICE")
@@ -209,7 +210,7 @@ class Feeding(Loading):
 
     text: Words = several_files(
         "Text file to run the model on; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
-        "`datasets:NAME` with the options `,config=C`, `,split=S` and `,column=T`. Repeatable "
+        "`datasets:NAME` for a dataset, with `,config=C`, `,split=S` or `,column=T` appended if needed. Repeatable "
         f"(in ATTNLENS_TEXT, separate files with `{os.pathsep}`). Default: built-in texts."
     )
     pairs: fields.FilePlace = one_file(

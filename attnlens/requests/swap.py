@@ -129,15 +129,15 @@ class RanksRequest(KeptRequest, KernelRequest):
     """Options of `find_ranks`."""
 
     budget: fields.BudgetText | None = option(
-        "Find the smallest rank per key head within this rise of loss or perplexity (`loss:1%`, `ppl:2%`), and "
-        "estimate the rise on held-out windows.",
+        "Find the smallest rank per key head that keeps the rise of loss or perplexity within this limit "
+        "(`loss:1%`, `ppl:2%`), and estimate the rise on held-out windows.",
         metavar="BUDGET",
         shown="loss:1%",
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (weight errors by attention alone, or in equal parts by "
-        "attention and by the effect on the output); join with commas.",
+        "before or after RoPE), `metric=attention|output` (how errors are weighted: by attention, or half by "
+        "attention and half by their effect on the output); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )
@@ -158,8 +158,8 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Learn from the original model (`teacher`) or the text (`text`): imitate the model's predictions, or predict "
-        "the text's next tokens.",
+        "Learn from the original model (`teacher`) or the text (`text`): `teacher` imitates the model's predictions, "
+        "`text` predicts the text's next tokens.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -171,7 +171,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "Also train the original model for comparison: the same matrices, for as long (needs `--learn text`)."
+        "Train the original model too (needs `--learn text`). The same weights are trained on the same batches."
     )
     checkpointing: bool = keyword("Recompute activations in the backward pass, to save memory.", False)
     eta: float | None = keyword(
@@ -181,7 +181,9 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
-    ranks: object = one_file("Ranks for --kernel rank, from this plan (written by `ranks --plan` or `ranks --json`).")
+    ranks: object = one_file(
+        "Take the ranks of the key heads for --kernel rank from this plan (written by `ranks --plan` or `ranks --json`)."
+    )
 
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:

@@ -150,7 +150,8 @@ def _reach_by_ids(
 ) -> Sequence[SiteCall]:
     """Return the calls of the `known` sites on random ids (without media if `bare`).
 
-    A site that does not run on these ids keeps its known call; all sites do if the model does not accept the ids.
+    A site that does not run on these ids keeps its known call. If the model does not accept the ids, all sites keep
+    their known calls.
     """
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs

@@ -58,7 +58,9 @@ class Continuations:
 
 
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return the prompts (default: first halves of inputs of at least median length), or why they can't be continued.
+    """Return the prompts, or the reason why the model can't continue them.
+
+    Default prompts: the first halves of inputs of at least median length.
 
     Raise UsageError if the model can't continue `prompts`.
     """

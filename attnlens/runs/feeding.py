@@ -210,7 +210,9 @@ def wrap_model(
             raise UsageError(problem, "Leave the `with` block, or close the model returned by load_swapped.")
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None and isinstance(model, Loaded | str | os.PathLike):
-            raise UsageError("tokenizer= is only for transformers models in memory.", "Omit it, or pass such a model.")
+            raise UsageError(
+                "tokenizer= is only for transformers models in memory.", "Omit tokenizer=, or pass a model object."
+            )
         return model
     info = ModelInfo(
         id=f"{model.name_or_path or type(model).__name__} (in memory)",

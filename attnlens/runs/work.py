@@ -35,7 +35,7 @@ Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable argume
 WorkerSetup = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
 RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that a second attempt may avoid
 LOST = (
-    "the worker process ended twice: it was killed (perhaps for lack of memory), or the main script calls attnlens "
+    "the worker process ended twice, because it was killed (out of memory?) or because the main script calls attnlens "
     "outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
@@ -327,7 +327,7 @@ def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> I
                     else:
                         any_finished = True
                     if lost > plan.jobs and not any_finished:  # the cause seems to affect every unit
-                        remedy = "Run the command again with fewer --jobs."
+                        remedy = "Use fewer --jobs; in a script, call attnlens under `if __name__ == '__main__':`."
                         raise errors.AttnlensError(f"All workers were lost: {LOST}.", remedy)  # noqa: TRY301
                     yield futures[future], result
             except BaseException:
@@ -435,5 +435,5 @@ def _build_cluster_error(address: str, error: Exception) -> errors.UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
     return errors.UsageError(
         f"No Ray cluster {where}: {errors.reason_of(error).rstrip('.')}.",
-        "Start a cluster with `ray start --head`, and set RAY_ADDRESS to its HOST:PORT, or unset it to run Ray here.",
+        "Run `ray start --head` and set RAY_ADDRESS to its HOST:PORT, or unset RAY_ADDRESS to run Ray on this machine.",
     )

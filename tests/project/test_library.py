@@ -360,9 +360,12 @@ def test_senseless_replacements_are_refused_before_the_block(demo):
 
 def test_sites_that_are_never_or_unexpectedly_reached_are_refused():
     model, batch = family("bert")
-    with pytest.raises(ModelError, match="never reached 2 of 2 sites"), attnlens.replaced(model, "rbf"):
+    with pytest.raises(ModelError, match="never reached 2 of 2 swapped sites"), attnlens.replaced(model, "rbf"):
         pass
-    with pytest.raises(ModelError, match="never reached 1 of 1 sites"), attnlens.replaced(model, "rbf", layers=[1]):
+    with (
+        pytest.raises(ModelError, match="never reached 1 of 1 swapped sites"),
+        attnlens.replaced(model, "rbf", layers=[1]),
+    ):
         model.bert.encoder.layer[0](model.bert.embeddings(batch["input_ids"]))
     model, batch = family("clip")
     text = {name: value for name, value in batch.items() if name != "pixel_values"}

@@ -392,7 +392,7 @@ def test_attention_that_is_not_reproduced_not_readable_or_not_reached_is_not_swa
     block = model.model.transformer.h[1]
     original = block.forward
     block.forward = lambda states, *rest, **more: original(states, *rest, **more) if next(passes) < 3 else states
-    with pytest.raises(ModelError, match=r"never reached 1 of 2 sites.*transformer\.h\.1\.attn(.|\n)*--layers"):
+    with pytest.raises(ModelError, match=r"never reached 1 of 2 swapped sites.*transformer\.h\.1\.attn(.|\n)*--layers"):
         swap_kernel(model, "rbf", **READ)
 
 

@@ -101,7 +101,7 @@ def check(context: typer.Context) -> None:
 
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
-    """Raise UsageError for options without effect, such as options for models if `subject` is a report."""
+    """Raise UsageError for options that have no effect; for example, a report ignores options that load a model."""
     for first, second, missing in (
         ("MODEL", "--recompute", model and not request.recompute),
         ("--recompute", "MODEL", request.recompute and not model),

@@ -78,7 +78,7 @@ JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per sit
 )
 def doctor(context: typer.Context) -> None:
     """Verify that attnlens reads a model's attention exactly, that the model's attention backends agree, and that its
-    masks are right; exit 2 if anything differs."""
+    masks are correct; exit 2 if anything differs."""
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(

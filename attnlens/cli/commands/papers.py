@@ -1,4 +1,4 @@
-"""The commands that repeat experiments of the papers: `converge` and `reproduce`."""
+"""The commands `converge` and `reproduce`, which repeat experiments from the published papers behind attnlens."""
 
 from __future__ import annotations
 

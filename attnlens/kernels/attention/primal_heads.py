@@ -35,7 +35,7 @@ class PrimalHeads(nn.Module):
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Build the module; warn if `scores` exceeds the largest rank; raise UsageError for invalid counts."""
+        """Build the module; warn if `scores` exceeds the bound on the rank; raise UsageError for invalid counts."""
         super().__init__()
         for name, count in {"heads": heads, "head_dim": head_dim, "scores": scores, "samples": samples}.items():
             least = 0 if name == "samples" else 1
@@ -78,12 +78,15 @@ class PrimalHeads(nn.Module):
         recorded no gradients although gradients are enabled now.
         """
         if self.last is None:
-            problem = "J is computed from a forward pass, but none has run since the last call of `regulariser`."
+            problem = (
+                "The KSVD objective J needs a forward pass, but none has run since the last call of `regulariser`."
+            )
             raise UsageError(problem, "Run the model before computing J.")
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
             problem = "The last forward pass recorded no gradients (eval mode, no_grad or reentrant checkpointing)."
-            raise UsageError(problem, "Keep gradients (with use_reentrant=False), or compute J under torch.no_grad().")
+            remedy = "Run the model in training mode (with use_reentrant=False), or compute J under torch.no_grad()."
+            raise UsageError(problem, remedy)
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
 

@@ -245,10 +245,10 @@ def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
 def cosine_features(
     query: Tokens, key: Tokens, real: Real, *, causal: bool, samples: int = 0, rows: Tokens | None = None
 ) -> tuple[Features, Features]:
-    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`; with `samples`, project them.
+    """Normalise queries and keys to x/‖x‖; if `causal`, normalise their running means instead.
 
-    They are projected on `samples` evenly spaced rows of `rows`, or of the normalised keys if `rows` is None. Raises
-    UsageError for samples of causal features.
+    If `samples` is not 0, the results are projected onto `samples` evenly spaced rows of `rows` (default: of the
+    normalised keys). Raises UsageError if `samples` and `causal` are combined.
     """
     query, key = (ksvd.unit(running_means(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
@@ -264,7 +264,7 @@ def whole_reach(call: Call) -> Reach:
     """Return the keys that each query sums over; raise UsageError if primal scores are undefined for this call."""
     refuse_unpaired("primal", call.query.shape[2], call.key.shape[2], cross=call.cross)
     if (keys_reached := find_reach(call)) is None:
-        problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a mask of padding."
+        problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a padding mask."
         raise UsageError(problem, "Leave out such layers with --layers.")
     return keys_reached
 

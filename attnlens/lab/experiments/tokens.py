@@ -444,7 +444,10 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     "(the published solver gives 5 to 8)",
 )
 def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Count for each d the singular values above 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens."""
+    """Compute the rank (singular values above 1e-5·σ₁) of the two SVMs that select the best tokens, for each d.
+
+    One SVM minimises the nuclear norm, the other the Frobenius norm.
+    """
     svms: dict[str, Solver] = {"nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT), "frobenius": attsvm.solve}
     ranks: dict[tuple[int, str], Float[Tensor, " trials"]] = {}  # NaN in a trial without a solution
     for d, (svm, solve) in product(s.d, svms.items()):

@@ -146,7 +146,7 @@ class Healer(SwapSetup):
         """Create changes of trainable weights and kernel parameters; raise ModelError if no weight is trainable."""
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
-            problem = "No weight affects only the queries or keys of swapped heads."
+            problem = "No weight can be trained: each also affects more than the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
@@ -344,7 +344,7 @@ class _AllModulesRan(Exception):  # noqa: N818
 
 
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield for each module the relative errors of all sequences at each site, and the regularisers."""
+    """Yield two lists per module: the relative error of each sequence, by site; and the values of the regulariser."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
     calls = list[tuple[nn.Module, tuple[object, ...], dict[str, object]]]()  # modules and their arguments

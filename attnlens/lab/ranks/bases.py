@@ -70,7 +70,7 @@ class Basis:
 
     @property
     def sizes(self) -> list[int]:
-        """Full rank of each latent: the total size of its keys."""
+        """Largest possible rank of each latent: the sum of head_dim over its key heads."""
         return self.latents.sizes
 
     @property

@@ -167,8 +167,8 @@ def measure_losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: D
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
     """Compute after / before − 1 for the mean loss over tokens, or for perplexity; None if a loss is not finite.
 
-    `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design. If there are
-    several, the rise on each text is also computed.
+    `after` is the mean loss of each sequence in the changed model. `names` are the names of the texts, in the order of
+    `before.design`. If there are several texts, the rise on each text is also computed.
     """
     if not bool(after.isfinite().all()):
         return None

@@ -137,7 +137,7 @@ HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out
 
 
 class Reversal(StudyTask):
-    """Task of reversing random letters; a letter becomes a capital if the letter before it in the source is odd.
+    """Task of reversing random letters; a letter becomes a capital if it follows an odd letter (b, d, …) in the source.
 
     Without positions in the encoder and in cross-attention, the decoder's output depends only on which letters the
     source contains and how often (Tsai et al. 2019, Proposition 1). Such a model cannot solve the task, because sources
@@ -169,7 +169,7 @@ class Reversal(StudyTask):
         return sources, [self.target(source) for source in sources]
 
     def target(self, source: Tensor) -> Tensor:
-        """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
+        """Reverse the source; capitalise each letter that follows an odd letter (b, d, …) in the source."""
         before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
         return (source + self.letters * before).flip(0)
 

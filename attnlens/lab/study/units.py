@@ -294,7 +294,7 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """Compute each head's share of decided queries, and its cosine with the SVM that makes the same choices."""
+    """Compute each head's share of decided queries, and the cosine of M with the SVM that selects the same tokens."""
     decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))

@@ -331,7 +331,7 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance must be positive, not {tolerance}.", "Pass a relative gap such as 1e-9.")
     if limit < 1:
-        raise UsageError(f"The limit of steps must be at least 1, not {limit}.", "Pass limit=1 or more.")
+        raise UsageError(f"The step limit must be at least 1, not {limit}.", "Pass limit=1 or more.")
     if not len(problem.margins):
         raise UnposedError("The problem has no constraints.", "Pass sequences of at least two tokens.")
     pairs, queries, margins = problem.differences, problem.queries, problem.margins[:, None]

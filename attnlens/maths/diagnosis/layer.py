@@ -107,7 +107,7 @@ def residuals(first: Tensor, second: Tensor, name: str) -> Float[Tensor, " heads
 
 
 def rounding_limit(name: str, first: Layer, second: Layer) -> float:
-    """Return the relative residual up to which rounding explains a difference in this part."""
+    """Return the largest relative residual of the part `name` that rounding can explain."""
     spacing = max(side.spacing.get(name, SINGLE) for side in (first, second))
     return EXPLAINED * ROUNDING * spacing
 
@@ -130,7 +130,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def name_unchanged(names: Sequence[str]) -> str:
-    """Return the end of a sentence that lists parts that should have changed but did not; empty for no parts."""
+    """Format parts that should have changed but did not as `, but W_V is unchanged`; return '' for no parts."""
     return f", but {name_parts(names)} {'is' if len(names) == 1 else 'are'} unchanged" if names else ""
 
 

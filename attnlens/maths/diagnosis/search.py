@@ -318,7 +318,7 @@ class Search:
         return not bool(self.still_open({name: self._predict(layer, name, fit, chosen)}, name)[chosen].any())
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
-        """Add a hypothesis to the causes, with all the tensors that it explains, and apply it."""
+        """Add the hypothesis to the causes; in the current layer, replace the tensors it explains by predictions."""
         names, fit = tuple(name for name, *_ in fits), fits[0][1]
         numbers = {name: torch.arange(len(self.open[name])) for name in names}
         heads = self._query_heads({name: torch.isin(numbers[name], chosen.cpu()) for name, _, chosen in fits})

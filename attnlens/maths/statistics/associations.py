@@ -227,9 +227,9 @@ def windows_interval(
     """Return the 95 % interval, over windows, of the correlation ρ = `value` between a measure and the harm.
 
     The interval is tanh(artanh ρ ± t·sd), with Student's t and the sd of artanh ρ* over bootstrap samples of windows or
-    texts, widened by `Design.widening`. Each sample recomputes the harm, and the measure unless it has one axis (a
-    property of the weights). Samples in which a head lacks a value are ignored. NaN if `design` has no degrees of
-    freedom.
+    texts, widened by `Design.widening`. Each sample recomputes the harm. It also recomputes the measure, unless the
+    measure has no axis of windows because it depends only on the weights. Samples in which a head lacks a value are
+    ignored. NaN if `design` has no degrees of freedom.
     """
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)

@@ -291,7 +291,9 @@ def replace(
         yield counter
     missed = [site.name for site in swaps if not calls[site.path]]
     if missed and every_site:
-        problem = f"The swap never reached {len(missed)} of {len(swaps)} sites; the first is {missed[0]}."
+        problem = (
+            f"The forward pass never reached {len(missed)} of {len(swaps)} swapped sites, for example {missed[0]}."
+        )
         raise ModelError(problem, "Run a forward pass that uses these layers, or leave them out with --layers.")
 
 

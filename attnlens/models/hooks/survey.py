@@ -122,7 +122,7 @@ class Survey:
 
 
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
-    """Return the sites of one forward pass in order; raise ModelError if no attention can be read."""
+    """Return the sites of one forward pass in order of execution; raise ModelError if no attention can be read."""
     return run_survey(model, inputs).sites
 
 
@@ -363,7 +363,7 @@ def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
 def replay_outputs(
     blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object], site: Site
 ) -> Iterator[None]:
-    """Inside the `with`, return recorded outputs from all blocks before `site`'s block instead of running them.
+    """Context manager: blocks before the one that contains `site` return their recorded outputs without running.
 
     The results are exact if no earlier block has changed.
     """

@@ -73,7 +73,7 @@ class Loaded:
 
     @property
     def nonfinite(self) -> list[str]:
-        """Names of parameters with NaN or Inf, in the model's order; deferred weights count once they are read."""
+        """Names of parameters with NaN or Inf, in the model's order; deferred weights count only after being read."""
         source = self if self.shapes is None else self.shapes
         return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
 
@@ -122,7 +122,7 @@ def load(
     if not swapped:
         _refuse_swapped(place)
     if from_files and adapter is not None:
-        problem = "An adapter can't be merged into a model whose weights are only read from their files."
+        problem = "--device files (from_files=True) never loads the whole model, so it can't merge an adapter."
         raise ModelError(problem, "Merge the adapter into the model, save the merged model, and load it.")
     files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
     stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))

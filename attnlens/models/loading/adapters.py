@@ -76,7 +76,7 @@ def _select_files(names: Collection[str], where: str) -> list[str]:
         raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
     if ADAPTER_CONFIG not in names and (folders := locate.folders_below(names, where)):
         problem = f"{shorten_text(where)} has no {ADAPTER_CONFIG}, but folders inside it contain adapters."
-        raise ModelError(problem, f"Give {shorten_text(f'{where}/{folders[-1]}')}, for example.")
+        raise ModelError(problem, f"Name one of these folders, e.g. {shorten_text(f'{where}/{folders[-1]}')}.")
     if missing := [name for name in (ADAPTER_CONFIG, TENSORS) if name not in names]:
         pickled = " (a pickled adapter, which can run code when opened, is not read)" * (PICKLE in names)
         raise ModelError(f"{shorten_text(where)} has no {missing[0]}{pickled}.", SAY_FOLDER)

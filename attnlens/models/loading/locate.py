@@ -237,7 +237,10 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 
 
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
-    """Return a weight file's path. Raises ModelError unless the path is a readable regular file inside `folder`."""
+    """Return a weight file's path. Raises ModelError unless it is a readable regular file.
+
+    A link that leads out of `folder` is refused unless `may_lead_out` is True.
+    """
     path = folder / name
     if not is_there(path, SAY_READABLE):
         raise ModelError(f"The weight file {shorten_text(str(path))} is missing.", SAY_AGAIN)

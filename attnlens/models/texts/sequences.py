@@ -198,7 +198,7 @@ def thin_text(content: Content, *, spread: bool) -> Content:
 
 
 def _read_text(path: str, name: str) -> str:
-    """Read a file, or standard input (`-`). Raises TextError, which names `name`, unless the content is UTF-8."""
+    """Read a file, or standard input (`-`). Raises TextError with `name` in its message if the content is not UTF-8."""
     if path != "-":
         content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     else:
@@ -319,7 +319,7 @@ NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains 
 
 
 def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
-    """Return a sentence for each text, keyed by name in `shares`, whose share of unknown tokens is at least `least`."""
+    """Return a warning for each text with too large a share of unknown tokens; `shares` maps names to shares."""
     return [
         f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
         "the text may be in a language or domain that the model does not cover."

@@ -361,7 +361,7 @@ class _Tracer(TorchFunctionMode):
         return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
-        """Replace the attention that a module computes with torch's scaled_dot_product_attention."""
+        """Return the answer to a module's call of torch's scaled_dot_product_attention."""
         arguments = dict(zip(FUSED, call.args, strict=False)) | call.kwargs
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:

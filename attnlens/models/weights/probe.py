@@ -206,7 +206,9 @@ def float64_weights(module: nn.Module) -> dict[str, Tensor]:
 
 def unreadable(reason: str) -> UnreadableError:
     """Build the error for a site whose weights cannot be read."""
-    return UnreadableError(reason, "The tokens.* measures of this site are valid; weights.* can't be computed.")
+    return UnreadableError(
+        reason, "Use this site's tokens.* measures, which are valid; its weights.* measures can't be computed."
+    )
 
 
 @dataclass(frozen=True)

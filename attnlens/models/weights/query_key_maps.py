@@ -412,7 +412,7 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
         maps = _differentiate(probe, rotation)
     if (groups := _find_groups(_first_tokens(probe, maps))) is not None:
         return maps, groups
-    remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
+    remedy = "Use this site's tokens.* measures, which are valid; its weights.* measures are undefined."
     raise NotBilinearError(f"{reason}, so the scores are not bilinear in the module's inputs", remedy)
 
 

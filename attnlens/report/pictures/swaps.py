@@ -449,7 +449,7 @@ def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
 
 
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
-    """Build the picture of perplexity and distance while the swapped heads are trained."""
+    """Build the picture of a healing run: perplexity, and distance to the original model, at each step."""
     note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (

@@ -28,7 +28,7 @@ PIPED = 100  # width of the page if the output is not a terminal and COLUMNS is 
 
 class _Page(Console):
     def print(self, *objects: object, **settings: Any) -> None:  # rich's settings have no common type
-        """Print like rich, but never crop long lines, and leave out trailing blanks in a pipe or file."""
+        """Print like rich, but never crop long lines; remove trailing blanks if the output is a pipe or file."""
         settings.setdefault("crop", False)
         if self.is_terminal:
             super().print(*objects, **settings)

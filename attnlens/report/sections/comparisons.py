@@ -209,7 +209,7 @@ EXPLAINED = (
 
 
 def rank_distances(comparison: Comparison) -> list[str]:
-    """Return the comparison's distances that rank heads, the most informative first."""
+    """Return the names of the distances by which heads are ranked, the most informative first."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 

@@ -173,7 +173,10 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Return decimals that show two significant digits of the tolerance or error, or otherwise four of the value."""
+    """Return the number of decimals that shows the tolerance or error to two significant digits.
+
+    Without a tolerance or error, the number of decimals shows the value to four significant digits.
+    """
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:

@@ -55,7 +55,7 @@ def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """List the sentences on a plan: mean rank, form, each kind of rise, savings, and reasons for missing values."""
+    """Describe a plan in sentences: mean rank, form, estimated and promised rises, savings, missing values."""
     what, calibration, text = BUDGETED[plan.unit], clean(plan.calibration), clean(plan.text)
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _describe_latents(plan)

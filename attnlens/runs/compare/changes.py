@@ -99,7 +99,7 @@ def _relation(
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
 
     def are_within(limit: float) -> bool:
-        """Return True if W_Q and W_K each changed by at most this share of their norm."""
+        """Return True if W_Q and W_K each changed by at most `limit` times their norm."""
         # no division: a factor of zeros is close only to zeros
         return all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
 

@@ -268,7 +268,7 @@ MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance 
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
-    """Return the coarsest number type that represents all values exactly; float32 if few are distinct (gains of 1)."""
+    """Return the coarsest number type that is exact for all values; float32 if few are distinct, as in gains of 1."""
     sample = weight.flatten()[:MANY]
     if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32
@@ -278,7 +278,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of the matrices in a site's module, as the type of its queries and keys."""
+    """Return the coarsest stored type of the matrices in a site's module: its queries and keys are that precise."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 

@@ -479,7 +479,7 @@ class KernelRun:
 
     @property
     def control_models(self) -> list[ChangedModel]:
-        """Models of the controls that exist."""
+        """Models of all controls that were not refused."""
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:

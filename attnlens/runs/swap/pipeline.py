@@ -256,7 +256,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
         if named:
             problem = f"The calibration text ({Text.of(merged).name}) contains {share}."
             raise TextError(problem, "Choose another --calibration text, or omit it to use windows not evaluated.")
-        problem = f"The text is repetitive: {share} also occur in the windows for calibration."
+        problem = f"The text is repetitive: {share} are in passages that the calibration windows also contain."
         raise TextError(problem, "Give a separate --calibration text, or a less repetitive --text.")
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}
     update = {"calibration": Text.of(merged), "calibrations": merged, "notes": texts.foreign_notes(unknown)}
