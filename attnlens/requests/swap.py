@@ -182,7 +182,7 @@ class HealRequest(KeptRequest, KernelRequest):
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
     ranks: object = one_file(
-        "Take the ranks of the key heads for --kernel rank from this plan (written by `ranks --plan` or `ranks --json`)."
+        "Take the ranks of the key heads for --kernel rank from this plan (from `ranks --plan` or `ranks --json`)."
     )
 
 
