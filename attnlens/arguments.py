@@ -44,12 +44,9 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
     written = name[:60] if isinstance(name, str) else ""
     shown = repr(written) if isinstance(name, str) else f"of type {type(name).__name__}"
-    near = (
-        [OTHER_NAMES[written]]
-        if OTHER_NAMES.get(written) in options
-        else difflib.get_close_matches(written, options, n=1)
-    )
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    others = {other: name for other, name in OTHER_NAMES.items() if name in options}
+    near = difflib.get_close_matches(written, [*others, *options], n=1)
+    hint = f"Did you mean {others.get(near[0], near[0])!r}? " if near else ""
     raise UsageError(f"Unknown {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
 
 

@@ -13,13 +13,13 @@ from heads import query_key, random
 from reports import synthetic_report
 from rich.console import Console
 from scipy import stats
-from swap_reports import planned, several, swap_report, swapped
+from swap_reports import controls, planned, several, swap_report, swapped
 from typer.main import get_command
 
 from attnlens.analyzers.registry import NULL_DRAWS, select_analyzers
 from attnlens.cli.commands import app
 from attnlens.maths.statistics import gaussian_null
-from attnlens.records import Finding, Head, Measure, Null, SiteCheck, Verdict
+from attnlens.records import Finding, Head, Measure, Null, Rise, SiteCheck, Verdict
 from attnlens.report import export
 from attnlens.report.findings import advise_saving, find, next_commands
 from attnlens.report.findings.heads import CHANCE, HeadTests, _adjust
@@ -168,7 +168,7 @@ def test_scores_are_attributed_to_the_part_with_over_half_of_the_variance() -> N
     report = report_of({name: [Measure(value=share, se=0.01, n=16)] * 16 for name, share in shares.items()})
     (finding,) = findings(report)
     assert finding.question == "By content or position?"
-    assert finding.answer == "The key alone explains over half of the score variance in 16 of 16 heads."
+    assert finding.answer == "The key alone explains most of the score variance in 16 of 16 heads."
 
 
 def test_intervals_over_texts_use_the_degrees_of_freedom_of_texts() -> None:
@@ -242,6 +242,19 @@ def test_next_commands_of_a_plan_use_its_file_and_search_a_larger_budget() -> No
         assert again == search
     assert "--plan FILE" in advise_saving(Shapes(report, Written()))
     assert not advise_saving(Shapes(report, Written(plan="plan.json")))
+
+
+def test_a_cheaper_window_is_the_next_command_and_an_exhausted_plan_asks_for_no_larger_budget() -> None:
+    window = "--kernel sink-window:4,60"
+    cost = controls()[0].loss.model_copy(update={"delta": 0.02, "ci95": (0.01, 0.03)})
+    small = {"estimated": None, "mean_rank": 2.0, "measured": Rise(share=0.002, ci95=(0.001, 0.003), sequences=32)}
+    for report, exhausted in ((swap_report(swapped(4, 8)), None), (planned(), False), (planned(**small), True)):
+        name = {"kernel": "sink-window:4,60–64 by layer", "loss": cost, "difference": cost}
+        cheaper = controls()[0].model_copy(update=name)
+        swap = report.swap.model_copy(update={"controls": [cheaper]})
+        commands = next_commands(Shapes(report.model_copy(update={"swap": swap})))
+        assert any(window in each for each in commands) == (exhausted is not False), commands
+        assert any("--budget loss:2%" in each for each in commands) == (exhausted is False), commands
 
 
 @pytest.mark.parametrize("report", [random_report(0), several(), swap_report(swapped(4, 8)), planned()])

@@ -34,10 +34,10 @@ SEPARATED = {
 """What the SVM separates in each space."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
-SHARES = {  # Part of the variance of a head's scores → its name in findings
-    "tokens.share_key": "the key alone",
-    "tokens.share_distance": "the distance",
-    "tokens.share_interaction": "query × key",
+SHARES = {  # Part of the variance of a head's scores → its name in findings, and what it is
+    "tokens.share_key": ("the key alone", ""),
+    "tokens.share_distance": ("position", " (distance)"),
+    "tokens.share_interaction": ("content", " (query × key)"),
 }
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
@@ -191,15 +191,15 @@ def _by_content(tests: HeadTests) -> Finding | None:
     if not readings:
         return None
     ruled = sorted(((len(tests.heads(name, 1)), name) for name in readings), reverse=True)
-    counts = [(SHARES[name], count) for count, name in ruled if count]
-    of, half = _count(readings[ruled[0][1]]), "over half of the score variance"
+    counts = [("".join(SHARES[name]), count) for count, name in ruled if count]
+    of, half = _count(readings[ruled[0][1]]), "most of the score variance"
     answer = f"No part alone explains {half} in any of {of}"
     if counts:
         (part, count), *others = counts
         answer = f"{capitalise(part)} explains {half} in {count} of {of}"
         answer += "".join(f", {part} in {count}" for part, count in others)
     parts = "; ".join(
-        f"{SHARES[name]} {_percent(reading, tests.shapes)}"
+        f"{SHARES[name][0]} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
     )
     return Finding(

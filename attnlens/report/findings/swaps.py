@@ -7,6 +7,7 @@ as a change if the interval excludes 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from shlex import quote
 from typing import Literal
@@ -21,6 +22,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers that are named
+EXHAUSTED = 0.1  # Share of the keys' numbers at most kept by a plan that a larger budget can hardly make smaller
 NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
 
@@ -174,11 +176,12 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
         else:
             delta = format_number(control.difference.delta, decimals)
             level.append(f"{name} (difference {delta}, 95 % interval {interval((low, high), decimals)})")
-    costs = "; ".join(
+    costs = [f"here {format_number(swap.loss.delta, decimals)}"]
+    costs += [
         f"{clean(control.kernel or '')} {format_number(control.loss.delta, decimals)}"
         for control in controls
         if control.loss is not None
-    )
+    ]
     parts = [f"more than {join_items(cheaper, 3)}"] if cheaper else []
     parts += [f"less than {join_items(dearer, 3)}"] if dearer else []
     clauses = [f"Costs {', '.join(parts)}"] if parts else []
@@ -188,7 +191,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
     return Finding(
         question="Against simple kernels?",
         answer=f"{'; '.join(clauses)}.",
-        evidence=f"Change of the loss: {costs}.",
+        evidence=f"Change of the loss in {UNITS[swap.task]}: {'; '.join(costs)}.",
         severity="problem" if cheaper else "none" if level else "notable",
         measures=["swap.controls"],
     )
@@ -303,15 +306,21 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     model, scope, windows = model_argument(report), _scope(report), _windows(report)
     if written.model is not None and report.model.adapter is None:
         yield f"attnlens compare {model} {quote(written.model)}"
+    cheaper = _cheaper_window(swap)
     if report.plan is not None:
+        if cheaper and _is_exhausted(report.plan):
+            yield f"attnlens swap-kernel {model} --kernel {cheaper}{scope}{windows}"
         yield from _after_plan(report, report.plan, written)
         return
     kernel = f"{model} --kernel {quote(swap.kernel)}{scope}"
+    kernel += " --fit" * any(stage.name == "fitted" for stage in swap.stages)
     loss = None if swap.diverged else swap.loss
     if loss is not None and _is_unclear(loss):
         yield f"attnlens swap-kernel {kernel}{_windows(report, times=2)}"
     elif loss is not None and loss.delta < NEGLIGIBLE * loss.before and written.model is None:
         yield f"attnlens swap-kernel {kernel}{windows} --save changed"
+    if cheaper:
+        yield f"attnlens swap-kernel {model} --kernel {cheaper}{scope}{windows}"
     if not swap.sweep:
         yield f"attnlens swap-kernel {kernel}{windows} --sweep layers"
     if swap.healing is None:
@@ -320,13 +329,30 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
         yield f"attnlens ranks {model} --budget loss:1%{scope}{windows}"
 
 
+def _cheaper_window(swap: Swap) -> str | None:
+    """Return the control that keeps the first and nearest tokens, as a kernel to run, if it costs less than `swap`."""
+    for control in swap.controls:
+        if control.role == "same size" and control.kernel and swap.loss and _compare_control(swap.loss, control)[0] > 0:
+            # of a range of numbers over sites, `sink-window:4,64–68 by layer`, the smallest
+            return re.split("[–/ ]", control.kernel)[0]
+    return None
+
+
+def _is_exhausted(plan: Plan) -> bool:
+    """Return True if a plan within its budget keeps so few numbers per key that a larger budget saves hardly more."""
+    return _holds(plan) and plan.mean_rank <= EXHAUSTED * plan.head_dim
+
+
 def plan_file(written: Written) -> str | None:
     """Return the file that a command wrote with the ranks: the plan, or the report that contains it."""
     return written.plan or written.report
 
 
 def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
-    """Yield commands that apply a plan, repair one that exceeds its budget, or search with twice the budget."""
+    """Yield commands that apply a plan, repair one that exceeds its budget, or search with twice the budget.
+
+    A larger budget is suggested only if keys can shrink further.
+    """
     model, scope, file = model_argument(report), _scope(report), plan_file(written)
     exceeded = plan.measured is None or plan.measured.share > plan.budget
     if file is not None:
@@ -337,7 +363,8 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
             yield f"attnlens ranks {use}{_windows(report, times=2)}"
         elif written.model is None:
             yield f"attnlens ranks {use}{_windows(report)} --save smaller"
-    yield f"attnlens ranks {model} --budget {_budget(plan, times=2)}{scope}{_windows(report)}"
+    if not _is_exhausted(plan):
+        yield f"attnlens ranks {model} --budget {_budget(plan, times=2)}{scope}{_windows(report)}"
 
 
 def _budget(plan: Plan, times: int = 1) -> str:

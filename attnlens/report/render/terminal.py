@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -114,13 +115,16 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
         yield Padding(Text.assemble(*styled, overflow="fold"), (0, 0, 0, 2))
 
 
-LABEL = 10  # Largest width of a finding's question
+LABELS = 10, 14  # Widths of the column of questions: the wider one if a question would take more than QUESTION_LINES
+QUESTION_LINES = 3
 
 
 def _answers(findings: Sequence[Finding]) -> Grid:
     """Build a line per finding: question, answer and evidence."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(max_width=LABEL)
+    narrow, wide = LABELS
+    fits = all(len(textwrap.wrap(finding.question, narrow)) <= QUESTION_LINES for finding in findings)
+    grid.add_column(max_width=narrow if fits else wide)
     grid.add_column(overflow="fold")
     for finding in findings:
         style = "bold yellow" if finding.severity == "problem" else ""

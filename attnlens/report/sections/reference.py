@@ -40,6 +40,8 @@ SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("svm", "att-svm"), "selection.svm_cosine"),
     "copying": "weights.positivity",
     **dict.fromkeys(("low rank", "effective rank", "effective_rank"), "weights.effective_rank"),
+    "directions": "tokens.logit_rank90",
+    **dict.fromkeys(("gaussian", "gauss"), "rbf"),
 }
 TERMS = {  # Terms of screens and reports → explanation
     "null": "Chance: the values of the same measure for random heads of the same shape (or for random rotations of the "
@@ -70,12 +72,23 @@ TERMS = {  # Terms of screens and reports → explanation
     "cache": "The keys and values of earlier tokens, which a model keeps while it generates: `ranks` makes the keys "
     "smaller within a loss budget, `swap-kernel --kernel sink-window:4,64` keeps fewer tokens, and `doctor --masks "
     "cache` tests that a pass with the cache gives the same outputs. Findings give its size in bytes or numbers.",
+    "site": "One attention computation of the model: a layer's self-attention, or its cross-attention.",
+    "loss": "Cross-entropy of the model's predictions, in nats per token; lower is better. Its exponential is "
+    "the perplexity.",
+    "calibration": "Text on which a kernel's parameters are fitted, ranks are chosen or heads are trained; it is never "
+    "part of the evaluated text.",
+    "greedy continuation": "Text that the model generates after a prompt by always choosing the most probable token.",
+    "latent": "Numbers that a model with `ranks` caches instead of the keys of one head, or of several heads together.",
     "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
 TERM_SYNONYMS = {
     **dict.fromkeys(("chance", "nulls", "sd"), "null"),
     **dict.fromkeys(("se", "±", "error", "standard errors", "interval"), "standard error"),
-    **dict.fromkeys(("significance", "significantly", "q", "fdr", "p"), "significant"),
+    **dict.fromkeys(("significance", "significantly", "q", "fdr", "p", "false-discovery rate"), "significant"),
+    **dict.fromkeys(("sites", "layer"), "site"),
+    "perplexity": "loss",
+    **dict.fromkeys(("continuation", "greedy", "greedy continuations"), "greedy continuation"),
+    "latents": "latent",
     **dict.fromkeys(("length", "placement"), "windows"),
     "medians": "median",
     **dict.fromkeys(("effects", "cost", "effect size"), "effect"),
