@@ -56,7 +56,7 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors, in order, that a call multiplies as matrices; None if it is not a matrix product."""
+    """Return the left and the right tensor that a call multiplies as matrices; None if it is not a matrix product."""
     function, args, kwargs = call
     if function is torch.einsum:
         parsed = _parse_einsum(call)
@@ -89,7 +89,7 @@ def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | N
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
-    """Return the axes (left, right, result) and the two operands of an einsum; None if it has another form."""
+    """Return the axes (left, right, result) and the two operands of an einsum; None if its form is not supported."""
     args = call.args
     if not args or not isinstance(args[0], str):
         return None
@@ -109,7 +109,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; None if it is neither."""
+    """Compute an einsum of queries and keys, or of weights and values, as a matrix product; None if it is neither."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -142,12 +142,12 @@ class TracedScores:
     product: Product
     content: bool  # True if both sides depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules that are running when the product is computed, outermost first
-    signs: Tensor  # (queries, keys): −1 and 1, the product of the second stand-in in all heads
+    signs: Tensor  # (queries, keys): −1 and 1, the values of the product in the second stand-in, equal in all heads
     moved: tuple[Tensor, ...]  # the queries and keys of the third stand-in; empty without a third one
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values for the product 0, the product `signs` and, unless it is empty, that of `moved`
+Standins = tuple[Tensor, ...]  # values of a tensor if the product is 0, if it is `signs` and, if any, for `moved`
 
 
 def start_scores(
@@ -172,7 +172,7 @@ def start_scores(
 
 
 def _finite_deviation(part: Tensor) -> Tensor:
-    """Return the standard deviation of the finite values, or 1 without any: random numbers become about as large."""
+    """Return the standard deviation of the finite values, or 1 for fewer than two: the scale of random stand-ins."""
     finite = part.detach()[part.isfinite()]
     return finite.std() if finite.numel() > 1 else part.new_ones(())
 
@@ -198,8 +198,8 @@ class TracedSoftmax:
         """Return the product of queries and keys in the softmax's argument.
 
         A product with a side that does not depend on the inputs, such as positions, is ignored unless all products have
-        such a side. Raises UnreadableError if several products remain, or if the product's factor depends on the
-        inputs.
+        such a side. Raises UnreadableError if several products remain, or if the factor that multiplies the product
+        depends on the inputs.
         """
         content = [scores for scores in self.carried if scores.content]
         products = content or list(self.carried)
@@ -285,7 +285,7 @@ SCALARS = frozenset({bool, int, float, str, type(None), torch.dtype, slice})
 
 
 def tensors(value: object) -> list[Tensor]:
-    """Return, in order, the tensors in arguments or results, including nested ones."""
+    """Return the tensors in arguments or results, including nested ones, in the order in which they occur."""
     if isinstance(value, Tensor):
         return [value]
     # torch's `tree_leaves` is slow for the usual arguments
