@@ -134,9 +134,9 @@ def batches(
 ) -> Batches:
     """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
 
-    A model of pixels or sound gets files or, if there are none, noise without its first `skip_noise` random draws; its
-    decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no
-    tokenizer, and UsageError if there are too many tokens or files.
+    A model of pixels or sound gets files or, without files, noise from random draw number `skip_noise` on; its decoder,
+    or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no tokenizer, and
+    UsageError if there are too many tokens or files.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -172,7 +172,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files per modality, or None. Raises UsageError if numbers differ or exceed `most`."""
+    """Return the number of files per modality (None: no files). Raises UsageError if it varies or exceeds `most`."""
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} for {modality}" for modality, count in counts.items())
