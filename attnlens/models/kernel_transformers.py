@@ -46,7 +46,7 @@ class AttentionForm:
     """The form of attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) over the allowed keys j (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
-    """Kernel k in command-line syntax, such as `rbf:gamma=1`; with positions "sum", its arguments include positions."""
+    """Kernel k in command-line syntax, such as `rbf:gamma=1`; if `positions` is "sum", its arguments include them."""
     symmetric: bool = False  # True if queries and keys share one projection, W_Q = W_K
     positions: Placing = "none"  # how positions enter
     places: tuple[Place, ...] = ("encoder", "decoder", "cross")  # the attention modules that use positions
@@ -61,7 +61,7 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d}) of places t for p < d/2, then the cosines (Vaswani et al. 2017 alternate the two)."""
+    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (Vaswani et al. 2017 alternate)."""
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]

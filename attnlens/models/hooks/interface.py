@@ -189,7 +189,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers; return its two names, one to replace SDPA and one to replace eager."""
+    """Register `answer` with transformers; return two names of it, to replace SDPA and to replace eager attention."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
@@ -273,7 +273,7 @@ def replace(
         place = paths[cast("nn.Module", call.module)]
         if place not in by_path:
             problem = f"{place} runs on this input, but did not run on the input used to find the sites."
-            raise ModelError(problem, "Give inputs of the same kind in both calls.")
+            raise ModelError(problem, "Give an input of the same kind as the one used to find the sites.")
         site = by_path[place][calls[place] % len(by_path[place])]
         calls[place] += 1
         call = dataclasses.replace(call, cross=site.part == "cross")

@@ -333,7 +333,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module), in execution order, of the modules in outermost module lists, if they run exactly once."""
+    """Return (path, module), in execution order, of each module in an outermost module list, if it runs just once."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -445,7 +445,7 @@ def recompute(call: Call) -> Tensor:
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest relative error over sites, each measured on its module's inputs in one unmodified pass."""
+    """Return the largest relative error over sites, measured on the inputs of their modules in one unmodified pass."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)

@@ -129,7 +129,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
-    """Return the names of tensors of codes that were loaded as plain numbers into parameters."""
+    """Return the names of stored codes that were loaded into parameters as if they were plain numbers."""
     buffers = dict(model.named_buffers())
     # transformers can store a buffer under another path, so only the last component of its name is compared
     counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}

@@ -292,7 +292,7 @@ def clear_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, size) for the sizes in a config and its nested configs (text_config.hidden_size)."""
+    """Yield (dotted path, size) for the SIZES in a config and its nested configs, such as text_config.hidden_size."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES

@@ -160,7 +160,7 @@ def widen(model: PreTrainedModel) -> None:
 
 
 class SafetensorsFiles(TensorFiles):
-    """Tensors of local or remote safetensors files; a quantised weight counts as one tensor, named as when decoded."""
+    """Tensors of local or remote safetensors files; codes and scales of a weight count as one tensor, the weight."""
 
     def __init__(self, place: Location) -> None:
         self.headers, self._sources = [], dict[str, tuple[LocalFile | RemoteFile, Stored]]()

@@ -238,7 +238,7 @@ class Settings:
 
     @cached_property
     def _scaling(self) -> tuple[str, float]:
-        """Type and factor by which rotary frequencies are scaled; without a type, linear as in llama.cpp."""
+        """Type and factor of rotary scaling; as in llama.cpp, a factor without a type means linear scaling."""
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` rotary frequencies (in sliding-window layers if `local`); [] if invalid."""
+        """Compute llama.cpp's `count` rotary frequencies (of sliding windows if `local`); [] for invalid settings."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)

@@ -138,7 +138,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Parse an address and its port. The error for an invalid address omits it, since it can contain a password."""
+    """Parse an address and its port. Error messages omit the address, since it can contain a password."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
@@ -167,7 +167,7 @@ SAY_PATH = "Give a folder with config.json and weights, a .gguf or .safetensors 
 
 @contextmanager
 def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
-    """Convert an OSError inside the context to a ModelError which says that the file or folder can't be read."""
+    """Convert an OSError inside the context to a ModelError that names the unreadable file or folder."""
     try:
         yield
     except OSError as error:
@@ -224,7 +224,10 @@ def read_json(path: Path) -> Json:
 
 
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
-    """Return the sorted names of the weight files in an index. Raises ModelError for paths, or for another suffix."""
+    """Return the sorted names of the weight files that an index lists.
+
+    Raises ModelError unless each is a file name, not a path, and ends in `suffix`.
+    """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ModelError(f"{index} does not name any weight files.", SAY_AGAIN)
@@ -491,7 +494,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or different revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")

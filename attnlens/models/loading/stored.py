@@ -188,7 +188,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return the tensors in a safetensors header. Raises ModelError if the header does not fit `size` bytes in all."""
+    """Return the tensors in a safetensors header. Raises ModelError if it does not describe a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():

@@ -113,7 +113,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
             note = f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
             return replace(media, notes=(*media.notes, note))
         before = ()
-    note = f"Each {modality} consists of random numbers in the shape given by config.json. No processor: {problem}"
+    note = f"The {modality} input is random numbers in the shape given by config.json. No processor: {problem}"
     return Media(
         {**media.processors, modality: processor},
         media.before + before,
@@ -197,7 +197,7 @@ class Feed:
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
     """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file."""
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} does not read {modality} input: {modality} would be ignored."
+        problem = f"{loaded.info.id} does not read {modality} input: {modality} files would be ignored."
         raise UsageError(problem, f"Leave out the {modality} files.")
     processor = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, Tensor]](), list[Text]()

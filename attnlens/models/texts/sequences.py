@@ -416,7 +416,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if that is smaller. Raises UsageError above the limit."""
+    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` exceeds it."""
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:
@@ -446,7 +446,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 
 @contextmanager
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
-    """Inside the `with`, disable random splits of a tokenizer, which are for training; convert errors to TextError."""
+    """Inside the `with`, turn off a tokenizer's random splits, which are for training; convert errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     remedy = f"Put the tokenizer files into the model's folder, or {WITHOUT_TEXT}"
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:

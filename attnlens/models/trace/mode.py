@@ -362,7 +362,7 @@ class _Tracer(TorchFunctionMode):
         return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
-        """Return the answer to a module's call of torch's scaled_dot_product_attention."""
+        """Return the result of `answer` for a module's call of torch's scaled_dot_product_attention."""
         arguments = dict(zip(FUSED, call.args, strict=False)) | call.kwargs
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
@@ -378,7 +378,7 @@ class _Tracer(TorchFunctionMode):
     def _answer_site(
         self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the answer for the innermost module of `owners`, or `original()` if that module is not replaced."""
+        """Return the result of `answer` for the innermost module of `owners`, or `original()` if it is not replaced."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()

@@ -153,7 +153,7 @@ Standins = tuple[Tensor, ...]  # values of a tensor if the product is 0, if it i
 def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """Start to trace a product; return its TracedScores and its stand-ins: two, or three with `prove`."""
+    """Start to trace a product; return its TracedScores and two stand-ins (other values), or three with `prove`."""
     wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(
@@ -207,7 +207,7 @@ class TracedSoftmax:
             reason = "" if content else "; none has two factors that depend on its inputs"
             raise unreadable(f"its scores are a sum of {len(products)} products of queries and keys{reason}")
         if products[0].scaled_by_inputs:
-            raise unreadable("the factor of its scores depends on its inputs")
+            raise unreadable("its scores are multiplied by a factor that depends on its inputs")
         return products[0]
 
 

@@ -345,11 +345,11 @@ def match_columns(
 def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
 
-    The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b. The second
-    case is two linear layers with a normalisation between them, without its division by the length: q_hk(x) = c υ · z +
-    b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are tested on DRAWS random inputs,
-    because the Jacobian would take d_model times as long. Return None in other cases, if any value is NaN, and if the
-    module does not accept a single token.
+    The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b with
+    constants b and c. The second case is two linear layers with a normalisation between them, without its division by
+    the length: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
+    tested on DRAWS random inputs, because the Jacobian would take d_model times as long. Return None in other cases, if
+    any value is NaN, and if the module does not accept a single token.
     """
     if probe.whole or probe.batch is not None:
         return None

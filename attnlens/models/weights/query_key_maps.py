@@ -193,7 +193,7 @@ def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
 
 
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
-    """Fit the rotation R(i) in q_i = q_0 R(i) for a token at each position i (Su et al. 2021, RoFormer, Eq. 16).
+    """Fit the rotation R(i) in q_i = q_0 R(i) for one token at all positions i (Su et al. 2021, RoFormer, Eq. 16).
 
     Return None if positions have no effect, or if they only add a vector. Under QK-norm, R is fitted without the gains,
     because a gain of 0 hides the rotation of its coordinate, and then checked with the gains. Raises UnreadableError if
@@ -518,7 +518,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
 
 
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
-    """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from its inputs x; see `Factors.rebuild`."""
+    """Return the site's queries and keys, rebuilt from its inputs x as (x W_Q + b_Q) R(i); see `Factors.rebuild`."""
     captured = target.call.query_key(target.site)
     query, key = factors.rebuild(*target.inputs(), (captured.query, captured.key))
     return replace(captured, query=query, key=key)
