@@ -309,7 +309,7 @@ def test_models_that_do_not_take_a_file_are_refused(sees, hears, tmp_path, capsy
         refused(ModelError, words, attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would use the same images or sounds as the evaluation"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
-    with pytest.raises(UsageError, match="image files would be ignored"):
+    with pytest.raises(UsageError, match="image would be ignored"):
         attnlens.inspect(sees, image=[path], source="weights")
     assert exit_code(["inspect", "demo", "--image", path]) == 2
     assert "keyword of the function" in capsys.readouterr().err
