@@ -32,7 +32,7 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to the modality of the innermost submodel that contains it; {} for fewer than two modalities."""
+    """Map each module outside the decoder to the modality of its innermost submodel; {} if all have one modality."""
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:

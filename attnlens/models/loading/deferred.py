@@ -44,7 +44,7 @@ class DeferredWeights:
 
     def __post_init__(self) -> None:
         for module in self.model.modules():
-            # private in transformers; nothing else shows if the setter would raise
+            # private in transformers; no public attribute shows whether the setter would raise an error
             if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
                 # with batched_mm, no shape in a mixture of experts depends on the experts that tokens choose
                 module.set_experts_implementation("batched_mm")

@@ -114,7 +114,7 @@ class RemoteFile:
         self.size, self.stamp = metadata.size, metadata.etag or ""
 
     def read(self, start: int, count: int) -> bytes:
-        """Read `count` bytes from offset `start`. Raises ModelError if ATTEMPTS attempts fail."""
+        """Read `count` bytes from offset `start`. Raises ModelError if all attempts fail, or for a wrong response."""
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
         from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 

@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """All forward passes, and the texts from which they are built."""
+    """All forward passes of a run, and the texts from which their inputs are built."""
 
     batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
     sequences: int  # number of sequences; fewer than requested if the texts have no more

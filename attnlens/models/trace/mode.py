@@ -49,7 +49,7 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
     allowed, bias = split_mask(zero)
-    # pairs whose scores no product changes are masked too, by a factor of 0 or by a large number that absorbs the score
+    # pairs whose scores do not depend on the product are masked too, by a factor of 0 or by a number that absorbs it
     visible = (scores != zero) if allowed is None else allowed & (scores != zero)
     products = _centre(signs.to(zero), visible)
     gain = _centre(scores - zero, visible)

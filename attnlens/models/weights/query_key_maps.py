@@ -84,7 +84,7 @@ class Factors:
 
     @property
     def traits(self) -> Traits:
-        """Properties of the factors that reports need."""
+        """The properties of these factors that reports need."""
         biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
         return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
@@ -147,7 +147,7 @@ DIRECTION = "position changes more than the direction of queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    A later site of this kind reuses the leader's rotation if the rotation fits the site; otherwise it gets its own.
+    Each later site of the same kind reuses the leader's rotation if this fits the site, and otherwise gets its own.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
@@ -478,7 +478,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Find one or two groups of coordinates in which actual values are positive multiples of expected values.
+    """Find one or two groups of coordinates in which the actual vectors are positive multiples of the expected ones.
 
     Return None if there are no such groups.
     """
