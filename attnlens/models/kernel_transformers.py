@@ -43,10 +43,10 @@ Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; c
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The form of attention Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows (Tsai et al., Def. 1)."""
+    """The form of attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) over the allowed keys j (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
-    """Kernel in command-line syntax, such as `rbf:gamma=1`; takes features, or features plus positions under "sum"."""
+    """Kernel k in command-line syntax, such as `rbf:gamma=1`; if `positions` is "sum", its arguments include them."""
     symmetric: bool = False  # True if queries and keys share one projection, W_Q = W_K
     positions: Placing = "none"  # how positions enter
     places: tuple[Place, ...] = ("encoder", "decoder", "cross")  # the attention modules that use positions
@@ -61,7 +61,7 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d}) for all p < d/2, followed by all cosines (Vaswani et al. 2017 alternate the two)."""
+    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (Vaswani et al. 2017 alternate)."""
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]
@@ -201,7 +201,7 @@ def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
 
 
 class Layer(nn.Module):
-    """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if `crosses`, then x + F(LN(x)); F uses GELU."""
+    """Pre-norm layer: x + attention(LN(x)), cross-attention to a memory if `crosses`, and x + MLP(LN(x)) with GELU."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool
@@ -251,7 +251,7 @@ class Stack(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings √d_model · E, and next-token logits h Eᵀ with the matrix E of the embeddings."""
+    """Token embeddings, which are rows of √d_model · E, and next-token logits h Eᵀ of features h, with the same E."""
 
     def __init__(self, size: int, d_model: int) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class EncoderDecoder(nn.Module):
         return cast("Tensor", self.encoder(self.words(inputs), mask))
 
     def decode(self, decoder_inputs: Tensor, memory: States, mask: Unpadded = None) -> Tensor:
-        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` is False at padded memory."""
+        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` hides padding in `memory`."""
         return self.words.logits(self.decoder(self.words(decoder_inputs), None, memory, mask))
 
     def forward(self, inputs: Tensor, mask: Unpadded, decoder_inputs: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_without_a_processor_noise_has_the_shape_of_the_config_with_a_note():
     for name, shape in shapes.items():
         model, modality = of_type(name), "audio" if name[0] == "w" else "image"
         batches = texts.batches(model, [PROSE], texts.Cut(sequences=2, tokens=9))
-        start = f"Each {modality} consists of random numbers in the shape given by config.json. No processor: "
+        start = f"The {modality} input is random numbers in the shape given by config.json. No processor: "
         assert [note.startswith(start) for note in batches.notes] == [True], name
         assert tuple(batches.batches[0].inputs[model.model.main_input_name].shape) == (2, *shape)
 
@@ -247,7 +247,7 @@ def test_each_window_follows_the_next_image(tmp_path):
     files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
     batches = texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
     assert [batch.inputs["pixel_values"].mean().item() for batch in batches] == [-1.0, 1.0], "one sequence per file"
-    assert batches.notes == ("Each sequence uses one file: 2 sequences instead of 3.",)
+    assert batches.notes == ("Each sequence uses one file, so that there are 2 sequences instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in batches)
     assert not batches.made_up
     assert texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=2, image=files)).notes == ()

@@ -175,7 +175,8 @@ READ = {
     "values written in": lambda self, q, k, x: write(torch.zeros(2, HEADS, TOKENS, TOKENS), product(q, k)),
 }
 SUM, MULTIPLE = "its scores are a sum of 2 products of queries", "its scores are not a multiple of ⟨query, key⟩"
-OF_INPUTS, PAIRS = "the factor of its scores depends on its inputs", "the factor of its scores is not the same for all"
+OF_INPUTS = "its scores are multiplied by a factor that depends on its inputs"
+PAIRS = "the factor of its scores is not the same for all"
 CHANGED, TWICE = "its output differs from softmax(scores)", "its attention weights are not applied to the values"
 REFUSED = {
     "two products": (SUM, lambda self, q, k, x: 0.5 * product(q, k) + 0.5 * product(self.heads(self.other, x), k)),

@@ -36,7 +36,7 @@ Implementations = list[tuple[PreTrainedConfig, str | None]]
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Use the attention implementation `name` inside the `with`; parts set to eager use `in_place_of_eager` instead."""
+    """Inside the `with`, use the attention implementation `name` or, in parts set to eager, `in_place_of_eager`."""
     previous = _implementations(model)
     try:
         _choose(model, previous, name, in_place_of_eager or name)
@@ -189,7 +189,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers; return its two names, one to replace SDPA and one to replace eager."""
+    """Register `answer` with transformers; return two names of it, to replace SDPA and to replace eager attention."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
@@ -210,7 +210,7 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CallCounter:
-    """Call counts of attention modules while attention is watched or replaced."""
+    """Numbers of calls of each attention module while attention is watched or replaced."""
 
     calls: Counter[str] = field(default_factory=Counter)  # by the module's path
 
@@ -219,7 +219,7 @@ class CallCounter:
 class Replacement:
     """The kernel that replaces the model's own kernel at a site, and the heads that use the new kernel."""
 
-    kernel: Kernel  # new kernel; its fitted parameters are those of `heads`, in their order
+    kernel: Kernel  # new kernel; parameters fitted to single heads are in the order of `heads`
     heads: tuple[int, ...] | None = None  # query heads; None for all
 
 
@@ -232,7 +232,7 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Inside the `with`, pass each attention computation to `visit`, and its output to `answered`.
+    """Inside the `with`, pass each attention computation at `sites` to `visit`, and its output to `answered`.
 
     The attention is recomputed with the model's own kernel.
     """
@@ -251,11 +251,11 @@ def replace(
     visit: Callable[[Site, Call], None] | None = None,
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
-    """Compute the sites of `swaps` with their new kernels by route `path`, and other sites with the model's own kernel.
+    """Inside the `with`, use the new kernels at the sites of `swaps`, and the model's own kernel at all other sites.
 
-    `visit` gets each attention computation at the sites of `swaps`, and `answered` gets its output, (batch, queries,
-    heads, value_dim). Raises UsageError if a kernel does not support a site. With `every_site`, raises ModelError at
-    the end of the `with` if a site of `swaps` was never reached.
+    `path` chooses the algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`,
+    and `answered` gets its output, (batch, queries, heads, value_dim). Raises UsageError if a kernel does not support a
+    site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was never reached.
     """
     by_path = defaultdict[str, list[Site]](list)
     for site in sorted(sites, key=attrgetter("ordinal")):
@@ -273,7 +273,7 @@ def replace(
         place = paths[cast("nn.Module", call.module)]
         if place not in by_path:
             problem = f"{place} runs on this input, but did not run on the input used to find the sites."
-            raise ModelError(problem, "Give inputs of the same kind in both calls.")
+            raise ModelError(problem, "Give an input of the same kind as the one used to find the sites.")
         site = by_path[place][calls[place] % len(by_path[place])]
         calls[place] += 1
         call = dataclasses.replace(call, cross=site.part == "cross")

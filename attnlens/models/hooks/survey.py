@@ -32,7 +32,7 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to the modality of the innermost submodel that contains it; {} for fewer than two modalities."""
+    """Map each module outside the decoder to the modality of its innermost submodel; {} if all have one modality."""
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -48,7 +48,7 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
 
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""Parameter names of the sequence of the keys in transformers' cross-attention modules."""
+"""Parameters by which transformers' cross-attention modules receive the sequence from which keys are computed."""
 
 UNTRACED = "it has no softmax over query–key products that weights the values"
 """Reason reported if a module whose class name contains "Attention" runs but is not a site."""
@@ -70,7 +70,7 @@ class SiteCall:
 
     @property
     def other(self) -> str | None:
-        """Name of the argument that contains the sequence of the keys in cross-attention; None in self-attention."""
+        """Name of the argument from which cross-attention computes its keys; None in self-attention."""
         return _other_input(self.arguments)
 
     @property
@@ -89,7 +89,7 @@ class SiteCall:
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the inputs of queries and of keys, with axes as in `sequences`; they are equal in self-attention."""
+        """Return the inputs for queries and for keys, with axes as in `sequences`; they are equal in self-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -105,7 +105,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """The reason why each attention module, keyed by path, is not a site; None if the module did not run."""
+        """Path of each attention module that is not a site → the reason; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -172,7 +172,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 
 def number_within_parts(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites with layer numbers within their parts; unchanged if the model has a single part."""
+    """Give the layers of each part (encoder, decoder …) their own numbers; return sites of a single part unchanged."""
     by_part = group_pairs((site.part, site) for site in sites)
     if len(by_part) == 1:
         return list(sites)
@@ -267,7 +267,7 @@ def _padding_mask(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None
 
 
 def _other_input(arguments: Mapping[str, object]) -> str | None:
-    """Return the name of the argument with the sequence of the keys in cross-attention; None in self-attention."""
+    """Return the name of the argument from which cross-attention computes its keys; None in self-attention."""
     query, key = arguments.get("query"), arguments.get("key")
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
     between = isinstance(query, Tensor) and isinstance(key, Tensor) and query is not key
@@ -298,7 +298,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 
 
 def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """Hide all keys from padded queries of a cross-attention; return a call of self-attention unchanged."""
+    """Return a call of cross-attention with all keys hidden from padded queries, or of self-attention unchanged."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
         return call
@@ -307,7 +307,7 @@ def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield the call one sequence at a time without padding; yield the whole call if it has no padding."""
+    """Yield a call for each sequence without its padding; yield the call as a whole if no sequence has padding."""
     masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -333,7 +333,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module) of each element of an outermost module list that runs exactly once, in execution order."""
+    """Return (path, module), in execution order, of each module in an outermost module list, if it runs just once."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -445,7 +445,7 @@ def recompute(call: Call) -> Tensor:
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest relative error of a site's module on its inputs in one pass of the unmodified model."""
+    """Return the largest relative error over sites, measured on the inputs of their modules in one unmodified pass."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -511,7 +511,7 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Disable grouped experts and GPT-2's forced float32 attention, because neither can compute in float64."""
+    """Disable joint computation of experts and GPT-2's forced float32 attention: neither can compute in float64."""
     for module in model.modules():
         # private: transformers has no public test for such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
@@ -530,7 +530,7 @@ def repeat_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
 
 
 def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[object]) -> float:
-    """Compute ‖original − changed‖ / ‖original‖ of the output that changes most inside `change`."""
+    """Compute ‖original − changed‖ / ‖original‖ of the output that changes most inside the context `change`."""
     with torch.no_grad():
         original = real_outputs(forward(model, inputs), inputs)
         with change:

@@ -1,4 +1,4 @@
-"""Load a model by its name and describe it before it has run.
+"""Load a model by its name, and describe it.
 
 Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
 anything is built; building.py builds the model with transformers; stored.py reads headers and byte ranges, quantised.py
@@ -50,7 +50,7 @@ class Loaded:
     model: PreTrainedModel  # The model, including its output head
     tokenizer: PreTrainedTokenizerBase | None  # The model's tokenizer, or None
     tokenizer_problem: str  # Reason why there is no tokenizer; empty if there is one
-    info: ModelInfo  # Description of the model, without the conventions that only a run shows
+    info: ModelInfo  # Description of the model, without `conventions`, which only a forward pass shows
     kind: InputKind  # Kind of input that the model reads
     missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
     unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
@@ -111,7 +111,7 @@ def load(
     Raises UsageError for invalid arguments (unknown dtype, a revision of a folder); ModelError if the model or the
     device does not exist, files are broken, the model needs a pickle or its own code without permission, a package is
     missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
-    belongs to another base; TooLargeError if the model does not fit into free memory.
+    belongs to another base model; TooLargeError if the model does not fit into free memory.
     """
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
@@ -167,7 +167,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model, spread over all devices, and its shapes. Raises ModelError unless it has plain safetensors."""
+    """Load the model over all devices, and again as shapes alone. Raises ModelError unless it has plain safetensors."""
     if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
         raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")
@@ -184,7 +184,7 @@ def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_
 
 
 def _build_from_shapes(place: Location, stored: Mapping[str, Stored], dtype: str) -> Loaded:
-    """Build the model at `place` from shapes. Raises ModelError if its weights can't be read individually."""
+    """Build the model at `place` with shapes alone. Raises ModelError if its weights can't be read individually."""
     import torch
 
     from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, SafetensorsFiles, ShapesAlone, widen

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # Start of the name of every tensor that peft writes
 PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
-"""Module path and part of a low-rank tensor's name."""
+"""Pattern of a low-rank tensor's name: the path of its module, and its kind."""
 LONGEST, SECONDS = 4096, 10.0
 """Maximum length of an expression for module names, and time limit for matching all expressions."""
 LARGEST = 2**20  # Maximum size of adapter_config.json in bytes, since each of its names is compared with every module
@@ -89,17 +89,17 @@ class Adapted:
 
     info: AdapterInfo
     layers: Mapping[str, LoraLayer]
-    """peft's merged layers, removed from the model, keyed by the path of the wrapped module; base weights on meta."""
+    """peft's merged layers, removed from the model, keyed by the wrapped module's path; without base weights (meta)."""
     originals: Mapping[str, Tensor]
     """Values, in the base model, of the parameters that the adapter replaces entirely, keyed by parameter name."""
-    unplaced: tuple[str, ...]  # Entire tensors of the adapter that match no parameter of the model
+    unplaced: tuple[str, ...]  # The adapter's full (not low-rank) tensors that match no parameter of the model
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """In the context, restore the base model's float64 weights of the module at `path`; yield True if any differs.
+        """In the context, undo the merge in the module at `path`, in float64; yield True if any weight is restored.
 
-        peft computes W = W'/D − s·BA from the rounded merged W', where D are DoRA's factors (1 without DoRA), so that
-        W'/D − W has exactly the adapter's rank.
+        peft computes the base weight W = W'/D − s·BA from the rounded merged weight W', the adapter's update s·BA and
+        DoRA's factors D (1 without DoRA), so that W'/D − W has exactly the adapter's rank.
         """
         import torch
         from torch import nn
@@ -120,7 +120,7 @@ class Adapted:
 
 
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
-    """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' type.
+    """Merge the adapter into the model's weights in float64, and round the result to the weights' type.
 
     Raises ModelError if this kind of adapter is not supported, does not match the model, or has broken files; after the
     error, the model must not be used.
@@ -254,7 +254,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Raise TimeoutError if peft matches a file's expressions for over SECONDS; `re` itself has no time limit."""
+    """Inside the `with`, raise TimeoutError if peft needs over SECONDS to match expressions; `re` has no time limit."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:

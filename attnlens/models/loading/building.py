@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 LoadingInfo = Mapping[str, set[Any]]
-"""transformers' record of a load: names under missing_keys and unexpected_keys, with shapes under mismatched_keys."""
+"""transformers' record of a load: names in missing_keys and unexpected_keys, names and shapes in mismatched_keys."""
 PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map", "_proj_blocks")
 """Suffixes of the names of tensors that only quantised checkpoints have."""
 WRAPPER = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 """Prefix or infix that torch.compile, DataParallel, FSDP and others add to the tensor names of a wrapped model."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
-"""Suffixes of scales and zeros after the name of their weight."""
+"""Pattern of the suffixes that follow a weight's name in the names of its scales and zeros."""
 
 
 def check_loaded(
@@ -49,8 +49,8 @@ def check_loaded(
 ) -> None:
     """Raise ModelError if the loaded model differs from its files according to transformers' loading info.
 
-    Without an error, transformers ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched
-    parameters with random values, and picks one of two tensors stored for the same parameter.
+    transformers itself raises no error if it ignores an adapter's tensors, reads quantised codes as numbers, fills
+    mismatched parameters with random values, or picks one of two tensors stored for the same parameter.
     """
     where, unused = place.folder / place.file, set(loading_info["unexpected_keys"])
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -129,7 +129,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
-    """Return the names of tensors of codes that were loaded as plain numbers into parameters."""
+    """Return the names of stored codes that were loaded into parameters as if they were plain numbers."""
     buffers = dict(model.named_buffers())
     # transformers can store a buffer under another path, so only the last component of its name is compared
     counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
@@ -179,7 +179,7 @@ def list_tensors(place: Location) -> dict[str, Stored]:
 SAY_SUPPORTED = "Check that transformers supports this model."
 
 
-DOWNLOADING = ("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3")  # loggers of retries while data are fetched
+DOWNLOADING = ("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3")  # loggers that report retried downloads
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def silence_logging(*names: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(place: Location | None = None) -> Iterator[None]:
-    """Silence progress bars, logs and warnings inside the context, block code from the hub, and parse GGUF once.
+    """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF once only.
 
     Code from the hub is blocked by a patch, because no setting blocks it: if the package `kernels` is installed, RWKV,
     YOSO and MRA call transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS
@@ -233,9 +233,10 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Maximum ratios of a model's counts to its files': numbers (tied weights are stored once); modules and tensors."""
+"""Largest allowed ratio of the numbers in a model to those in its files, which store tied weights once; and of its
+modules and tensors to the tensors in its files."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
-"""Additional allowances: numbers in weights, numbers in buffers (position tables, masks), modules and tensors."""
+"""Allowances beyond these ratios: numbers in weights, in buffers (position tables, masks), and modules and tensors."""
 
 
 @contextmanager

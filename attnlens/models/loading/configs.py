@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
 
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
-"""Auto classes with a head that predicts tokens, tried for a checkpoint with its own code."""
+"""Auto classes of models that predict tokens, tried in this order if a checkpoint contains its own code."""
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
@@ -59,7 +59,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the part that reads text; if two parts do (MusicGen), that of the encoder."""
+    """Return the configuration of the part that reads text, or of the encoder if two parts read text (MusicGen)."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -67,7 +67,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of the model's input: `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's pairs."""
+    """Return the kind of a model's input: `seq2seq` is text for encoder and decoder, `pixels+text` a pair for CLIP."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -129,7 +129,7 @@ SIZES = {  # Names of widths, layer counts and head counts in the configs of tra
     *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
 }
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
-"""Names of counts for which config classes build a list or a map before any check."""
+"""Pattern of the names of counts; config classes build lists or maps of this length before they check the count."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
 """Number of layers that is always allowed, since layers can share tensors (ALBERT); maximum number of labels."""
 CHOICES = {  # Settings that choose the code that computes a model, or the file from which its weights are read
@@ -153,7 +153,8 @@ LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
 DTYPES = ("dtype", "torch_dtype")  # Names of the weights' type
 OTHER_ROPES = ("default", "axial", "main", "mrope", "xdrope", "su")
-"""Rotation types that transformers has outside its table of functions; it replaces `su` by longrope only in part."""
+"""Rotation types that transformers supports, but does not list in its table of functions. `su` is longrope's old name,
+which transformers replaces only in part."""
 SAY_CORRECT = "Correct the config, or download the model again."
 SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."
@@ -225,7 +226,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     ):
         reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or any(settings.get(name, 4) != 4 for name in ("bits", "w_bit"))):
-        reason = f"are in version {format_value(version)}, or not in four bits, which is not supported"
+        reason = f"are in version {format_value(version)}; anything but version gemm with four bits is not supported"
     elif method == "gptq" and (unknown := [name for name, usual in GPTQ.items() if settings.get(name) not in usual]):
         reason = f"have {unknown[0]} = {format_value(settings[unknown[0]])}, which is not supported"
     if reason:
@@ -253,7 +254,7 @@ def check_counts(place: Location, tensors: int) -> None:
 
 @contextmanager
 def accept_old_names() -> Iterator[None]:
-    """Patch transformers' reader of config.json to accept longrope's old name `su`, and types `auto` and `torch.…`."""
+    """Inside the `with`, let transformers accept configs with dtypes `auto` and `torch.…`, and `su` for longrope."""
     from transformers import PreTrainedConfig
 
     read = PreTrainedConfig._dict_from_json_file  # private, but the only method called before the config's checks
@@ -273,7 +274,7 @@ def accept_old_names() -> Iterator[None]:
 
 
 def clear_choices(config: object) -> None:
-    """Set CHOICES to None in a config and nested configs, because they can make transformers run downloaded code."""
+    """Set a config's CHOICES to None, also in nested configs, because CHOICES can make transformers run remote code."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()
@@ -291,7 +292,7 @@ def clear_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, size) for the sizes in a config and its nested configs (text_config.hidden_size)."""
+    """Yield (dotted path, size) for the SIZES in a config and its nested configs, such as text_config.hidden_size."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES

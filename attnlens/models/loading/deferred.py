@@ -1,4 +1,4 @@
-"""Read the weights of models that have only shapes, module by module, with transformers' loader."""
+"""Read the weights of a model that was built with shapes alone, module by module, with transformers' loader."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeferredWeights:
 
     def __post_init__(self) -> None:
         for module in self.model.modules():
-            # private in transformers; nothing else shows if the setter would raise
+            # private in transformers; no public attribute shows whether the setter would raise an error
             if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
                 # with batched_mm, no shape in a mixture of experts depends on the experts that tokens choose
                 module.set_experts_implementation("batched_mm")
@@ -55,7 +55,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Load the parameters and buffers named by `wanted()` inside the context. Raises ModelError if that fails."""
+        """Inside the context, load the tensors of `module` that `wanted()` names. Raises ModelError if that fails."""
         with ExitStack() as undo:
             for owner in module.modules():  # private in torch; setattr would refuse tensors as parameters
                 undo.callback(owner._parameters.update, dict(owner._parameters))
@@ -130,7 +130,7 @@ ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes only shapes. Tensors never compare as equal, so that transformers does not tie them."""
+    """Torch mode that computes only shapes. No two tensors compare as equal, so that transformers ties none of them."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
@@ -146,7 +146,7 @@ def widen(model: PreTrainedModel) -> None:
     """Convert the model's floating-point tensors, with or without values, to float64; tied parameters stay tied."""
     wide: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
-        for name, part in module._parameters.items():  # private in torch, whose .double() fails on tensors of shapes
+        for name, part in module._parameters.items():  # private in torch, whose .double() fails on FakeTensors
             if part is not None and part.is_floating_point():
                 if part not in wide:
                     wide[part] = nn.Parameter(part.detach().double(), requires_grad=False)
@@ -160,7 +160,7 @@ def widen(model: PreTrainedModel) -> None:
 
 
 class SafetensorsFiles(TensorFiles):
-    """Tensors of local or remote safetensors files; a quantised weight has the name of its decoded weight."""
+    """Tensors of local or remote safetensors files; codes and scales of a weight count as one tensor, the weight."""
 
     def __init__(self, place: Location) -> None:
         self.headers, self._sources = [], dict[str, tuple[LocalFile | RemoteFile, Stored]]()

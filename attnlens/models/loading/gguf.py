@@ -103,7 +103,7 @@ ROTARY = (
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
     *("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
-"""Fields of the rotation that are applied or compared with its frequencies."""
+"""Fields of the rotary embedding, which are applied to the config or compared with the model's rotary frequencies."""
 UNSUPPORTED = (
     *(f"attention.{name}" for name in ("clamp_kqv", "group_norm_epsilon", "group_norm_groups", "output_scale")),
     *(f"attention.{name}_lora_rank" for name in ("q", "kv", "decay", "iclr", "value_residual_mix", "gate")),
@@ -121,12 +121,12 @@ CHECKED = (
 )
 """Fields that must agree with what transformers' model computes."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors by which the frequencies of a rotation are divided."""
+"""Names of the tensors by which the frequencies of the rotary embedding are divided."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
 """Fields of some llama.cpp architectures that change hidden states or logits; they, too, must agree with the model."""
 KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
 GATING = {"gpt-oss": 3, "minimax-m2": 2}
-"""ggml's number of the function that weights experts; 1, softmax over all experts, for other architectures."""
+"""Architecture → ggml's number of the function that weights experts; for others 1, the softmax over all experts."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -222,7 +222,7 @@ class Settings:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)
 
     def _require(self, name: str, is_supported: bool) -> None:
-        """Raise ModelError, naming the field, unless `is_supported`."""
+        """Raise ModelError, with the name and value of the field, unless `is_supported`."""
         if not is_supported:
             setting = f"{shorten_text(f'{self.architecture}.{name}')} = {format_value(self.fields[name])}"
             raise self._refusal(f"sets {setting}, which transformers' model does not support")
@@ -238,7 +238,7 @@ class Settings:
 
     @cached_property
     def _scaling(self) -> tuple[str, float]:
-        """Type and factor of the rotation's scaling; as in llama.cpp, a factor without a type means linear."""
+        """Type and factor of rotary scaling; as in llama.cpp, a factor without a type means linear scaling."""
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
@@ -250,7 +250,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return the scaling as transformers' rope_parameters, or {} if none. Raises ModelError if unsupported."""
+        """Return the scaling as transformers' rope_parameters; {} without scaling. Raises ModelError if unsupported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)
@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` frequencies (of sliding windows if `local`); [] if settings are invalid."""
+        """Compute llama.cpp's `count` rotary frequencies (of sliding windows if `local`); [] for invalid settings."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)

@@ -95,7 +95,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every library error inside the context to `kind` or, if memory is short, to ModelError.
+    """Convert every library error inside the context to the class `kind` or, if memory is short, to ModelError.
 
     Libraries raise arbitrary types for malformed files: the package `tokenizers` raises bare Exception, and its Rust
     panics derive only from BaseException.
@@ -114,7 +114,7 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
 
 
 def check_endpoint() -> None:
-    """Raise ModelError if HF_ENDPOINT is not a valid address, with which importing huggingface_hub would fail."""
+    """Raise ModelError if HF_ENDPOINT is not a valid address, since huggingface_hub then fails when it is imported."""
     _address(os.environ.get("HF_ENDPOINT") or "", "HF_ENDPOINT")
 
 
@@ -138,7 +138,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Parse an address and its port. The error for an invalid address omits it, since it can contain a password."""
+    """Parse an address and its port. Error messages omit the address, since it can contain a password."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
@@ -152,7 +152,7 @@ TOKENIZERS = (  # Name patterns of tokenizer files
     *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
     *("*.model", "*.spm", "*.codes", "*.tiktoken"),
 )
-READ_PATTERNS = (  # Name patterns of the small files next to the weights that transformers may open
+READ_PATTERNS = (  # Name patterns of small files that transformers may open in addition to the weights
     *("config.json", "generation_config.json", "*processor_config.json", "*.index.json"),
     *("*tokens*.json", "*.jinja", "normalizer.json", *TOKENIZERS),
 )
@@ -167,7 +167,7 @@ SAY_PATH = "Give a folder with config.json and weights, a .gguf or .safetensors 
 
 @contextmanager
 def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
-    """Convert an OSError inside the context to a ModelError which says that the file or folder can't be read."""
+    """Convert an OSError inside the context to a ModelError that names the unreadable file or folder."""
     try:
         yield
     except OSError as error:
@@ -224,7 +224,10 @@ def read_json(path: Path) -> Json:
 
 
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
-    """Return the sorted weight files in an index. Raises ModelError unless each is a bare name with this `suffix`."""
+    """Return the sorted names of the weight files that an index lists.
+
+    Raises ModelError unless each is a file name, not a path, and ends in `suffix`.
+    """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ModelError(f"{index} does not name any weight files.", SAY_AGAIN)
@@ -305,7 +308,7 @@ SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
 SHARD = re.compile(r"-\d{5}-of-(\d{5})\.(safetensors|bin|gguf)$")  # End of the name of a part of a model
-FORMATS = (  # Name patterns of weights that are not read, what they are, and how they become safetensors
+FORMATS = (  # Weights that attnlens does not read: patterns of file names, description, and remedy for error messages
     (
         ("zero_to_fp32.py", "global_step*", "*_states.pt"),
         "a DeepSpeed checkpoint",
@@ -491,7 +494,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or different revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")
@@ -505,7 +508,7 @@ def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH)
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return the format (safetensors, GGUF or an allowed pickle) and first file of the weights, or raise ModelError."""
+    """Return the weights' format (safetensors, GGUF, allowed pickle) and their file or index, or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file
@@ -549,7 +552,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
-    """Raise ModelError if these weight files include a part of a model, whose index was not found."""
+    """Raise ModelError if these weight files include a part of a model that no index lists."""
     for name in names:
         if (match := SHARD.search(name)) and int(match[1]) > 1:
             index = SHARDED if match[2] == "safetensors" else PICKLES[1]
@@ -558,7 +561,7 @@ def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
 
 
 def _match_formats(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, file, remedy) for the names that FORMATS describes, in its order."""
+    """Yield (kind, file, remedy) for each name that matches a pattern in FORMATS, in the order of FORMATS."""
     for patterns, kind, remedy in FORMATS:
         for name in names:
             if any(fnmatch(name, pattern) for pattern in patterns):

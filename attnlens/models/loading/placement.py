@@ -99,7 +99,7 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return transformers' options to spread a model over GPUs, memory and disk. Requires accelerate."""
+    """Return options that spread a model over GPUs, memory and disk. Raises UsageError if accelerate is missing."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:
@@ -107,7 +107,7 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
         raise UsageError(problem, 'Run: pip install "attnlens[big]"') from None
     limits = get_max_memory()
     free = free_memory() or limits["cpu"]
-    # the other quarter is left for forward passes and measures
+    # a quarter of the free memory is left for forward passes and measures
     limits["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
     return {"device_map": "auto", "max_memory": limits}
 

@@ -1,8 +1,8 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. transformers' decoder is used for mxfp4 only: that of fp8
-guesses block sizes and rejects smaller blocks at an edge, and the others need a GPU or packages that attnlens does not
-require.
+W = (codes − zeros) · scales, in the layout of each method. transformers' decoder is used for mxfp4 only: its decoder of
+fp8 guesses block sizes and rejects smaller blocks at an edge, and the others need a GPU or packages that attnlens does
+not require.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _scale(parts: Parts[Tensor]) -> Tensor:
 
 
 def _check_group(parts: Parts[Tensor], group: Settings) -> None:
-    """Raise ValueError if compressed-tensors' settings contradict the number of scales, the zeros or the order."""
+    """Raise ValueError if compressed-tensors' settings contradict the scales, the zeros or the order of inputs."""
     scale, zeros, strategy = parts["_scale"], parts.get("_zero_point"), group.get("strategy")
     matches = {"tensor": scale.numel() == 1, "channel": scale.dim() < 2 or scale.shape[-1] == 1}.get(
         str(strategy), True
@@ -168,7 +168,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
 
 
 def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
-    """Return compressed-tensors' settings for weights ({} if layer groups differ), and all their numbers of bits."""
+    """Return compressed-tensors' settings for weights ({} if layer groups differ), and the num_bits of all groups."""
     groups = settings.get("config_groups")
     values = groups.values() if isinstance(groups, dict) else ()
     parts = [group.get("weights") for group in values if isinstance(group, dict)]
@@ -283,7 +283,7 @@ def decode_mxfp4(parts: Parts[Tensor], _settings: Settings) -> Tensor:
 
 
 def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute map[code] · absmax of the block; a byte has two codes, higher bits first (bitsandbytes nf4 and fp4)."""
+    """Compute quant_map[code] · absmax[block] for two codes per byte, higher bits first (bitsandbytes nf4 and fp4)."""
     state, kind = _state(parts), settings.get("bnb_4bit_quant_type")
     require(not settings.get("load_in_8bit"), "its codes have four bits, but load_in_8bit is true")
     is_kind = not kind or f"{QUANT_STATE}{kind}" in parts
@@ -307,7 +307,7 @@ def _state(parts: Mapping[str, Tensor]) -> Json:
 
 
 def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
-    """Return the absmax of each block; if absmax is stored as codes, decode it with the nested map and scales."""
+    """Return the largest absolute value (absmax) of each block; if stored as codes, decode it with the nested map."""
     absmax = parts[".absmax"]
     if absmax.is_floating_point():
         return absmax.float()
@@ -326,7 +326,7 @@ def _by_block(largest: Tensor, side: object, count: int) -> Tensor:
 
 
 def decode_eight_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute codes · SCB/127, with one SCB per row (bitsandbytes LLM.int8)."""
+    """Compute codes · SCB/127, where SCB is the largest absolute value of each row (bitsandbytes LLM.int8)."""
     codes, largest, order = parts[""], parts[".SCB"], parts.get(".weight_format")
     require(not settings.get("load_in_4bit"), "its codes have eight bits, but load_in_4bit is true")
     is_by_row = codes.dtype == torch.int8 and largest.shape == codes.shape[:1]
@@ -345,7 +345,7 @@ def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
 
 
 def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of mxfp4 experts: blocks (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
+    """Return the shape of mxfp4 experts: codes (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
     shape = parts[""].shape
     require(len(shape) == 4 and shape[:3] == parts["_scales"].shape, "its blocks and scales don't match")
     experts, rows, blocks, pairs = shape

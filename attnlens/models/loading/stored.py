@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FLOATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 """torch's and safetensors' names of the floating-point types of unquantised weights."""
 TYPE = re.compile(r"BOOL|C64|(BF|[FIU])(4|6|8|16|32|64)(_E\dM\d\w{0,8})?")  # types of the safetensors library
-LENGTH = 8  # Bytes before a safetensors header, which give its length
+LENGTH = 8  # Number of bytes that precede a safetensors header and contain its length
 LONGEST = 100 * 2**20  # Maximum size of a header in bytes, as in the safetensors library
 MOST_DIMENSIONS = 8  # Maximum number of a tensor's dimensions: the product of millions of sizes would take hours
 SAMPLE = 4096  # Bytes sampled at the beginning, in the middle and at the end of a tensor
@@ -114,7 +114,7 @@ class RemoteFile:
         self.size, self.stamp = metadata.size, metadata.etag or ""
 
     def read(self, start: int, count: int) -> bytes:
-        """Read `count` bytes from offset `start`. Raises ModelError if ATTEMPTS attempts fail."""
+        """Read `count` bytes from offset `start`. Raises ModelError if all attempts fail, or for a wrong response."""
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
         from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
@@ -170,7 +170,7 @@ class TensorFiles(ABC):
 
 
 def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
-    """Return the record of a file for a report."""
+    """Return the record of a file and its header for a report."""
     digest = sha256(header).hexdigest()
     return FileInParts(name=Path(file.name).name, bytes=file.size, header_sha256=digest, stamp=file.stamp)
 
@@ -179,7 +179,7 @@ def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
 
 
 def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
-    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError if invalid."""
+    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError for an invalid file."""
     length = int.from_bytes(file.read(0, LENGTH), "little") if file.size >= LENGTH else 0
     if not 0 < length <= min(LONGEST, file.size - LENGTH):
         raise ModelError(f"{file.name} is truncated or not a safetensors file.", SAY_AGAIN)
@@ -188,7 +188,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return the tensors in a safetensors header. Raises ModelError if it does not fit a file of `size` bytes."""
+    """Return the tensors in a safetensors header. Raises ModelError if it does not describe a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():

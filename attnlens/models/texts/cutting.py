@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """All forward passes, and the texts from which they are built."""
+    """All forward passes of a run, and the texts from which their inputs are built."""
 
     batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
     sequences: int  # number of sequences; fewer than requested if the texts have no more
@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spaced passes with at least `sequences` sequences, or all passes if they have fewer."""
+        """Return evenly spaced forward passes with at least `sequences` sequences, or all passes if they have fewer."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -134,9 +134,9 @@ def batches(
 ) -> Batches:
     """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
 
-    A model of pixels or sound gets files or, if there are none, noise without its first `skip_noise` random draws; its
-    decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no
-    tokenizer, and UsageError if there are too many tokens or files.
+    A model of pixels or sound gets files or, without files, noise from random draw number `skip_noise` on; its decoder,
+    or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no tokenizer, and
+    UsageError if there are too many tokens or files.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -155,7 +155,7 @@ def batches(
     count, notes = len(rows) or wanted, list(() if files else accepted.notes)
     if rows and count < cut.sequences:
         what = "windows" if cut.pack else "lines"
-        few = f"Each sequence uses one file: {count} sequences instead of {cut.sequences}."
+        few = f"Each sequence uses one file, so that there are {count} sequences instead of {cut.sequences}."
         notes.append(few if count == files_each else f"The text has only {count} of the {wanted} requested {what}.")
     feed = media.Feed(loaded.model, accepted, cut.seed, skip_noise, files)
     return Batches(
@@ -172,7 +172,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files per modality, or None. Raises UsageError if numbers differ or exceed `most`."""
+    """Return the number of files per modality (None: no files). Raises UsageError if it exceeds `most` or differs."""
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} for {modality}" for modality, count in counts.items())
@@ -180,7 +180,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
         raise UsageError(problem, "Give the same number of files of each kind.")
     count = next(iter(counts.values()), None)
     if count is not None and count > most:
-        problem = f"Each sequence uses one file: {count} files are more than --windows {most}."
+        problem = f"Each sequence uses one file, but {count} files are more than --windows {most}."
         raise UsageError(problem, f"Give --windows {count}.")
     return count
 

@@ -49,9 +49,9 @@ SAY = {
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
 LARGEST_FILE = 2**28  # maximum size of an image or sound file in bytes
-LARGEST_INPUT = 2**24  # maximum values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz
+LARGEST_INPUT = 2**24  # maximum number of values in an image (2364 × 2364 in colour) or sound (17 minutes at 16 kHz)
 MEMORY = 2**32  # maximum bytes that a processor can allocate: its settings, from the checkpoint, can request any size
-COLOURS, IMAGE_SIZE = 16, 224  # squares and pixels along a side; smaller squares would blur when resized
+COLOURS, IMAGE_SIZE = 16, 224  # squares and pixels along a random image's side; more squares would blur when resized
 FRAMES, MOST_FRAMES = 8, 256  # frames of a random video if the config gives no number, and the maximum
 RATE = 16_000  # samples per second if the processor gives no rate; samples of a random sound without a processor
 Placeholder = tuple[Modality, int, int]  # a modality, its placeholder id, and the number of these ids before a text
@@ -113,7 +113,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
             note = f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
             return replace(media, notes=(*media.notes, note))
         before = ()
-    note = f"Each {modality} consists of random numbers in the shape given by config.json. No processor: {problem}"
+    note = f"The {modality} input is random numbers in the shape given by config.json. No processor: {problem}"
     return Media(
         {**media.processors, modality: processor},
         media.before + before,
@@ -143,7 +143,7 @@ class Feed:
         self._digests = {modality: sha256() for modality in self.media.processors if modality not in self.files}
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
-        """Return the inputs of these sequences."""
+        """Return the images and sounds of the sequences `numbers`, by parameter name."""
         each = []
         for number in numbers:
             inputs = dict[str, Tensor]()
@@ -161,7 +161,7 @@ class Feed:
     def inputs(self, numbers: range, rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[dict[str, Tensor], int]:
         """Return the inputs of the sequences `numbers`, and the number of placeholders before each text.
 
-        `rows` are the token ids of each sequence's text; it is empty if the model reads no text.
+        `rows` contains the token ids of each sequence's text; it is empty if the model reads no text.
         """
         inputs, before = self.take(numbers), list[int]()
         if rows:
@@ -197,7 +197,7 @@ class Feed:
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
     """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file."""
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} does not read {modality} input: {modality} would be ignored."
+        problem = f"{loaded.info.id} does not read {modality} input: {modality} files would be ignored."
         raise UsageError(problem, f"Leave out the {modality} files.")
     processor = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, Tensor]](), list[Text]()
@@ -245,7 +245,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 def _make_up(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, determined by `seed` and `number`; raise an error on failure."""
+    """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise AttnlensError."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
@@ -323,7 +323,7 @@ def _rate(processor: Processor) -> int:
 def _process(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
-    """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
+    """Apply the processor to images or samples; return its tensors, keyed by the model's parameter names."""
     names, options = _parameters(model), dict[str, object]()
     if modality == "audio":
         options["sampling_rate"] = _rate(processor)
@@ -355,7 +355,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Raise MemoryError if more than MEMORY bytes are allocated inside the `with`. No effect outside Linux."""
+    """Inside the `with`, raise MemoryError if over MEMORY bytes are allocated. There is no limit outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 

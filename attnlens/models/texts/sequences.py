@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WITHOUT_TEXT = "read only the weights: attnlens inspect --source weights"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""Pattern of a dataset's name on the hub; the owner is required, because other names can mean a reader of files."""
+"""Pattern of a dataset's name on the hub, with its owner, since a name without owner can mean a file format (csv)."""
 SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of data files (jsonl, parquet, csv, txt)."
 
 
@@ -170,7 +170,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: the book for `demo` and its descendants, otherwise all three."""
+    """Return the built-in texts for a model: the book for `demo` or a model derived from it, all three for others."""
     names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
@@ -246,7 +246,7 @@ def text_inputs(
     """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
 
     If the encoder reads the text too, the decoder gets a start token followed by the text. If the encoder reads pixels
-    or sound, the decoder gets the text unchanged, whose special tokens already begin with the start token.
+    or sound, the decoder gets the text unchanged, since its special tokens already begin with the start token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -329,7 +329,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return the number of windows of each text: as equal as possible, with a sum of `wanted` or of all available."""
+    """Divide `wanted` windows among texts as equally as the `available` numbers allow; return the number for each."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -416,7 +416,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if that is smaller. Raises UsageError above the limit."""
+    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` exceeds it."""
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:
@@ -446,7 +446,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 
 @contextmanager
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
-    """Inside the `with`, disable random splits of a tokenizer, which are for training; convert errors to TextError."""
+    """Inside the `with`, turn off a tokenizer's random splits, which are for training; convert errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     remedy = f"Put the tokenizer files into the model's folder, or {WITHOUT_TEXT}"
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:
@@ -460,7 +460,7 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 RUN = 32
 """Least length in tokens (10 to 25 words) of a repeated run that is not a coincidence: the halves of the demo's text,
 a single book, share no run of 12 tokens."""
-LEAST = 8  # least length of a line that counts as shared: the two halves share 1 to 7 % of their runs of 8 tokens
+LEAST = 8  # least length of a line that counts as shared: the halves of that text share 1 to 7 % of runs of 8 tokens
 MOST_SHARED = 0.1
 """Largest share of evaluated tokens that can occur in the calibration text for a measurement to count as held out. In
 the worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which
@@ -495,7 +495,7 @@ def shared_share(
 
 
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
-    """Return the share, 0 to 1, of non-special tokens in runs of RUN tokens that several sequences contain."""
+    """Return the share, 0 to 1, of non-special tokens in runs of RUN tokens that occur in more than one sequence."""
     bare = _bare(tokenizer, sequences)
     counts = Counter(run for row in bare for run in set(_runs(row, RUN)))
     repeated = {run for run, count in counts.items() if count > 1}

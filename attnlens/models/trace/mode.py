@@ -1,4 +1,4 @@
-"""Read hand-written attention as a Call, and replace the weighted sums that modules compute."""
+"""Convert hand-written attention to Calls, and replace the weighted sums of values that modules compute."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from attnlens.models.trace.scores import (
 from attnlens.records import Call
 
 TOLERANCE = 1e-4  # relative: above the float32 rounding of a long sum, far below the effect of a wrong query or mask
-ROUNDINGS = 32  # number of roundings by which two results of a few steps from the same number can differ
+ROUNDINGS = 32  # two values that were computed from the same number in a few steps can differ by this many roundings
 
 
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Fit scores = factor · product + bias, up to a term per query; return factor, visible pairs and bias.
+    """Fit scores = factor · ⟨query, key⟩ + bias, up to a term per query; return factor, visible pairs and bias.
 
-    `zero` contains the scores for a product of 0, and `scores` the scores for the product `signs`, (queries, keys). The
-    factor's shape is (heads,). Raises UnreadableError if the factor is 0, or if it differs within a head.
+    `zero` contains the scores if every product ⟨query, key⟩ is 0, and `scores` the scores if the products are `signs`,
+    (queries, keys). The factor's shape is (heads,). Raises UnreadableError if it is 0, or if it differs within a head.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
     allowed, bias = split_mask(zero)
-    # pairs whose scores no product changes are masked too, by a factor of 0 or by a large number that absorbs the score
+    # pairs whose scores do not depend on the product are masked too, by a factor of 0 or by a number that absorbs it
     visible = (scores != zero) if allowed is None else allowed & (scores != zero)
     products = _centre(signs.to(zero), visible)
     gain = _centre(scores - zero, visible)
@@ -78,7 +78,7 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
 
 
 def rounding_limit(dtype: torch.dtype) -> float:
-    """Return the largest relative difference that rounding can explain between two results in this type."""
+    """Return the largest relative difference between two results of type `dtype` that rounding can explain."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: a few steps in half precision
 
 
@@ -91,12 +91,12 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
     return torch.where(visible, masked - mean, 0.0)
 
 
-Tokens = tuple[int, ...] | None  # axes of a module's first floating-point input without the last; None: no such input
+Tokens = tuple[int, ...] | None  # shape of a module's first floating-point input without its last axis; None: no input
 
 
 @dataclass(frozen=True)
 class Lead:
-    """The leading axes of queries, keys and scores; heads have an axis, or a single axis merges batch and heads."""
+    """The axes of queries, keys and scores before the last two; heads have an axis, or share one with the batch."""
 
     shape: tuple[int, ...]  # sizes of the leading axes
     axis: int  # axis of the heads; 1 if a single axis merges batch and heads
@@ -104,7 +104,7 @@ class Lead:
 
     @property
     def _whole(self) -> tuple[int, ...]:
-        """Sizes of the axes after a single axis is separated into (batch, heads)."""
+        """Sizes of the leading axes; a single axis is separated into (batch, heads)."""
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
@@ -114,7 +114,7 @@ class Lead:
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if heads have no axis."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if it is equal for all heads."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -161,7 +161,8 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
-        raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but its product has {shape}")
+        axes = f"the axes {tuple(softmax.logits.shape)}, but its product of queries and keys has {shape}"
+        raise unreadable(f"its softmax has {axes}")
     lead = find_lead(product.lead, queries, keys, tokens)
     zero, signs, *moved = (lead.split(standin.reshape(shape)) for standin in softmax.carried[scores])
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
@@ -239,12 +240,12 @@ def trace_attention(
 ) -> Iterator[Refused]:
     """Inside the `with`, replace each weighted sum of hand-written attention in `model` by the result of `answer`.
 
-    If `modules`, which were read before, are given, only these are traced, and ModelError is raised if the attention of
-    one is unreadable. If `modules` is None, all modules are traced, the model computes unreadable attention itself, and
-    the yielded dict contains the reason by module. `content` contains the tensors on which queries and keys depend, by
-    default the model's inputs except masks and positions. With `prove`, the model continues with its own sums, which
-    must agree with attention recomputed from the Call. `on_weights` gets each module and its attention weights, (batch,
-    heads, queries, keys).
+    `modules` contains modules whose attention was readable before: only these are traced, and ModelError is raised if
+    the attention of one is now unreadable. If `modules` is None, all modules are traced, the model computes unreadable
+    attention itself, and the yielded dict contains the reason by module. `content` contains the tensors on which
+    queries and keys depend, by default the model's inputs except masks and positions. With `prove`, the model continues
+    with its own sums, which must agree with attention recomputed from the Call. `on_weights` gets each module and its
+    attention weights, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     parts = list(model.modules())
@@ -343,7 +344,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Replace a product of attention weights and `values`; if it has another form, `values` is None."""
+        """Replace the product of attention weights and `values`; `values` is None if the weights are used otherwise."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -361,7 +362,7 @@ class _Tracer(TorchFunctionMode):
         return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
-        """Return the answer to a module's call of torch's scaled_dot_product_attention."""
+        """Return the result of `answer` for a module's call of torch's scaled_dot_product_attention."""
         arguments = dict(zip(FUSED, call.args, strict=False)) | call.kwargs
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
@@ -377,7 +378,7 @@ class _Tracer(TorchFunctionMode):
     def _answer_site(
         self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the answer for the innermost module of `owners`, or `original()` if that module is not replaced."""
+        """Return the result of `answer` for the innermost module of `owners`, or `original()` if it is not replaced."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()

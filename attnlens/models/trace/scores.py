@@ -56,7 +56,7 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors, in order, that a call multiplies as matrices; None if it is not a matrix product."""
+    """Return the left and the right tensor that a call multiplies as matrices; None if it is not a matrix product."""
     function, args, kwargs = call
     if function is torch.einsum:
         parsed = _parse_einsum(call)
@@ -89,7 +89,7 @@ def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | N
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
-    """Return the axes (left, right, result) and the two operands of an einsum; None if it has another form."""
+    """Return the axes (left, right, result) and the two operands of an einsum; None if its form is not supported."""
     args = call.args
     if not args or not isinstance(args[0], str):
         return None
@@ -109,7 +109,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; None if it is neither."""
+    """Compute an einsum of queries and keys, or of weights and values, as a matrix product; None if it is neither."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -142,18 +142,18 @@ class TracedScores:
     product: Product
     content: bool  # True if both sides depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules that are running when the product is computed, outermost first
-    signs: Tensor  # (queries, keys): −1 and 1, the product of the second stand-in in all heads
+    signs: Tensor  # (queries, keys): −1 and 1, the values of the product in the second stand-in, equal in all heads
     moved: tuple[Tensor, ...]  # the queries and keys of the third stand-in; empty without a third one
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values for the product 0, the product `signs` and, unless it is empty, that of `moved`
+Standins = tuple[Tensor, ...]  # values of a tensor if the product is 0, if it is `signs` and, if any, for `moved`
 
 
 def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """Start to trace a product; return its TracedScores and its stand-ins: two, or three with `prove`."""
+    """Start to trace a product; return its TracedScores and two stand-ins (other values), or three with `prove`."""
     wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(
@@ -172,7 +172,7 @@ def start_scores(
 
 
 def _finite_deviation(part: Tensor) -> Tensor:
-    """Return the standard deviation of the finite values, or 1 without any: random numbers become about as large."""
+    """Return the standard deviation of the finite values, or 1 for fewer than two: the scale of random stand-ins."""
     finite = part.detach()[part.isfinite()]
     return finite.std() if finite.numel() > 1 else part.new_ones(())
 
@@ -198,8 +198,8 @@ class TracedSoftmax:
         """Return the product of queries and keys in the softmax's argument.
 
         A product with a side that does not depend on the inputs, such as positions, is ignored unless all products have
-        such a side. Raises UnreadableError if several products remain, or if the product's factor depends on the
-        inputs.
+        such a side. Raises UnreadableError if several products remain, or if the factor that multiplies the product
+        depends on the inputs.
         """
         content = [scores for scores in self.carried if scores.content]
         products = content or list(self.carried)
@@ -207,7 +207,7 @@ class TracedSoftmax:
             reason = "" if content else "; none has two factors that depend on its inputs"
             raise unreadable(f"its scores are a sum of {len(products)} products of queries and keys{reason}")
         if products[0].scaled_by_inputs:
-            raise unreadable("the factor of its scores depends on its inputs")
+            raise unreadable("its scores are multiplied by a factor that depends on its inputs")
         return products[0]
 
 
@@ -285,7 +285,7 @@ SCALARS = frozenset({bool, int, float, str, type(None), torch.dtype, slice})
 
 
 def tensors(value: object) -> list[Tensor]:
-    """Return, in order, the tensors in arguments or results, including nested ones."""
+    """Return the tensors in arguments or results, including nested ones, in the order in which they occur."""
     if isinstance(value, Tensor):
         return [value]
     # torch's `tree_leaves` is slow for the usual arguments

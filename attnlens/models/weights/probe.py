@@ -1,4 +1,4 @@
-"""Call modules on few tokens, and find each query or key map in one weight or in a product of two weights."""
+"""Call attention modules on few tokens, and find query and key maps in a single weight or in a product of two."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Probe:
     weights: Mapping[str, Tensor]  # float64 parameters and buffers, which replace the module's own during a call
     layout: tuple[int, ...]  # `SiteCall.layout` of a call with several tokens, since one token does not determine it
     whole: bool = False  # True if inputs are sequences of the captured length; False if they are single tokens
-    batch: int | None = None  # number of sequences in an input; None: any number
+    batch: int | None = None  # number of sequences that an input must have; None: any number
 
     def __call__(
         self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
@@ -103,7 +103,7 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless a call has one query, or key, per head and token of the first (second) input."""
+        """Raise UnreadableError unless each head has a query per token of the first input and a key for the second."""
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
@@ -158,7 +158,7 @@ class Probe:
 
 
 def smallest(probe: Probe) -> Probe:
-    """Return a probe with the smallest inputs that the module accepts: tokens, sequences, or the captured batch."""
+    """Return a probe with the smallest inputs that the module accepts: single tokens, sequences, or a whole batch."""
     if len(probe.shapes[0]) > 2:
         whole = replace(probe, whole=True)
         for candidate in (probe, whole):
@@ -305,7 +305,7 @@ class Maps:
         return vectors[0], vectors[1]
 
 
-DRAWS = 8  # number of random inputs; an unrelated coordinate matches a row with probability SAME ** DRAWS
+DRAWS = 8  # number of random inputs; a coordinate matches an unrelated row with a probability of about SAME ** DRAWS
 SAME = 1e-10  # largest relative difference between a coordinate and its matched row: far above rounding in float64
 ONE = 1e-13  # relative rounding of a coordinate's factor: a factor this close to 1 is set to 1
 AT_ONCE = 512  # number of coordinates that are compared with all rows, or multiplied out, at once
@@ -319,7 +319,7 @@ Match = tuple[Tensor, Tensor, Tensor | None]
 def match_columns(
     vectors: Tensor, multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor]
 ) -> list[Match] | None:
-    """Express each column of `vectors`, (draws, columns), as a multiple of a weight row times a multiplicand.
+    """Express each column of `vectors`, (draws, columns), as a multiple of a weight row's product with a multiplicand.
 
     Return None if this fails for any column.
     """
@@ -345,8 +345,9 @@ def match_columns(
 def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
 
-    The first case is a linear layer, q_hk(x) = c θ_r · x + b. The second case is two linear layers with a normalisation
-    between them, without its division by the length: q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both cases are
+    The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b with
+    constants b and c. The second case is two linear layers with a normalisation between them, without its division by
+    the length: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
     tested on DRAWS random inputs, because the Jacobian would take d_model times as long. Return None in other cases, if
     any value is NaN, and if the module does not accept a single token.
     """
@@ -409,7 +410,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to its most similar row, and keep the columns that are multiples of this row.
+    """Match each column to the row with the most similar products, and keep the columns that are multiples of these.
 
     Return None if the first column is not a multiple.
     """

@@ -39,7 +39,7 @@ from attnlens.records import Call, QueryKey, Rotation, Site
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    Rows = Float[Tensor, "rows positions head_dim"]  # queries or keys; a row is an input and a head
+    Rows = Float[Tensor, "rows positions head_dim"]  # queries or keys; each row belongs to one input and one head
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Traits:
     rotary: bool  # True if queries and keys are rotated by their position
     qk_norm: bool  # True if queries and keys are normalised per token
     latent: bool  # True for latent attention, in which only a part of each key is normalised
-    biased: bool  # True if a bias is added to queries or keys; the form omits it
+    biased: bool  # True if a bias is added to queries or keys; the bilinear form omits it
 
 
 Groups = tuple[Tensor, ...]  # groups of a head's coordinates that are normalised together, by one scalar per token
@@ -59,10 +59,11 @@ Groups = tuple[Tensor, ...]  # groups of a head's coordinates that are normalise
 class Factors:
     """The effective query and key maps of one site: q_i = (x W_Q + b_Q) R(i), under QK-norm up to a positive scalar.
 
-    Latent attention (MLA, DeepSeek V2) has two such scalars. With c = y W_DKV and its root mean square rms(c), a head's
-    score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ]. The part without positions (nope) has M_n = s W_DQ g_Q W_UQ
-    W_UKᵀ g_K W_DKVᵀ, and the rotated part (rope) has M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ. Their sum is not a bilinear
-    form, since rms(c) depends on the key, but each part is bilinear up to positive factors. Measures weights.* use M_n.
+    Latent attention (MLA) has two such scalars. In DeepSeek V2's notation, with norm gains g, scale s, c = y W_DKV, its
+    root mean square rms(c), and a(x) > 0, a head's score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ]. The part
+    without positions (nope) has M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ, and the rotated part (rope) has M_r(Δ) = s W_DQ
+    g_Q W_QR R(−Δ) W_KRᵀ. Their sum is not a bilinear form, since rms(c) depends on the key, but each part is bilinear
+    up to positive factors. Measures weights.* use M_n.
     """
 
     site: Site
@@ -83,7 +84,7 @@ class Factors:
 
     @property
     def traits(self) -> Traits:
-        """Properties of the factors that reports need."""
+        """The properties of these factors that reports need."""
         biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
         return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
@@ -134,10 +135,10 @@ class Factors:
 
 
 unit = partial(nn.functional.normalize, dim=-1)
-ROWS = 16  # number of inputs that determine the pairs: a wrong partner explains about 1/ROWS of a coordinate's change
-POSITIONS = 32  # number of positions that determine the pairs
-STILL = 1e-5  # largest relative change of a constant coordinate: above the float32 rounding of cos and sin
-ANGLE = 1e-3  # largest root-mean-square error of angles over the pairs; positions times frequencies are float32
+ROWS = 16  # inputs from which rotating pairs are found: a wrong partner explains about 1/ROWS of a coordinate's change
+POSITIONS = 32  # positions from which rotating pairs of coordinates are found
+STILL = 1e-5  # largest relative change of a value that counts as constant: above the float32 rounding of cos and sin
+ANGLE = 1e-3  # largest root-mean-square error of the pairs' angles: position · frequency is computed in float32
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
@@ -146,7 +147,7 @@ DIRECTION = "position changes more than the direction of queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    A later site of this kind reuses the leader's rotation if the rotation fits the site; otherwise it gets its own.
+    Each later site of the same kind reuses the leader's rotation if this fits the site, and otherwise gets its own.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
@@ -184,7 +185,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (None: no rotation) describes how queries and keys of a repeated token change."""
+    """Return True if `rotation` (None: no rotation) describes how a repeated token's queries and keys change."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -192,11 +193,11 @@ def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
 
 
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
-    """Fit R(i) with q_i = q_0 R(i) for a repeated token (Su et al. 2021, RoFormer, Eq. 16).
+    """Fit the rotation R(i) in q_i = q_0 R(i) for one token at all positions i (Su et al. 2021, RoFormer, Eq. 16).
 
     Return None if positions have no effect, or if they only add a vector. Under QK-norm, R is fitted without the gains,
     because a gain of 0 hides the rotation of its coordinate, and then checked with the gains. Raises UnreadableError if
-    positions do more than rotate.
+    positions do more than rotate queries and keys.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -220,7 +221,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation, None if the site does not rotate, or the error if its rotation can't be fitted.
+    """Yield each site's rotation, None if positions do not rotate its queries, or the error if no rotation fits.
 
     `window` contains the sites' calls with as many positions as the rotations must cover.
     """
@@ -256,10 +257,10 @@ def _changes_with_position(part: Rows) -> bool:
 def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
     """Fit the rotation of these queries and keys; each row contains one input at all positions.
 
-    `rounding` is the relative rounding of cos and sin. The least-squares angle of a pair is arg Σ conj(w_0) w_i over
-    queries and keys, where w = x_a + i x_b. Pairs that are 0 in queries or in keys are not compared, since they add
-    nothing to scores. Raises UnreadableError if queries and keys rotate differently, or if positions do more than
-    rotate.
+    `rounding` is the relative rounding of cos and sin. The least-squares angle of the pair (a, b) at position i is
+    arg Σ conj(w_0) w_i, summed over queries and keys x, where w = x[a] + √−1 · x[b]. Pairs that are 0 in queries or in
+    keys are not compared, since they add nothing to scores. Raises UnreadableError if queries and keys rotate
+    differently, or if positions do more than rotate them.
     """
     pairs = _find_pairs(torch.cat((query, key)))
     (of_queries, have_query), (of_keys, have_key) = (_overlaps(part, pairs) for part in (query, key))
@@ -275,7 +276,7 @@ def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
 def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
     """Find the pairs of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
 
-    By least squares, the right partner b explains all of x_i[a] that x_0[a] does not explain, a wrong partner little.
+    By least squares, the right partner b explains all of x_i[a] that x_0[a] does not; a wrong partner explains little.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -299,7 +300,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i, (positions, pairs), and True for pairs whose length at position 0 exceeds rounding."""
+    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs), and True for pairs longer than rounding."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -307,7 +308,7 @@ def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _differs_from(part: Rows, rotation: Rotation, rounding: float) -> bool:
-    """Return True if part[:, i] differs from part[:, 0] R(i)."""
+    """Return True if part[:, i] differs from part[:, 0] R(i) by more than rounding explains."""
     difference = rotation.rotate(part[:, :1].expand_as(part)) - part
     return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
 
@@ -333,7 +334,7 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
+Sides = Sequence[tuple[Tensor, Tensor]]  # (actual queries, expected queries), (actual keys, expected keys)
 CHUNK = 512  # probe tokens that go through a module at once
 
 
@@ -349,7 +350,7 @@ def factors(
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
     `first` contains the sites' calls with a single token (position 0), and `window` their calls with as many positions
-    as the rotations must cover. Further inputs test if the maps are affine. Norms inside the module are applied with
+    as the rotations must cover. Random inputs test if the maps are affine. Norms inside the module are applied with
     their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All computations
     are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to read (None:
     all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in `turns`.
@@ -419,10 +420,10 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Input i has the tangent e_i, so that row i of W is exact. NaN weights of one head do not spread to other heads, as
-    they would through 0 · NaN in a backward pass. An input is a token of a sequence, whose query and key are rotated
-    back to position 0 by `rotation`. If queries and keys come from two sequences, or if cos and sin have half
-    precision, it is a sequence of one repeated token.
+    The tangent of input i is the unit vector e_i, so that row i of W is exact. NaN weights of one head do not spread to
+    other heads, as they would through 0 · NaN in a backward pass. Each input is one token of a sequence; `rotation`
+    rotates its query and key back to position 0. If queries and keys come from two sequences, or if cos and sin have
+    half precision, each input is a sequence of one repeated token.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and query_rounding(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -467,7 +468,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return (actual, expected) queries, and (actual, expected) keys, of the first tokens of 8 sequences; omit NaN."""
+    """Return actual and expected queries and keys of the first tokens of 8 sequences; omit heads that contain NaN."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -477,7 +478,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Find one or two groups of coordinates in which actual values are positive multiples of expected values.
+    """Find one or two groups of coordinates in which the actual vectors are positive multiples of the expected ones.
 
     Return None if there are no such groups.
     """
@@ -517,7 +518,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
 
 
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
-    """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from its inputs x; see `Factors.rebuild`."""
+    """Return the site's queries and keys, rebuilt from its inputs x as (x W_Q + b_Q) R(i); see `Factors.rebuild`."""
     captured = target.call.query_key(target.site)
     query, key = factors.rebuild(*target.inputs(), (captured.query, captured.key))
     return replace(captured, query=query, key=key)

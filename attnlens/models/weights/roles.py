@@ -216,7 +216,7 @@ def _read_others(
 
 
 def add_offset(weight: Tensor, offset: float) -> Tensor:
-    """Return a norm's gain from its stored weight, exactly."""
+    """Compute a norm's gain, weight + offset, in float64, so that it is not rounded."""
     return weight.double() + offset if offset else weight
 
 
