@@ -213,7 +213,7 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head, but `hidden` if it predicts tokens that it can see (PaliGemma)."""
+    """Return the task that the model is built for, or `hidden` if it predicts tokens that it can see (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]

@@ -122,7 +122,7 @@ def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
 
 
 def build_design(requested: Settings, inputs: texts.Batches) -> Design:
-    """Return the sampling design of the sequences. Raise UsageError if there are too few texts for intervals over texts."""
+    """Return the sequences' sampling design. Raise UsageError if there are too few texts for intervals over texts."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:

@@ -168,7 +168,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Compare `of`(mean loss weighted by `counts`) before and after; paired 95 % interval; omit pairs with NaN."""
+    """Return `of`(mean loss weighted by `counts`) before and after, and a paired 95 % interval; omit pairs with NaN."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
     weights = counts[valid]
@@ -253,7 +253,7 @@ def repetition_distances(
 
 
 def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Return the change in the mean over `chosen` tokens, paired over sequences, and the number of these tokens."""
+    """Return the change in mean loss over `chosen` tokens, paired over sequences, and the number of these tokens."""
     chosen = chosen & ~before.isnan()
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))

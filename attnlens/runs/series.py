@@ -226,7 +226,7 @@ def run_series(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Measure the checkpoints; return the report, and a function that removes the stored units once it is written."""
+    """Measure all checkpoints; return the report, and a function to remove the stored units when it is written."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()

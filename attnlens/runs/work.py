@@ -268,7 +268,7 @@ _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that `--jobs` workers are forked from (Linux without accelerators), before torch is imported."""
+    """Start the process that workers are forked from (Linux without accelerators); call this before importing torch."""
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
         return

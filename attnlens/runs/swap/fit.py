@@ -33,7 +33,7 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of log γ that minimises Σ KL(original ‖ hybrid) over queries that see both near and far keys.
+    """Fit of γ, the weight of near keys, with the least Σ KL(original ‖ hybrid) over queries with near and far keys.
 
     The derivative is Σ γN/(γN + F) minus the sum of the original shares of near keys; it increases with log γ. N is the
     weight of near keys at γ = 1, and F is the weight of far keys and the sink.
