@@ -165,7 +165,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
         why = error.problem
-    note = f"Computed in float32, whose rounding counts as error, because of a problem in float64: {why}"
+    note = f"Computed in float32 (whose rounding counts as error) because of a problem in float64: {why}"
     single = replace(loaded, model=nn.Module.float(loaded.model))
     notes = settings.model_copy(update={"notes": [*settings.notes, note], "dtype": "float32"})
     again = _examine(single, notes, hooks.as_dtype(inputs, torch.float32), progress)
