@@ -182,7 +182,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_parameters(swaps: hooks.Swaps) -> dict[str, str]:
-    """Return a hash of the fitted parameters at every site."""
+    """Return a hash of the fitted parameters of each site, by the site's name."""
     return {site.name: hash_tensors(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
