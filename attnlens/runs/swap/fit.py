@@ -74,7 +74,7 @@ TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 @dataclass
 class Search:
-    """Search, per head, between the user's and the fitted parameters for the least KL(original ‖ new) of attention rows.
+    """Search, per head, between the typed and the fitted parameters for the least KL(original ‖ new) of attention rows.
 
     Least squares gives all scores equal weight, but softmax depends mainly on the large ones, so the fitted parameters
     can have a larger KL than the typed ones.
