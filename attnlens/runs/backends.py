@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5  # Largest relative error of outputs in float64
 ROUNDINGS = 16  # Largest relative error of outputs in lower precision, in machine epsilons
 SIZE = 1e-2  # Size of a perturbation relative to the token's vector
-COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes in lower precision: an output sees a token only if both change it
+COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes in lower precision: an output depends on a token only if both change it
 NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise between equal passes
 ATTENDED = 1e-6  # Smallest attention weight with which a perturbed token must change the output
-CLEARLY_ATTENDED = 0.05  # Upper bound on this weight, which is raised for backends whose outputs differ from float64
+CLEARLY_ATTENDED = 0.05  # Upper bound on this weight, which is larger for backends whose outputs differ from float64
 COARSE = 0.02  # Largest relative difference between two passes of a backend that bfloat16 rounding can explain
 DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
 Outputs = dict[Site, Tensor]
@@ -193,7 +193,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute the expected results; return None if the model ignores packing, and no tests were requested."""
+        """Compute the expected results; return None if the model ignores packing and no tests were requested."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
@@ -477,7 +477,7 @@ class Comparison:
     ) -> MaskCheck:
         """Decode with the cache (a prefill, then single steps), and compare each output with that of a single pass.
 
-        The reference model computes the single pass or, if `against_itself`, the backend, which differs from float64.
+        The single pass is the reference model's or, if `against_itself` (outputs differ from float64), the backend's.
         """
         name = main_input(inputs)
         targets = [

@@ -19,10 +19,10 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
     `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
-    return_tensors="pt". The axes are (batch, heads, tokens, head_dim), including padding. `site.path` is the path of
-    the module, `site.layer` its layer, and `attention` the attention probabilities; analyzers accept a QueryKey as
-    input. The model runs without dropout or cache and is not changed. A warning reports attention that ran but can't
-    be read.
+    return_tensors="pt". Queries and keys have the axes (batch, heads, tokens, head_dim), including padding. `site.path`
+    is the path of the module, `site.layer` its layer, and `attention` the attention probabilities; analyzers accept a
+    QueryKey as input. The model runs without dropout or cache and is not changed. A warning reports attention that ran
+    but can't be read.
     Raise UsageError if an argument is invalid, ModelError if the model can't run or has no attention that can be read,
     and IdentityError if recomputing attention from the capture changes the model's outputs.
     """

@@ -1,4 +1,4 @@
-"""Check that a model runs, has all weights and requested sites, and can be reproduced by recomputed attention."""
+"""Check that a model runs, has all weights and requested heads, and keeps its outputs if attention is recomputed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
-Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # runs a model on inputs
+Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # runs a model
 
 
 def measure_attention_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -136,7 +136,10 @@ def survey_one_token(loaded: loading.Loaded, site_calls: Sequence[SiteCall], see
 def survey_without_media(
     loaded: loading.Loaded, site_calls: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and on random ids, both without media, whose positions are special."""
+    """Return the sites' calls on one token, and on a window without media, because positions of media are special.
+
+    The window is that of `site_calls` or, if this contains media, `tokens` random ids.
+    """
     one_token = survey_one_token(loaded, site_calls, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, site_calls
@@ -210,7 +213,7 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head, but `hidden` if it predicts tokens that it can see (PaliGemma)."""
+    """Return the task that the model is built for, or `hidden` if it predicts tokens that it can see (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]

@@ -87,7 +87,7 @@ def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, promp
 
 
 def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize a file's lines. Raise TextError if it is empty or a line is too long, UsageError without a tokenizer."""
+    """Tokenize a file's lines. Raise TextError if there are none or one is too long, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -207,11 +207,11 @@ class Differences:
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
     agreeing: list[Tensor] = field(default_factory=list)  # share of equal top predictions per sequence with predictions
     classes: int = 1  # number of tokens or classes that a prediction chooses from
-    cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
+    cosines: list[Tensor] = field(default_factory=list)  # mean cosine of original and new hidden states per sequence
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence with hidden states
-    by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
+    by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token, for causal models
     directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
-    cka: LinearCKA | None = None  # similarity of the hidden states; None without hidden states
+    cka: LinearCKA | None = None  # linear CKA of original and new hidden states; None without states
     seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the variant
     original_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
@@ -261,8 +261,8 @@ class Differences:
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
         """Build the record of the collected differences.
 
-        `window` is the width beyond which losses are reported, or the reason why there is none. If it is None, losses
-        by position and beyond a window are omitted.
+        `window` is the number of tokens beyond which the loss is reported separately, or the reason why there is none.
+        If `window` is None, losses by position and beyond a window are omitted.
         """
         fields, reasons = self._prediction_fields(seed, texts)
         state_fields, state_reasons = self._state_fields(seed, texts)
@@ -368,7 +368,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare the losses of another variant (before) and of this one (after); return None if either has no loss."""
+        """Compare the losses of another variant (before) and of this one (after); return None without finite losses."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
@@ -396,7 +396,7 @@ class Differences:
 def _mean(
     means: Tensor, counts: Tensor, design: Design, bounds: tuple[float, float], seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """Return the mean weighted by `counts`, and its 95 % interval clipped to `bounds` (None for a single unit)."""
+    """Return the mean weighted by `counts`, and its 95 % interval clipped to `bounds` (None for one sampling unit)."""
     value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=counts, seed=seed)
     return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
@@ -441,14 +441,14 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
     return total / count if math.isfinite(total) else None
 
 
-COLUMNS = {  # Columns of each window, in this order, with the fields of Differences that contain them
+COLUMNS = {  # Values of each window, in this order, by name: the field of Differences that contains them
     **{"loss.before": "before", "loss.after": "after", "kl": "divergences", "tokens": "counts"},
     **{"hidden_cosine": "cosines", "hidden_tokens": "real"},
 }
 
 
 def tabulate_windows(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return tables (windows, differences) of losses, KL, hidden cosines and numbers of tokens, by name."""
+    """Return losses, KL, hidden cosines and numbers of tokens: one table (windows, differences) per name."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

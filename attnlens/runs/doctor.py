@@ -30,9 +30,9 @@ from attnlens.runs.progress import Progress, silent, start_stage
 from attnlens.runs.provenance import assemble_report
 
 WEIGHTS_TOLERANCE = 1e-6
-"""Relative tolerance of weights.*: float64 from the same stored numbers, written with nine digits. Another BLAS sums in
-another order, which moves ill-conditioned measures (small eigenvalues) by more than the last digit."""
-SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 up to rounding has no digits
+"""Relative tolerance of weights.*, computed in float64 from the same weights and written with nine digits. Another BLAS
+sums in another order, which changes ill-conditioned measures (small eigenvalues) by more than the last digit."""
+SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 up to rounding has no correct digits
 
 
 @public
@@ -40,9 +40,9 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
     Return one check for the files, the architecture and each measure. Each call draws other heads, which a forger can't
-    predict. tokens.* may differ by √ε of the model's type, weights.* by WEIGHTS_TOLERANCE, relative to the larger
-    value. `more` are options of `inspect` that a report does not contain: the text, and options of `load`. Raise
-    UsageError if the report has no heads or was computed on another text.
+    predict. tokens.* may differ by √ε (ε: machine epsilon of the model's type), weights.* by WEIGHTS_TOLERANCE,
+    relative to the larger value. `more` are options of `inspect` that a report does not contain: the text, and options
+    of `load`. Raise UsageError if the report has no heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -109,8 +109,8 @@ def doctor(
 ) -> Report:
     """Compare recomputed attention P with the model's own, site by site: ‖P − P_model‖/‖P_model‖.
 
-    P is computed twice: from captured queries and keys, and from weights × inputs. P_model are the attention
-    probabilities that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
+    P is computed twice: from captured queries and keys, and from weights × inputs. P_model is the attention
+    that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
     model is copied), which takes twice the memory, so that errors are not due to rounding. If float64 fails, float32 is
     used. The tolerance does not depend on the type. Raise UsageError for invalid arguments, TextError for an invalid
     text, and ModelError if the model can't be loaded or analysed.
@@ -151,7 +151,7 @@ def doctor(
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Examine the model as loaded, or in float32 if only float64 fails or changes the attention (EoMT's own masks).
 
-    The model is converted to float32 then.
+    In the second case, the model stays in float32.
     """
     if loaded.model.dtype != torch.float64:
         return _examine(loaded, settings, inputs, progress)
@@ -165,7 +165,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
         why = error.problem
-    note = f"Computed in float32, whose rounding counts as error, because in float64: {why}"
+    note = f"Computed in float32 (whose rounding counts as error) because of a problem in float64: {why}"
     single = replace(loaded, model=nn.Module.float(loaded.model))
     notes = settings.model_copy(update={"notes": [*settings.notes, note], "dtype": "float32"})
     again = _examine(single, notes, hooks.as_dtype(inputs, torch.float32), progress)
@@ -205,7 +205,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 
 def _summary(loaded: loading.Loaded, site_calls: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
-    """Return the verdict with the error of recomputed attention, or why this error is not a number."""
+    """Return the verdict with the error of outputs under recomputed attention, or why this error is not a number."""
     if not math.isnan(identity):
         return Summary(identity_error=identity, verdict=verdict)
     overflow = checks.describe_overflow(loaded.model.dtype, site_calls)
@@ -213,7 +213,7 @@ def _summary(loaded: loading.Loaded, site_calls: Sequence[SiteCall], identity: f
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: a head is analysed if an error is known for its tokens, its weights, or both."""
+    """Summarise the coverage: a head is analysed if its error is known from tokens, from weights, or from both."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
@@ -283,7 +283,7 @@ def _check(
     *,
     rounded: bool,
 ) -> SiteCheck:
-    """Compute the errors of a site's heads from tokens and from weights, or state why one is missing.
+    """Compute the error of a site's attention rebuilt from tokens and from weights, or state why one is missing.
 
     `probabilities` are the model's own, or why they are unknown. `rounded` is True if rounding at an earlier site
     changed this site's inputs.
@@ -327,7 +327,8 @@ def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, 
     """Return a sentence if the model's own rounding of its scores explains the error; "" if it does not.
 
     For a float64 model without sinks, softmax in float32 must give the model's probabilities. For other models, and if
-    an earlier site `rounded`, the error must be at most twice the rounding of the largest score.
+    an earlier site's rounding changed the inputs (`rounded`), the error must be at most twice the rounding of the
+    largest score.
     """
     largest = query_key.largest_logit
     exact = probabilities.dtype == torch.float64 and query_key.sinks is None and not rounded
@@ -348,7 +349,7 @@ def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, 
 
 
 def _error(query_key: QueryKey, probabilities: Tensor) -> float:
-    """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
+    """Compute ‖P − P_model‖ / ‖P_model‖ over queries that see a key; P is rebuilt, P_model is `probabilities`."""
     # rows that sum to 1 up to rounding leave nothing for a sink: the model applies it after the softmax (GraniteSWA)
     if query_key.sinks is not None and bool((probabilities.double().sum(-1) - 1).abs().max() <= TOLERANCE):
         query_key = replace(query_key, sinks=None)

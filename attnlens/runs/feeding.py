@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOSS = "loss"  # name of the skipped measure if predictions depend on weights that the checkpoint lacks
+LOSS = "loss"  # name of the skipped measure if the checkpoint lacks weights that affect predictions
 
 
 def predicts_text(loaded: Loaded) -> bool:
@@ -43,7 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return each sequence's mean loss and number of predictions, and the vocabulary size; [] and 0 without a loss."""
+    """Return [mean losses, numbers of predictions] by sequence, and the vocabulary size; [] and 0 without a loss."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -58,7 +58,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text whose loss exceeds random guessing; `names` gives the text of each sequence."""
+    """Return a note for each text with a higher loss than random guessing; `names` are the texts of the sequences."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -71,20 +71,20 @@ def describe_guessing(
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
-    """Return the options of `inspect` that a report records, except for the text and the options of `load`."""
+    """Return the options of `inspect` that a report records, without the text and the options that `load` takes."""
     names = sorted(InspectRequest.model_fields.keys() & Settings.model_fields.keys() - LOADED - {"text"})
     options = {name: getattr(settings, name) for name in names}
     options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
 
 
-LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # options of `load`
+LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # names of the options that `load` takes
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return the request's options of `load`.
+    """Return the options in the request that `load` takes.
 
-    If `model` is loaded, raise UsageError for any such option, and ModelError if its weights are on the meta device.
+    If `model` is loaded, raise UsageError if there are any, and ModelError if its weights are on the meta device.
     """
     options = {name: value for name, value in request.explicit().items() if name in LOADED}
     if not isinstance(model, Loaded):
@@ -106,7 +106,7 @@ def add_model_settings(settings: Settings, loaded: Loaded) -> Settings:
 
 
 def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
-    """Return the parameters for cutting the texts, from settings and options."""
+    """Build the parameters that determine how texts are cut into sequences, from settings and options."""
     return texts.Cut(
         tokens=settings.length,
         sequences=settings.windows or 1,
@@ -122,7 +122,7 @@ def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
 
 
 def build_design(requested: Settings, inputs: texts.Batches) -> Design:
-    """Return the sampling design of the sequences. Raise UsageError if intervals over texts have too few texts."""
+    """Return the sequences' sampling design. Raise UsageError if there are too few texts for intervals over texts."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
@@ -134,7 +134,7 @@ def build_design(requested: Settings, inputs: texts.Batches) -> Design:
 
 
 def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
-    """Return the settings with a description of the input: its texts, windows and intervals, or its noise."""
+    """Return the settings with a description of the input: its texts, windows and intervals, or the noise."""
     text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
         update = {
@@ -151,7 +151,7 @@ def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -
 
 
 def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Iterator[str]:
-    """Yield what a reader of the report must know about its windows, one sentence each."""
+    """Yield notes for the report about the windows and texts, one sentence each."""
     yield from inputs.notes
     yield from texts.foreign_notes(inputs.unknown)
     if inputs.left_out:

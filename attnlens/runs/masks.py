@@ -1,4 +1,4 @@
-"""Build inputs that each test one property of attention masks, with the tokens that each output may see."""
+"""Build inputs that each test one property of attention masks, and find the tokens that each output may depend on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
-PROBED = 6  # Number of tokens in a test; row r of the batch perturbs one of them
-ORDERED = 16  # Number of tokens in the tests `causal` and `bidirectional`, whose faults can depend on the position
+PROBED = 6  # Number of tokens in a test; each row of the batch perturbs one of them
+ORDERED = 16  # Number in the tests `causal` and `bidirectional`: larger, because faults can depend on the position
 PADS = 2  # Number of padding tokens
 DOCUMENTS = (2, 2, 2)  # Tokens of each packed document
 STEPS = 3  # Number of tokens decoded one by one with the cache
-LONGEST_WINDOW = 128  # Longest window that is tested unless `window` is requested
+LONGEST_WINDOW = 128  # Longest window that is tested if the test `window` is not requested by name
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rule:
 def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
     """Return why the masks of a model with these inputs can't be tested, or None if they can.
 
-    Text is the only input of the model, or at least of its decoder (Whisper).
+    They can if the model, or at least its decoder (Whisper), reads nothing but text.
     """
     ids = inputs.get(main_input(inputs))
     if ids is None or ids.dim() != 2 or ("input_ids" in inputs and not inputs.keys() <= TEXT_INPUTS):
@@ -55,7 +55,7 @@ def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
-    """Return the rule that the configuration declares for a site; if it declares none, the site's part decides."""
+    """Return the rule that the configuration declares for a site, or else the usual rule of the site's part."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
     causal = part == "decoder"
@@ -86,7 +86,7 @@ def _find_window(module: nn.Module, config: object) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs that test one property. Row r of the batch is perturbed at token `probes[r]`."""
+    """Inputs that test one property of the masks. Row r of the batch is perturbed at token `probes[r]`."""
 
     name: str
     inputs: dict[str, Tensor]
@@ -96,7 +96,7 @@ class Case:
     pieces: list[tuple[int, int, int, dict[str, Tensor]]]
     """(row, start, end, inputs): a pass over these tokens alone must give the row's outputs; end is exclusive."""
     prefix: int = 0  # Number of tokens at the start that all outputs see
-    same_positions: bool = True  # False if the tokens' positions change when they are passed alone
+    same_positions: bool = True  # False if tokens have other positions in `pieces` than in `inputs`
 
     def to(self, device: torch.device) -> Case:
         """Return the test with its inputs on a device."""
@@ -159,7 +159,7 @@ class Cases:
         self.windows = sorted({rule.window for rule in self.rules.values() if rule.window is not None})
 
     def build(self) -> Iterator[Case | tuple[str, str]]:
-        """Yield each test or, if a test can't be built, its name and the reason."""
+        """Yield each test; if a requested test or a declared window can't be tested, yield its name and the reason."""
         builders: dict[str, Callable[[], Case | str | None]] = {
             "causal": self._causal,
             "bidirectional": self._bidirectional,
@@ -185,7 +185,7 @@ class Cases:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cache_inputs(self) -> dict[str, Tensor]:
-        """Return one sequence for the cache test, longer than the shortest window unless it exceeds LONGEST_WINDOW."""
+        """Return one sequence for the cache test, longer than the shortest window if this is at most LONGEST_WINDOW."""
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens

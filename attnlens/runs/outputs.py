@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Variant = Callable[[], AbstractContextManager[object]]  # returns a context in which the model is changed
-CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak of memory
+CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak memory
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
@@ -132,7 +132,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 
 def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the index in the batch of the sequence of each real token; None if rows do not divide into sequences."""
+    """Return, for each real token, its sequence's index in the batch; None if rows do not divide into sequences."""
     sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
@@ -142,13 +142,13 @@ def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def tokens_in(fed: Fed) -> int:
-    """Count the tokens of a pass without padding; count sequences (such as images) if there is no mask."""
+    """Count the tokens of a pass, excluding padding; if there is no mask, count sequences (such as images)."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
 
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction in nats; p is the original distribution.
+    """Compute KL(p ‖ q) = Σ (q − p − p log(q/p)) of each prediction in nats; p is the original distribution, q the new.
 
     Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels that of Σ p log(q/p).
     """
@@ -157,7 +157,7 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     return (new.exp() - p - p * (new - original)).sum(-1)
 
 
-LARGEST_LOSS = 700.0  # largest loss in nats with a perplexity; exp(x) overflows in float64 above 709.8
+LARGEST_LOSS = 700.0  # largest loss in nats that has a perplexity: exp(x) overflows in float64 above 709.8
 
 
 def paired_change(
@@ -168,7 +168,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Compare `of`(mean loss weighted by `counts`) over paired sequences, with a 95 % interval; omit pairs with NaN."""
+    """Return `of`(mean loss weighted by `counts`) before and after, and a paired 95 % interval; omit pairs with NaN."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
     weights = counts[valid]
@@ -253,7 +253,7 @@ def repetition_distances(
 
 
 def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Return the change in the mean over `chosen` tokens, paired over sequences, and the number of these tokens."""
+    """Return the change in mean loss over `chosen` tokens, paired over sequences, and the number of these tokens."""
     chosen = chosen & ~before.isnan()
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))

@@ -76,7 +76,7 @@ def tool() -> Tool:
 
 
 def peak_memory() -> int:
-    """Return this process's largest resident memory so far; getrusage on Linux also counts the parent's."""
+    """Return this process's peak resident memory, on Linux from STATUS, because getrusage also counts the parent's."""
     for line in STATUS.read_text().splitlines() if STATUS.is_file() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

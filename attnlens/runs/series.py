@@ -55,7 +55,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: the fewest heads analysed at a checkpoint, all that was skipped, and unread checkpoints."""
+    """Merge coverages: the smallest number of analysed heads, all that was skipped, and the unread checkpoints."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -115,7 +115,7 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     )
 
 
-Band = tuple[float | None, ...]  # lower quartile, median and upper quartile, or their analogues
+Band = tuple[float | None, ...]  # lower quartile, median and upper quartile; for a null: mean − sd, mean and mean + sd
 
 
 def _curve(bands: Iterable[Band], steps: list[float], null_of: str | None = None) -> Curve:
@@ -141,7 +141,7 @@ class Checkpoint:
     model: str  # name as passed to `load`
     revision: str | None  # revision of a hub model
     place: Location  # location of the model's files
-    step: int | None  # training step in the name; None if the name has none, or if steps are missing or repeated
+    step: int | None  # training step in the name; None if any checkpoint lacks a step, or two have the same
 
 
 def demo_checkpoints() -> list[str]:
@@ -150,7 +150,7 @@ def demo_checkpoints() -> list[str]:
 
 
 def parse_step(name: str) -> int | None:
-    """Parse the training step in a name; return None if the name contains none."""
+    """Return the training step in a name (for `demo`, its last step); None if the name contains none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
     match = STEP.search(Path(name).name)
@@ -210,7 +210,7 @@ def converge_checkpoints(
     number, or two have the same, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default
     analyzers of `inspect` and the analyzer `selection` run. All checkpoints use the tokenizer of the last checkpoint
     that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from finished units.
-    Raise UsageError, TextError, ModelError if a checkpoint is missing or shapes differ, and Interrupted, which contains
+    Raise UsageError; TextError; ModelError if a checkpoint is missing or shapes differ; and Interrupted, which contains
     the finished checkpoints.
     """
     report, clear_work = run_series(checkpoints, request, revisions=revisions, head=head, progress=progress)
@@ -226,7 +226,7 @@ def run_series(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function that removes the stored units, to be called once the report is written."""
+    """Measure all checkpoints; return the report, and a function to remove the stored units when it is written."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()

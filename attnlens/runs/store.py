@@ -140,7 +140,7 @@ class Store:
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """Log other runs of the same command in the same folder, with their units and the first fact that differs."""
+        """Log other runs of this command in the same folder: their count of finished units and first differing fact."""
         files: list[Path] = []
         with suppress(OSError):  # a remote folder may be readable, but not listed
             files = sorted(self.folder.parent.glob(f"*/{RUN}"))

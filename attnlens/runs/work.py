@@ -42,7 +42,7 @@ UNSEEN = "the unit's file is missing from this process's --work folder, which al
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # read at import
 RAY_HERE = "local"  # address that makes Ray start a cluster on this machine
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
-ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL) whose users must not be forked
+ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL): a process that uses one must not be forked
 
 
 class Stopped(KeyboardInterrupt):
@@ -151,8 +151,8 @@ def run_units(
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `worker_setup` prepares
     the same run in a worker process. `report_unit` is called with the name of each unit that finishes or fails.
-    `usable` returns True if a stored value is complete. Raise ShardFinished at the end of a shard, any unit's
-    AttnlensError, because it affects all units, and the first error if no unit could be computed.
+    `usable` returns True if a stored value is complete. Raise ShardFinished at the end of a shard; the
+    AttnlensError of any unit, because it affects all units; and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -199,7 +199,7 @@ def _compute_units(
 
     def compute_and_keep(name: str) -> V:
         value = compute(name)
-        (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
+        (store.keep if plan.shard is None else store.save)(name, value)  # a shard leaves nothing but these files
         return clear_parts(name, value)
 
     def clear_parts(name: str, value: V) -> V:
@@ -231,7 +231,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Compute a unit and return its value, or a Failure after two attempts; wrong options or texts are not retried."""
+    """Compute a unit; return its value, or a Failure after two attempts (one if options, texts or output are wrong)."""
     for _ in range(2):
         try:
             return compute(name)
@@ -249,7 +249,7 @@ _prepared: list[tuple[WorkerSetup, Mapping[str, object], Compute]] = []  # this 
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
-    """Compute a unit in another process and write its file. Return a picklable Failure, or None on success."""
+    """Compute a unit in this worker process and write its file. Return a picklable Failure, or None on success."""
 
     def compute(name: str) -> None:
         if not _prepared or _prepared[0][0] != (opener, arguments):
@@ -268,7 +268,7 @@ _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that `--jobs` forks from on Linux without accelerators; call this before importing torch."""
+    """Start the process that workers are forked from (Linux without accelerators); call this before importing torch."""
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
         return
@@ -366,7 +366,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if no Ray cluster answers; Ray itself would try for two minutes and then end the process."""
+    """Raise UsageError if Ray is missing or no cluster answers: Ray would try for two minutes, then end the process."""
     if find_spec("ray") is None:
         raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE
@@ -384,7 +384,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _run_on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function with each name in a Ray cluster, by default on this machine; Ray retries a lost task once."""
+    """Yield names and results of calls in a Ray cluster, by default on this machine; Ray retries a lost task once."""
     import torch
 
     ray: Any = import_module("ray")

@@ -108,14 +108,14 @@ def test_a_model_that_fails_or_attends_differently_in_float64_is_compared_in_flo
     report = attnlens.doctor(fsmt, length=8, layers=[0], **ONE)
     assert (report.summary.verdict, report.settings.dtype) == ("agrees", "float32")
     (note,) = (note for note in report.settings.notes if "float32" in note)
-    assert note.startswith("Computed in float32, whose rounding counts as error, because in float64: ")
+    assert note.startswith("Computed in float32 (whose rounding counts as error) because of a problem in float64: ")
     assert "can't run on input_ids" in note
     assert any(note in section.notes for section in site_checks(Shapes(report), "terminal")), "shown with the table"
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
     # EoMT passes float32 masks to torch's attention, which misreads them for queries in float64
     eomt = attnlens.doctor(loaded(model_types.build("eomt")), layers=[0], **ONE)
     assert eomt.summary.verdict != "differs"
-    assert "because in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
+    assert "because of a problem in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
 
     def failing(*_):
         raise RuntimeError("The size of tensor a (4) must match the size of tensor b (8)")

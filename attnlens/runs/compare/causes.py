@@ -1,4 +1,4 @@
-"""Causes of the differences between two layers: their calls, their rotations, and hypotheses on their tensors."""
+"""Find the causes of differences between two layers in their attention calls, rotations and tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def have_same_heads(first: SiteCall, second: SiteCall) -> bool:
 
 
 def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
-    """Yield the differences of scale, softcap and mask."""
+    """Yield a cause for each difference of scale, softcap or mask between two attention calls."""
     before, after = first.call, second.call
     # heads of another size have another scale
     if have_same_heads(first, second) and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
@@ -55,7 +55,7 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
 
 
 def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
-    """Yield how the rotation by position differs, if both are known."""
+    """Yield a cause if both layers' rotations by position (RoPE) are known and differ."""
     if not isinstance(first, weights.Factors) or not isinstance(second, weights.Factors):
         return
     before, after = first.rotation, second.rotation
@@ -71,7 +71,7 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield the causes of the difference between two layers, and what is left unexplained."""
+    """Yield (cause, errors by head if quantised) for each difference of two layers; unexplained parts come last."""
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
@@ -94,7 +94,7 @@ def build_unexplained(
     heads: tuple[int, ...] = (),
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
-    """Build the cause of parts that changed by up to ‖B − A‖/‖B‖ = `change` without an explanation."""
+    """Build the cause for parts that no hypothesis explains; `change`: largest ‖B − A‖/‖B‖ (A first, B second)."""
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
@@ -105,7 +105,7 @@ def build_unexplained(
 class Unexplained(Cause):
     """The parts of a layer that no hypothesis explains."""
 
-    change: float = 0.0  # largest ‖B − A‖/‖B‖
+    change: float = 0.0  # largest ‖B − A‖/‖B‖ of a part (first model: A, second: B)
     near: str = ""  # the closest hypothesis, in words
     reshaped: tuple[str, ...] = ()  # parts whose shapes differ
 
@@ -117,13 +117,13 @@ def describe_unexplained(names: Sequence[str], change: float, near: str, reshape
 
 
 def add_spacing(layer: Layer) -> Layer:
-    """Add the relative spacing of each part's stored number type to a layer."""
+    """Add to a layer the relative spacing of numbers in the type in which each part was stored."""
     spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
 
 def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Add what only calls show to both layers: norms, softcaps, sinks, and position biases not stored in the layer.
+    """Add to both layers what only calls show: norms, softcaps, sinks, and position biases not stored in the layer.
 
     T5 stores its table of biases in the first layer, and ALiBi computes the biases. If the biases differ between heads
     and are the same in both models, perhaps in a different order, they are added as a tensor with one number per head:
@@ -174,11 +174,11 @@ def find_norm(layer: Layer, site_call: SiteCall) -> str | None:
     return nearest if nearest is not None and errors[nearest] <= UNIT else None
 
 
-ALIKE = 0.05  # largest relative difference of the biases of equal heads, because tables can be rounded
+ALIKE = 0.05  # largest relative difference between biases that count as equal, because tables can be rounded
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return one number for each head of both biases, equal for equal heads; None if their heads do not match."""
+    """Return one number per head for both biases, equal numbers for equal biases; None if the heads do not match."""
     if first.is_meta or second.is_meta or first.shape != second.shape:
         return None
     # the bias of a hidden key is −∞ or the smallest number of its type

@@ -38,7 +38,7 @@ ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which r
 GAUGE_FACTOR = 100
 """Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as rounding after a
 change of basis. Training steps change M about as much as W_Q and W_K."""
-NEAR_FACTOR = 10  # the change must also exceed this multiple of the change at equal positions, which is rounding
+NEAR_FACTOR = 10  # ‖ΔM‖ at different positions must also exceed this multiple of ‖ΔM‖ at equal ones (rounding)
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 NOTES_ON_FORMS = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "
@@ -188,7 +188,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare loss, KL, agreement and hidden states of both models; return the outcome, or None and a note why."""
+    """Compare both models' loss, KL, agreement and hidden states; return the outcome, or None and notes on why."""
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
     if batches is None:
@@ -298,7 +298,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test each measure's changes; return None for categories, and for measures without windows and rounding."""
+        """Test each measure's changes; None for categories and measures without values by window or drawn rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)

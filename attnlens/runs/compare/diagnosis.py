@@ -46,9 +46,9 @@ MODEL_FIELD = re.compile(
     r"|layers?$|hidden_size|d_model|n_embd|tie_word_embeddings|is_decoder"
     r"|multiplier|residual|hidden_act|activation|experts|scoring|topk"
 )
-"""Part of the names of config fields that affect attention, hidden states, or the number and size of the tensors."""
+"""Parts of the names of config fields that affect attention, hidden states, or the number and size of the tensors."""
 OTHER_FIELD = re.compile(r"dropout|initializer|implementation|classifier|lm_head|pruned|output_|token|_name")
-"""Part of the names of config fields that match MODEL_FIELD but don't affect the model's computation."""
+"""Parts of the names of config fields that match MODEL_FIELD but don't affect the model's computation."""
 
 SIZES = {
     "layers": re.compile(r"(^|[._])(num_hidden_layers|num_layers|n_layers?|(en|de)coder_layers|num_decoder_layers)$"),
@@ -105,7 +105,7 @@ def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[rec
 
 
 def _compare_sizes(config: Sequence[records.ConfigChange]) -> Iterator[records.DiagnosedCause]:
-    """Yield a cause if the number of layers or of query heads differs and both configs state it."""
+    """Yield a cause if both configs state a number of layers, or of query heads, and these numbers differ."""
     for change in config:
         name = next((name for name, fields in SIZES.items() if fields.search(change.field)), None)
         if name is not None and change.first is not None and change.second is not None:
@@ -127,7 +127,7 @@ def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class FoundCause:
-    """A cause of the difference, with the layer in which it was found."""
+    """A cause of a difference, with the layer in which it was found."""
 
     layer: int | None  # None outside of layers
     cause: Cause
@@ -145,7 +145,7 @@ class Walk:
     visit: Visit
     found: list[FoundCause] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
-    samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # of both models
+    samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # values of both models' matrices
     _types: list[str] = field(default_factory=list)  # stored number types of the largest matrices of the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
@@ -192,11 +192,11 @@ class Walk:
         )
 
     def _tensors_of(self, number: int, site: Site) -> dict[str, Tensor]:
-        """Return the tensors of one side's block that contains a site."""
+        """Return the tensors of the block that contains a site of model `number` (0 or 1)."""
         return list_tensors(self.sides[number].weights_model.model.get_submodule(weights.block_path(site.path)))
 
     def _read_factors(self, number: int, site: Site) -> SiteFactors:
-        """Return the factors of a site of one side, from the inspection if it has read them."""
+        """Return the factors of a site of model `number` (0 or 1), from its inspection if this has read them."""
         side = self.sides[number]
         if (known := (side.factors or {}).get(site)) is not None:
             return known
@@ -263,7 +263,7 @@ class Walk:
         return first, second
 
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
-        """Return the norm that each attention module of a block, except for the first, reads, by module path.
+        """Return, by path of each attention module in a block except the first, the norm whose output the module reads.
 
         Return {} if the first module reads no norm: the outputs of norms are then the residual stream (BART).
         """
@@ -309,7 +309,7 @@ class Walk:
         self.found += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers: the output matrix together with the norms, others singly."""
+        """Diagnose the tensors outside of layers: the output matrix and the norms together, others singly."""
         names, others = self._stored_names()
         left = [
             name for name in names if name in others and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
@@ -334,7 +334,7 @@ class Walk:
                 self.found.append(replace(entry, cause=build_unexplained(entry.cause.parts, 1.0)))
 
     def _diagnose_group(self, pairs: dict[str, list[Layer]], sources: Mapping[str, tuple[str, str]]) -> None:
-        """Diagnose tensors outside of layers, with the names under which both models store them."""
+        """Diagnose tensors outside of layers together; `sources` are the names under which both models store them."""
         differ = [name for name, sides in pairs.items() if not are_equal(*(side.parts[name] for side in sides))]
         self.differ += differ
         pairs = {
@@ -410,11 +410,11 @@ def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Te
     """Build the cause of an output matrix that only one of the models ties to its embedding."""
     change = float(residuals(first, second, name).max())
     if sources[0] == name:
-        text = f"the output matrix is the embedding {sources[1]}, instead of the first model's {name}"
+        text = f"the output matrix is the embedding {sources[1]}; in the first model, it is the separate matrix {name}"
         repair = f"set tie_word_embeddings to false, and copy {name} from the first model"
         hypothesis = "output matrix tied"
     else:
-        text = f"the output matrix {name} is not the embedding, as in the first model, but another matrix"
+        text = f"the output matrix {name} is a separate matrix; in the first model, it is the embedding"
         repair = f"set tie_word_embeddings to true, or copy {sources[0]} of the first model to {name}"
         hypothesis = "output matrix not tied"
     return Cause(hypothesis, f"{text} (changed by {short(change)})", repair, (), change, (name,))
@@ -439,7 +439,7 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 def _rounds_all_matrices(
     cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
 ) -> bool:
-    """Return True if a cause is a rounding that all matrices of a layer have, even those that it leaves unchanged."""
+    """Return True if a cause is a rounding of all matrices of a layer, including those that it leaves unchanged."""
     if cause.hypothesis == "rounding":
         return len(causes) == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
@@ -462,8 +462,8 @@ def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
 def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
     """Merge equal causes of several layers.
 
-    Unexplained causes inside layers, and roundings of some matrices, are merged if they concern the same tensors;
-    unexplained causes outside layers, and roundings of whole layers, whatever their tensors.
+    Unexplained causes inside layers, and roundings of some matrices, are merged if they concern the same tensors.
+    Unexplained causes outside layers, and roundings of whole layers, are merged whatever tensors they concern.
     """
     groups: dict[tuple[object, ...], list[FoundCause]] = defaultdict(list)
     for entry in found:
@@ -498,7 +498,7 @@ def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return the text of a cause without the names of its tensors, in the plural (`are …`)."""
+    """Return the text of a cause without its tensors' names, in the plural (`are …`), if it starts with them."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 

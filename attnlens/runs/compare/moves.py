@@ -1,4 +1,4 @@
-"""Find layers of the second model with tensors of another layer of the first: copied, exchanged or shifted."""
+"""Find layers of the second model that contain tensors of a different layer of the first, such as exchanged layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnlens.records import Site
 
 Samples = dict[str, dict[str, Tensor]]
 """Some values of each matrix, by path of the first model's block and name of the matrix."""
-SAMPLE = 256  # values of each matrix
+SAMPLE = 256  # number of values sampled from each matrix
 CLOSE = 0.01  # largest relative difference of values that are equal up to rounding
 PART = 0.1  # smallest share of a matrix's values that must come from another layer
 NEARER = 0.5  # largest distance to another layer's matrix, relative to the distance to the layer's own
@@ -59,9 +59,9 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 
 
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
-    """Return True if a matrix is much nearer to the candidate than to its own, or if a part of it is the candidate's.
+    """Return True if `values` are much nearer to `candidate` than to `own`, or if some of them are the candidate's.
 
-    The latter finds one matrix of a fused one, such as W_K, that comes from another layer.
+    The second case finds one matrix within a fused one, such as W_K, that comes from another layer.
     """
     change = (values - candidate).abs()
     equal = (values != own) & (change <= CLOSE * values.abs())
@@ -70,7 +70,7 @@ def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
 
 
 def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence[Site]) -> Iterator[tuple[Site, Cause]]:
-    """Yield one cause per layer with tensors of another layer, with one text for exchanged or shifted layers.
+    """Yield one cause per layer with tensors of another layer; exchanged layers share one text, and so do shifted ones.
 
     `moves` gives, for each site, the site that its tensors come from, and the names of these tensors.
     """

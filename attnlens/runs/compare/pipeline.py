@@ -256,7 +256,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
-    """Select the options of one side; those in SECOND apply only to the second. Named models default to float32."""
+    """Select one side's options (those in SECOND only for the second); models given by name default to float32."""
     selected = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
         return {"dtype": "float32", **selected}
@@ -286,7 +286,7 @@ def _prepare_sides(
 
 
 def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[Comparison, Report]:
-    """Compare the weights of two models in their files; return the comparison and the second model's report."""
+    """Compare two models' weights as stored in their files; return the comparison and the second model's report."""
     sides = survey(first), survey(second)
     reports = compute(sides[0])[0], compute(sides[1])[0]
     shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.site_calls] for side in sides)

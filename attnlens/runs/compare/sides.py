@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 ALIKE = 0.5
 """Heads count as reordered if the distance of each moved head to its partner is below this number, and below this share
-of its distance to the head with its own number. Unrelated heads have a distance of about 1, fine-tuned heads a small
-one; heads that merely resemble several others must stay in place."""
+of its distance to the head with its own number. Unrelated heads have a distance of about 1, a head and its
+fine-tuned version a small one; heads that merely resemble several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match each head of the first model with one of the second by form; keep the order if any match is unclear."""
+    """Match each head of the first model with one of the second by their M; keep the order if any match is unclear."""
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -57,7 +57,7 @@ def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
 
 
 def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
-    """Compute ⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K) for all pairs of heads."""
+    """Compute ⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K) for all pairs of heads; s and s' are the scales."""
     queries, keys = second.query.double(), second.paired_key.double()
     pairs = zip(first.query.double(), first.paired_key.double(), strict=True)
     rows = [((query.mT @ queries) * (key.mT @ keys)).sum((-2, -1)) for query, key in pairs]
@@ -65,7 +65,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compare each head's M and M' by distance and angles; NaN if both are 0, or if a factor is not finite."""
+    """Compute distances of M and M' and angles of their factors by head; NaN if both are 0 or one is not finite."""
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:
@@ -137,7 +137,7 @@ class Pairing:
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form; pair by number if forms can't be read or heads are left out."""
+        """Pair sites in order, and heads by form, or by number if forms can't be read or --heads selects some."""
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
@@ -208,7 +208,7 @@ class Pairing:
     def divergences(
         self, first: Site, call: Call, others: Sequence[Call], inputs: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """Compute Σ_j p log(p/p') for each other call, averaged over queries that see a key; NaN if there are none."""
+        """Average KL(p ‖ p') of rows p of `call` and p' of each other over queries that see a key; NaN if none do."""
         original, *calls = (
             hide_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
             for each in (call, *others)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGLE: 0.06}
 """Smallest distances of practical size: nats, a share of ‖M‖, and degrees (0.001 of a radian). A change of basis within
-a head that is exact in real numbers changes M by about eps · cond in floating point, which matters to no reader."""
-SMALLEST_BLOCK = 1e-3  # smallest change of a block's output of practical size, as a share of its norm
+a head that is exact in real numbers changes M by about eps · cond in floating point: too little to matter."""
+SMALLEST_BLOCK = 1e-3  # smallest change of practical size in a block's output, as a share of the output's norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
-CHANGED_P = 1e-3  # p below which a change is more than rounding, which changes one head in 1000 this much
+CHANGED_P = 1e-3  # p below which a change is more than rounding: rounding alone gives it in 1 head of 1000
 POWER = 0.8  # probability with which a test detects the smallest detectable change
 
 
@@ -73,7 +73,7 @@ class ChangeTest:
         return [bool(value) if is_known else None for value, is_known in zip(beyond, known, strict=True)]
 
     def least_change(self, level: float) -> Float[Tensor, " heads"]:
-        """Compute the smallest change that a test at `level` detects with probability POWER; NaN without any error."""
+        """Compute the smallest change that a test at `level` detects with probability POWER; NaN without an error."""
         least = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
             least = torch.fmax(least, self.se * _detectable_errors(level, torch.tensor(self.freedom)))
@@ -125,7 +125,7 @@ def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], f
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute P(|t| ≥ |delta|/size) by Student's t; NaN if rounding never changed the measure."""
+    """Compute P(|t| ≥ r) for r = |delta|/size (for divergences, its root); NaN if rounding never changed a measure."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stdtr(rounding.freedom.numpy(), -scores))
@@ -166,7 +166,7 @@ Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and t
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
-    """Build one row per measure and head; changes with q ≤ `fdr` are `named`. `untested`: why some have no test."""
+    """Build one row per measure and head; `named`: q ≤ `fdr` and not negligible. `untested`: why some have no test."""
     keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
     numbers = [math.nan if test is None else float(test.p[place]) for _, test, place in keys]
     p = torch.tensor(numbers, dtype=torch.float64)
@@ -251,8 +251,8 @@ FEW = 1
 """Number of windows on which the effect of rounding on tokens.* is measured. Its mean square on one window is at least
 that of the mean over windows, and each window costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
-"""Name of the change ‖o' − o‖/‖o‖ of block outputs if both models receive the first model's input states; one value per
-block, not per head."""
+"""Name of the change ‖o' − o‖/‖o‖ of a block's output o if both models receive the first model's input states; one
+value per block, not per head."""
 BITS = {
     torch.bfloat16: (torch.int16, 7),
     torch.float16: (torch.int16, 10),
@@ -322,7 +322,7 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Simulate how rounding changes weights.* and forms, by measure: (draws, heads), NaN for heads without a form."""
+    """Simulate how rounding changes weights.* and forms: a table (draws, heads) per measure; NaN without a form."""
     analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
@@ -336,7 +336,7 @@ def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) ->
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Simulate how rounding changes one site's scalar measures and forms, by measure: (draws, heads)."""
+    """Simulate how rounding changes one site's scalar measures and forms: a table (draws, heads) per measure."""
     form = factors.query_key
     finite = sequences.finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []

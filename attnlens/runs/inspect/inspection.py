@@ -143,7 +143,7 @@ class Inspection(PreparedRun):
     window: Sequence[SiteCall]  # calls of the same sites of `weights_model` on a window of text without media
     site_calls: Sequence[SiteCall]  # calls of the requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
-    skipped: Sequence[Skipped] = ()  # attention that the survey found but attnlens can't read
+    skipped: Sequence[Skipped] = ()  # attention that can't be read, and measures that can't be computed
     identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if they are not kept
     _turns: weights.Turns = field(default_factory=weights.Turns)
@@ -346,7 +346,7 @@ class Inspection(PreparedRun):
         return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
-        """Return those of these heads that --heads requests."""
+        """Return those of `heads` that --heads requests, by default all."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:

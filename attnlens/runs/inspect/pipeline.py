@@ -62,7 +62,7 @@ def inspect(
 def run_inspect(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function that removes the stored units, to be called once the report is written."""
+    """Inspect a model; return the report, and a function to remove the stored units after the report is written."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
@@ -89,7 +89,7 @@ def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple
 def prepare(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> PreparedRun:
-    """Read the texts and load the model; leave it in its files if it exceeds the memory and only weights are read."""
+    """Read the texts and load the model; leave weights in their files if they exceed the memory and no text is read."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -168,7 +168,7 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, and verify recomputed attention; units add the weights they read to `factors`."""
+    """Cut the texts, find the sites, and verify recomputed attention; units will add weights' factors to `factors`."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
@@ -213,7 +213,7 @@ def inspect_sites(
         calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
         if calls != others:
             raise ModelError(
-                "A forward pass without weights (meta device) runs other attention modules.", "Omit --device spread."
+                "Without weights (on the meta device), the model runs other attention modules.", "Omit --device spread."
             )
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
     one_token, window = checks.survey_without_media(loaded, sites, settings.length or 2, settings.seed)

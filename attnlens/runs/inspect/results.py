@@ -387,7 +387,7 @@ def _errors(
 
 
 def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
-    """Compute the medians of each text's own windows; empty for a single text."""
+    """Compute each measure's median over heads on the windows of each text; [] if there is only one text."""
     distinct, summaries = list(dict.fromkeys(results.window_texts)), list[records.TextSummary]()
     for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]

@@ -26,7 +26,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield pieces of a batch without padding, each with its sequences' indices; scores need at most PIECE_BYTES."""
+    """Yield pieces of a batch without padding and their sequences' indices; scores fit in PIECE_BYTES if possible."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
@@ -67,7 +67,7 @@ class SequenceValues:
     count: int  # number of sequences
     steps: int | None = None  # length to which shorter curves are extended; None: not extended
     sums: dict[Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Sum and number of values over the rows of each sequence, of which Swin has several; both (sequences, heads)."""
+    """Sum and number of values over the rows of each sequence (several rows in Swin); both (sequences, heads)."""
     curves: dict[Place, list[list[Tensor]]] = field(default_factory=dict)
     """Number of sequences and mean curve of each piece, both (heads, steps)."""
 
@@ -131,7 +131,7 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
 
 
 def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """Return the tokens of a sequence that this part of the model reads, decoded; None if the part reads no text."""
+    """Decode the tokens of sequence `number` that this part of the model reads; return None if it reads no text."""
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None

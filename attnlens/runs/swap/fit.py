@@ -33,7 +33,7 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of log γ that minimises Σ KL(original ‖ hybrid) over queries that see both near and far keys.
+    """Fit of γ, the weight of near keys, with the least Σ KL(original ‖ hybrid) over queries with near and far keys.
 
     The derivative is Σ γN/(γN + F) minus the sum of the original shares of near keys; it increases with log γ. N is the
     weight of near keys at γ = 1, and F is the weight of far keys and the sink.
@@ -74,7 +74,7 @@ TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 @dataclass
 class Search:
-    """Search, per head, between typed and fitted parameters for the smallest KL(original ‖ new) of attention rows.
+    """Search, per head, between the typed and the fitted parameters for the least KL(original ‖ new) of attention rows.
 
     Least squares gives all scores equal weight, but softmax depends mainly on the large ones, so the fitted parameters
     can have a larger KL than the typed ones.

@@ -87,7 +87,7 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
-    controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # by kernels at each site; shared by all kernels
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
@@ -150,7 +150,7 @@ class SwapSession:
         """The original model's continuations of the prompts, or why they are missing; and notes for the report."""
         if isinstance(self.prompts, str):
             return self.prompts, []
-        requested, limit = self.options.generate, position_limit(self.loaded.model)  # which includes the longest prompt
+        requested, limit = self.options.generate, position_limit(self.loaded.model)  # the limit includes prompts
         tokens = requested if limit is None else max(0, min(requested, limit - self.prompts.ids.shape[1]))
         notes = [f"Greedy continuations have {tokens} tokens instead of {requested}: the model's context is full."]
         continued = continue_prompts(self.loaded.model, self.prompts, tokens)
@@ -159,7 +159,7 @@ class SwapSession:
 
 @contextmanager
 def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context manager: set these weights of the model, and restore the original weights afterwards."""
+    """Context manager: set the weights in `values`, and restore the original weights afterwards."""
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].detach().clone() for name in values}
 
@@ -182,7 +182,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_parameters(swaps: hooks.Swaps) -> dict[str, str]:
-    """Return a hash of the fitted parameters at every site."""
+    """Return a hash of the fitted parameters of each site, by the site's name."""
     return {site.name: hash_tensors(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
@@ -201,7 +201,7 @@ class ChangedModel:
     agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
-        """Return differences and agreement of continuations as a record; `window` is that of `beyond_window`."""
+        """Return differences and agreement of continuations as a record; `window` is the width for `beyond_window`."""
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
         if isinstance(self.agreement, str):

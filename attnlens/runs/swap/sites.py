@@ -89,7 +89,7 @@ def measure_leaks(
 def causality_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> float | str:
-    """Measure how much a causal model's outputs in the first half change, relatively, if ids in the second half do."""
+    """Measure the relative change of a causal model's outputs in the first half if ids in the second half change."""
     name = next(name for name in MASKS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
@@ -100,7 +100,7 @@ def causality_error(
 def mask_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = "", *, left: bool
 ) -> float | str:
-    """Measure how much outputs at real tokens change, relatively, if padding before (`left`) or after them does."""
+    """Measure the relative change of outputs at real tokens if padding before (`left`) or after them changes."""
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
@@ -118,7 +118,7 @@ def _check_error(
     flaw: str,
     user: str,
 ) -> float | str:
-    """Return the error, or why it is unknown; raise IdentityError if it is large with the new kernel only."""
+    """Return the relative error, or why it is unknown; raise IdentityError if it is large only with the new kernel."""
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
         return NO_ROWS
@@ -135,7 +135,7 @@ def _check_error(
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding, on the right unless `left`; real tokens keep their positions."""
+    """Replace the last tokens by random padding, put in front if `left`; real tokens keep their positions."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -151,7 +151,7 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compare two inputs' outputs at real tokens in `positions` by their relative difference; None if unknown."""
+    """Compute the relative difference of two inputs' outputs at real tokens in `positions`; None if it is unknown."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in MASKS if name in pair[0])
@@ -211,7 +211,7 @@ def replaced(
 
     Raise UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes its
-    outputs. On exit, raise ModelError if a site was never site_calls.
+    outputs. On exit, raise ModelError if a replaced site was never called.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
@@ -273,7 +273,7 @@ def choose_sites(
 
 
 def head_shapes(site_calls: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
-    """Return the shapes of each chosen site's heads, with the length of the surveyed inputs."""
+    """Return the shape of each chosen site's heads; its `tokens` is the length of the surveyed inputs."""
     shapes = {}
     for site, call in ((each.site, each.call) for each in site_calls if each.site in chosen):
         visible, heads = call.visible(), chosen[site] or range(call.query.shape[1])
@@ -328,7 +328,7 @@ def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[
 
 
 def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
-    """Return which of the properties that notes mention apply to a site."""
+    """Return, for each property that notes can mention, whether it applies to a site."""
     norms, group = call.key.double().norm(dim=-1), int(kernel.parameters.get("group", 1))
     spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
     return {
@@ -355,7 +355,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
         return
     if "capped" in special:
         effect = "is applied to the capped scores" if info.form == "score" else "replaces the cap too"
-        yield f"The model caps its scores at {special['capped']}; the new kernel {effect}."
+        yield f"The model caps its scores (softcap) at {special['capped']}; the new kernel {effect}."
     if "biased" in special:
         yield f"The model adds a position bias at {special['biased']}; it is added to log k too."
     if "sinking" in special:
@@ -379,7 +379,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Return the mean of Σ max(−w, 0) / Σ |w| over the attention rows of real tokens; None if no row is finite."""
+    """Return the mean of Σ max(−w, 0) / Σ |w| over attention rows w of real tokens; None if it is not a number."""
     if kernel.info.form == "output":
         return None
     if not kernel.signed:

@@ -41,7 +41,7 @@ class SweptMeasures:
     """Scalar measures of the heads that a sweep swaps."""
 
     values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
-    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence of measures that are means of them
+    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, for measures that average over them
     reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
@@ -136,7 +136,7 @@ Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or 
 
 
 def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
-    """List the units to swap individually: the chosen layers or, unless `what` is `layers`, heads."""
+    """List the units to swap individually: layers if `what` is `layers`, otherwise each of their swapped heads."""
     if what == "layers":
         return [(site, None) for site in swaps]
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
@@ -252,7 +252,7 @@ class SweptBatch:
 
 
 def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """Compute each sequence's mean loss; on noise KL(original ‖ new), and without predictions 1 − cosine of states."""
+    """Compute each sequence's mean loss; for noise, KL(original ‖ new); without predictions, 1 − cosine of states."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
         # rows can be windows of an image, or hold all images
