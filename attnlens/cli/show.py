@@ -84,7 +84,7 @@ COUNTED = {
     "decay by training": "steps",
     "KSVD identities": "cases",
 }
-"""Last or first part of a stage's name → what its steps are; a percentage if that depends on the options."""
+"""Last or first part of a stage's name → noun for its steps; `% of …` if their unit depends on the options."""
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -107,7 +107,7 @@ def complain(problem: str, remedy: str) -> None:
     say(remedy)
 
 
-_machine = False  # True while stdout must receive JSON, also if the command fails
+_machine = False  # True while stdout must still receive JSON, even if the command fails
 
 
 def expect_json(expected: bool) -> None:
@@ -166,7 +166,7 @@ _received: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Record the signal, and raise KeyboardInterrupt, which pydantic can replace by another error."""
+    """Raise KeyboardInterrupt, after recording the signal, because pydantic can replace this error with another."""
     _received.append(number)
     raise KeyboardInterrupt
 
@@ -225,7 +225,7 @@ class Pace:
     """Record of a stage's progress over time, used to estimate the time left."""
 
     def __init__(self) -> None:
-        self.reports: list[tuple[float, int]] = []  # seconds and steps done: before the first step, after it, and later
+        self.reports: list[tuple[float, int]] = []  # (seconds, steps done) before and after the first step, and later
 
     @property
     def duration(self) -> float:
@@ -233,7 +233,7 @@ class Pace:
         return time.monotonic() - self.reports[0][0]
 
     def add(self, done: int) -> None:
-        """Add a report. Before the first step, keep only the latest, because some stages are announced early."""
+        """Add a report. Until the first step is done, keep only the latest, as some stages are announced early."""
         now = time.monotonic()
         if not self.reports or done <= self.reports[0][1]:
             self.reports = [(now, done)]
@@ -257,9 +257,9 @@ class Pace:
 
 
 def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
-    """Let a progress function announce, once per stage, that the stage will take longer than LONG or SHORT seconds.
+    """Wrap a progress function so that it announces, once, each stage that will take longer than LONG or SHORT seconds.
 
-    A forecast needs ESTIMATED seconds of the stage and steps of similar duration. The duration of BOUNDED is always
+    Forecasts are made after ESTIMATED seconds of a stage, if its steps take similar times. The stage BOUNDED is always
     announced. `options` are the names of the options that the running command accepts.
     """
     paces: defaultdict[str, Pace] = defaultdict(Pace)
@@ -300,7 +300,7 @@ def _find_stage(table: Mapping[str, V], stage: str) -> V | None:
 
 
 def _format_count(stage: str, done: int, total: int) -> str:
-    """Format the steps done with what they are: `3 of 8 windows`, `40 % of the training`."""
+    """Format the number of steps done, with their noun: `3 of 8 windows`, `40 % of the training`."""
     counted = _find_stage(COUNTED, stage) or "steps"
     if counted.startswith("%"):
         return f"{100 * done / max(1, total):.0f} {counted}"

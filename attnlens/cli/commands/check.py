@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Report
 
-READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # For reading a model
+READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # To inspect a model
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
-"""Options in READING that a report can't contain; they apply to --recompute."""
+"""Options in READING that also apply to --recompute, because the report does not determine them."""
 
 SUBJECT = opt.argument("subject", "A report written by --json, or a model to inspect first.", str, "REPORT|MODEL")
 MODEL = opt.argument("model", "With --recompute: the model from which the report was computed.", metavar="MODEL")
