@@ -148,7 +148,7 @@ class Settings(Record):
 
     @property
     def interval_method(self) -> str:
-        """Method that computed the intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
+        """Name of the method used for intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
         counts = [len(text.windows) for text in self.texts if text.windows] or [self.windows or 0]
         if self.intervals == "texts":
             draws, unit = len(self.texts), "text"
