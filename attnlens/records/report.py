@@ -31,7 +31,7 @@ class Windows:
     """Values of every head (`inspect`), or of every stage of each kernel (`swap-kernel`), on every window."""
 
     windows: Sequence[tuple[str, int]]  # Name of each window's text, and number of the window in this text
-    units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
+    units: Sequence[Mapping[str, str | int]]  # Columns that name each head or stage: layer, head or kernel, stage
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
     def __eq__(self, other: object) -> bool:
