@@ -240,7 +240,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if `function` would replace the function `present`, unless the same module defines both."""
+    """Raise UsageError if registering `function` would replace `present`, unless the same module defines both."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

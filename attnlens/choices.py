@@ -17,7 +17,7 @@ Convention = Literal["paper", "code"]  # KSVD objective: of Chen et al. 2023 (su
 Engine = Literal["local", "ray"]  # Where units are computed: processes on this machine, or nodes of a Ray cluster
 Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
-"""Words for each space. Queries and keys are those after rotation (RoPE)."""
+"""Space of a selection problem → the space in words. Queries and keys are those after rotation (RoPE)."""
 ETA = 0.1  # Weight η of the KSVD regulariser in the paper's code for language modelling (0.01 for Long Range Arena)
 WINDOWS, LENGTH = 32, 128  # Defaults: number of windows, and tokens per window (fewer if the model allows fewer)
 KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses

@@ -323,7 +323,7 @@ def _breaking_heads(
 
 
 def _is_decisive(rule: Rule, value: float) -> bool:
-    """Return True if one head with this value suffices to break the rule; `max > 0.5` needs every head."""
+    """Return True if one head with this value suffices to break the rule; no single head breaks `max > 0.5`."""
     comparison, lowest = rule.comparison, rule.aggregate == "min"
     if rule.aggregate not in ("min", "max"):
         return rule.aggregate == "value"

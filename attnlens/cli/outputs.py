@@ -256,7 +256,7 @@ class Outputs:
         return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
     def check(self, inputs: dict[str, str]) -> None:
-        """Raise UsageError or OutputError if an output can't be written, or would replace an input or another one."""
+        """Raise UsageError or OutputError if an output can't be written or would replace an input or another output."""
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
@@ -388,7 +388,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print the summary and, if the option is `--json -`, the report as JSON."""
+    """Print the summary and, with `--json -`, the report as JSON."""
     from attnlens.report.render import terminal
 
     with guard_stdout():

@@ -180,7 +180,7 @@ DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
 JSON = output("--json", "Write the report as JSON; `-` writes to stdout.")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
-"""Options of every command with a report."""
+"""Options of every command that makes a report."""
 FIGURE = (
     "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). The file shows the overview or, if it is named after a "
     "measure (`symmetry.pdf`), only that measure; a folder gets every picture. Each caption is written to FILE.txt."

@@ -291,9 +291,9 @@ def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = Fal
 
 
 def _find_stage(table: Mapping[str, V], stage: str) -> V | None:
-    """Look up a stage by the last or first part of its name.
+    """Look up a stage by the last or, failing that, the first part of its name; return None if neither is in the table.
 
-    The name may contain that of a kernel, a checkpoint or an experiment: `linear, generate`, `rank, d=4`.
+    The other part names a kernel, a checkpoint or a setting: `linear, generate`, `rank, d=4`.
     """
     parts = stage.split(", ")
     return next((table[part] for part in (parts[-1], parts[0]) if part in table), None)

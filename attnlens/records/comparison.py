@@ -79,7 +79,7 @@ DISTANCE = "compare."  # Prefix of the names of measures that are distances betw
 ON_FORMS = "W_Q and W_K of "  # First words of notes on the heads' forms M = W_Q W_Kᵀ
 SMALLEST_SHARE = 0.01  # Smallest change of a measure that matters in practice, in interquartile ranges over heads
 Relation = Literal["identical", "same form", "rounding", "changed"]
-"""Relation of the forms M of two heads. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
+"""Relation of two heads' forms M = W_Q W_Kᵀ. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
 differ (a change of gauge); rounding: M is equal up to rounding of the weights; changed: M differs."""
 
 

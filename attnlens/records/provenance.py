@@ -143,7 +143,7 @@ class Settings(Record):
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of standard errors over `count` sequences, or over texts if intervals are."""
+        """Return the degrees of freedom of a standard error: `count` − 1 or, with intervals over texts, texts − 1."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property

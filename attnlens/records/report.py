@@ -40,7 +40,7 @@ class Windows:
         )
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """Yield one row per window and unit: text, window, the unit's columns, then the measures that have a value."""
+        """Yield a row per window and head or stage: text, window, name of the head or stage, measures with a value."""
         read = {name: part.tolist() for name, part in self.values.items()}
         for place, (text, number) in enumerate(self.windows):
             for column, unit in enumerate(self.units):

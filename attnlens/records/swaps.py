@@ -195,7 +195,7 @@ class HealingTraining(Record):
 
 
 class HealingControl(Record):
-    """Control for healing: the original model, with the same parameters trained on the same text for as long."""
+    """Control for healing: the original model after the same training of the same parameters on the same text."""
 
     best: int  # Step with the least validation loss, whose weights were kept
     tokens: int  # Number of tokens trained on, with repetitions

@@ -43,7 +43,7 @@ class Distribution:
         return self.quantiles[LEVELS.index(50)]
 
     def below(self, value: float) -> float:
-        """Return the percentage of heads below the value, plus half of those equal to it; interpolate quantiles."""
+        """Interpolate the percentage of heads with a smaller value; heads with an equal value count half."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
@@ -97,7 +97,7 @@ class Reference:
     reason: str | None = None  # why there is nothing to compare with
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads with a smaller value: its mean over the lineages' means over their models."""
+        """Return the percentage of heads with a smaller value, averaged over models per lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
         percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, percentages.values())) if percentages else None
@@ -128,7 +128,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the heads of other trained models to compare a measure with, from the subject's part and this depth."""
+    """Return the heads of other trained models with which to compare a measure in the subject's part, at this depth."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:

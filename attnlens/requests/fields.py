@@ -63,7 +63,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid value; raise UsageError if the option or its word is unknown."""
+    """Build a UsageError for the first invalid option; raise it for an unknown option, or an unknown word as value."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)

@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option: not files, dangerous switches, outputs, or how units are computed."""
+    """Return True if reports record an option; they omit files, outputs, and how units of work are computed."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 

@@ -113,7 +113,7 @@ def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
 
 
 def findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the findings of an inspection in the order of QUESTIONS; if it answers none, yield medians."""
+    """Yield the findings of an inspection in the order of QUESTIONS; if none has an answer, yield medians."""
     tests = HeadTests(shapes)
     questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
     answered = [finding for question in questions if (finding := question(tests)) is not None]
@@ -322,7 +322,7 @@ def with_error(value: float, error: float) -> str:
 
 
 def _null(reading: MeasureMap) -> str:
-    """Format mean and standard deviation of one head's null; ± stands for standard errors only."""
+    """Format the null of one head, `chance 0.01 (sd 0.02)`; ± is used only for standard errors."""
     mean, sd = reading.null or (0.0, 0.0)
     decimals = _null_decimals(mean, sd)
     scope = "" if reading.present.size == 1 else " for one head"

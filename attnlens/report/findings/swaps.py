@@ -197,7 +197,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
     """Return the 95 % interval of the loss under the kernel minus that under a control.
 
-    Reports of older versions lack paired differences: there, only intervals that do not overlap count as a difference.
+    Reports of older versions lack paired differences; for these, subtract the ends of the two intervals.
     """
     if control.difference is not None and control.difference.ci95 is not None:
         return control.difference.ci95
@@ -285,12 +285,12 @@ def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
 
 
 def _format_interval(rise: Rise, before: str = "") -> str:
-    """Format the 95 % interval of a rise of the loss or perplexity, after `before`; empty if there is none."""
+    """Format the 95 % interval of a rise of the loss or perplexity, following the text `before`; empty if none."""
     return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the interval of the change includes 0, but also a rise that would matter."""
+    """Return True if the interval of the change includes both 0 and a rise above the share NEGLIGIBLE."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 

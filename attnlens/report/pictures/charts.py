@@ -123,7 +123,7 @@ def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: flo
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each cell that is True: a quarter of the cell's shorter side, or less if cells are large."""
+    """Draw a dot in each cell that is True; its diameter is a quarter of a cell, or less if cells are large."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
     offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
@@ -170,7 +170,7 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head, in the colour of its layer; `lines` are (row of the layer below `layers`, points).
+    """Draw one thin line per head in the colour of its layer; `lines` are (row of the layer out of `layers`, points).
 
     `opacity` contains the sum over all lines, and the smallest and the largest opacity of a single line.
     """

@@ -410,7 +410,7 @@ def _compared_panels(report: Report) -> list[Panel]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − published) / tolerance, clipped to ±3; 0 or ±3 if no tolerance exists, −3 if we have no value."""
+    """Compute (ours − reference) / tolerance, clipped to ±3; 0 or ±3 without tolerance, −3 if our value is missing."""
     ours = experiment.final.get(figure)
     if ours is None:
         return -FARTHEST

@@ -313,7 +313,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves and each group's median (of a single group, also quartiles) on axes fit for all heads."""
+    """Draw the heads' curves and each group's median; a single group also gets quartiles. Axis limits fit all heads."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -450,7 +450,7 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
-    """Draw one bar per head, whose parts sum to 1; sort a layer's heads by the first part; hatch missing values."""
+    """Draw one bar per head, whose parts sum to 1; sort each layer by the first part, and hatch layers without bars."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
     # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.

@@ -297,7 +297,7 @@ def rule_cases(report: Report) -> list[Case]:
 
 
 def doctor_cases(report: Report) -> list[Case]:
-    """Return one test case per site, backend, and mask of a backend; the outcome of tests not run is the reason."""
+    """Return one test case per site, backend, and mask of a backend; a test that did not run has a reason instead."""
     cases, name = [], report.model.layer_name
     for site in report.doctor:
         if site.verdict == "not checked":

@@ -103,7 +103,7 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
         "names": shapes.layer_names,  # names of the layers, unique among all parts
         "parts": list(shapes.parts),  # part of the model to which each row belongs
         "columns": list(shapes.heads),  # head numbers: the columns of the map
-        "places": places,  # row and column of each head
+        "places": places,  # row and column of each head, in the order of all lists by head
         "key_heads": [head.kv_head for head in report.heads],
         "sites": {row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
         "measures": [_measure(shapes, shapes.readings[name]) for name in names],  # the most informative first

@@ -101,7 +101,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect by which a swap is judged, and its 95 % interval: Δ of the loss, else KL, else 1 − cosine."""
+    """Return an outcome's effect, of the kind by which the swap is judged (`judged_by`), and its 95 % interval."""
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
     if swap.judged_by == "kl":
@@ -170,7 +170,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) of one kernel's stages, or of several kernels, each followed by its controls."""
+    """List (name, outcome) of the stages, or of several kernels, each followed by its controls; shared ones last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     # the controls of two kernels differ if their Δ beyond has different windows
