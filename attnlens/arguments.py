@@ -22,7 +22,7 @@ from attnlens.files import OPEN_FILES
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 10_000  # Maximum number of items in a list of layers, heads, names or texts, because iterables can be infinite
+MOST = 10_000  # Maximum number of layers, heads, names or texts in one argument; iterables can be infinite
 MODEL_FILES = (".gguf", ".safetensors")  # File name extensions of models
 LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 

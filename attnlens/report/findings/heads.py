@@ -34,7 +34,7 @@ SEPARATED = {
 """Measure of the cosine → sentence on what the SVM separates in its space."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
-SHARES = {  # Part of the variance of a head's scores → its name in findings
+SHARES = {  # Measure of a part of the scores' variance → name of the part
     "tokens.share_key": "the key alone",
     "tokens.share_distance": "the distance",
     "tokens.share_interaction": "query × key",

@@ -275,7 +275,7 @@ class Row:
     """A row of panels on a page; None leaves a cell empty."""
 
     panels: Sequence[Panel | None]
-    height: float  # of the axes, in inches
+    height: float  # height of the axes in inches
     heading: str = ""  # text above the row, under a thin line
 
     @property
@@ -363,7 +363,7 @@ def overview(
     texts: Style = {"va": "center", "color": INK}
     figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
     if len(" · ".join(facts)) > FACTS:
-        facts = facts[:-1] or facts  # the caption has the last one
+        facts = facts[:-1] or facts  # the caption contains the last one
     figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
@@ -488,7 +488,7 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
         grid, lines = part.add_gridspec(len(heights), columns, height_ratios=heights), count()
         room = (width - 2 * side) / columns - BESIDE
         for row in block:
-            heading = grid[next(lines), :] if row.heading else None  # a flat row
+            heading = grid[next(lines), :] if row.heading else None  # a row only for the heading
             line = next(lines)
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
             for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):

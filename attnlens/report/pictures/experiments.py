@@ -197,7 +197,7 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.
 
 MOST = 12  # maximum number of measures of a series of checkpoints on one page
 MARKED = 12  # number of steps up to which each step has a marker
-COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # of lines, distinguishable on white
+COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # distinguishable on white
 COMPARED = "published"  # file name, without suffix, of the picture that compares our figures with published ones
 MOST_ROWS = 80  # maximum number of figures in this picture; the farthest from their references are kept
 FARTHEST = 3.0  # deviation from the reference, in tolerances, from which a figure is drawn at the edge

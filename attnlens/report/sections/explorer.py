@@ -33,7 +33,7 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         sentences = {sentence.sequence: sentence for sentence in selection.sentences}
         first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
-        passages: list[Passage] = []  # of five queries; the report's JSON contains all
+        passages: list[Passage] = []  # of at most five queries; the report's JSON contains all
         for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
             place = f"sequence {pick.sequence}, token {pick.query}"
             caption = f"{place}: weight {short(pick.weight)}, margin {short(pick.margin)}"

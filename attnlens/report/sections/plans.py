@@ -29,7 +29,7 @@ MEASURED = "Measured: on the evaluation text."
 HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
 LONE = "All calibration windows come from one text, so the promise does not cover other kinds of text."
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the ranks by layer
-BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Name in words of the quantity that a budget limits
+BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Unit of a budget → quantity that it limits
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """Unit over which an interval is computed → population that it covers."""
 
@@ -216,7 +216,7 @@ def _rate(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-MOST, FEW = 10, 3  # Most harmful, and least harmful, heads or layers shown: for one kernel; for each of several
+MOST, FEW = 10, 3  # Number of most and of least harmful heads or layers shown: of one kernel, of each of several
 MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are shown for each of several
 
 
