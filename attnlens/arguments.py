@@ -22,7 +22,7 @@ from attnlens.files import OPEN_FILES
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 10_000  # Maximum number of items in a list of layers, heads, names or texts, because iterables can be infinite
+MOST = 10_000  # Maximum number of layers, heads, names or texts in one argument; iterables can be infinite
 MODEL_FILES = (".gguf", ".safetensors")  # File name extensions of models
 LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 
@@ -31,8 +31,8 @@ SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, s
 
 RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # New names by old name
 OTHER_NAMES = RENAMED | {"gaussian": "rbf", "gauss": "rbf", "softmax": "exponential", "local": "window"}
-"""Names to suggest: renamed options, and kernels by names that other tools use."""
-_ONE_AT_A_TIME = RLock()  # Calls replace attention inside the model; torch allows one level of forward AD
+"""Unknown name → name to suggest: new names of options, and kernels that other tools name differently."""
+_ONE_AT_A_TIME = RLock()  # Calls replace the model's attention; torch allows one level of forward AD
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -95,7 +95,7 @@ def _plain_torch() -> Iterator[None]:
 
 
 def word(what: str, value: object) -> str:
-    """Return `value` if it is a non-empty string without NUL characters. Raise UsageError otherwise."""
+    """Return `value` if it is a string without NUL characters that is not blank. Raise UsageError otherwise."""
     if isinstance(value, str) and "\0" not in value and value.strip():
         return value
     kind = "a valid name" if isinstance(value, str) else "a string"
@@ -103,7 +103,7 @@ def word(what: str, value: object) -> str:
 
 
 def path(what: str, value: object) -> str:
-    """Return a string or path object as a string. Raise UsageError for anything else, and for an empty string."""
+    """Return a string or path object as a string. Raise UsageError for other types, blank strings and NULs."""
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
@@ -111,7 +111,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` ends in .json, or is an open file or any file without the extension of a model."""
+    """Return True if `name` ends in .json, is the path of an open file, or names a file without a model's extension."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -124,7 +124,7 @@ def switch(what: str, value: object) -> bool:
 
 
 def selection_share(select: object) -> float | None:
-    """Parse p from `top-p:p`; return None for `argmax`. Raise UsageError for anything else."""
+    """Parse the share p of the selection rule `top-p:p`; return None for `argmax`. Raise UsageError otherwise."""
     if select == "argmax":
         return None
     match = re.fullmatch(r"top-p:(\s*[0-9.e+-]{1,40}\s*)", select) if isinstance(select, str) else None
@@ -237,7 +237,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if `function` would replace `present` of another module; a module may redefine its own names."""
+    """Raise UsageError if registering `function` would replace `present`, unless the same module defines both."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

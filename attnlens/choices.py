@@ -10,32 +10,33 @@ Intervals = Literal["windows", "texts"]  # Population that intervals describe: w
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
 PARTS: tuple[Part, ...] = get_args(Part)  # Order of parts, which keeps the layers of one part together
-Sweep = Literal["heads", "layers"]  # Units that are swapped individually
+Sweep = Literal["heads", "layers"]  # What a sweep swaps one at a time: heads or layers
 Unit = Literal["loss", "ppl"]  # Quantity that a budget limits: the loss in nats, or its exponential, the perplexity
 Route = Literal["auto", "eager", "fused"]  # Implementation of attention: the fastest exact one, row tiles, or fused
-Convention = Literal["paper", "code"]  # KSVD objective of Chen et al. 2023, or of their code (means, squared Λ)
+Convention = Literal["paper", "code"]  # KSVD objective: of Chen et al. 2023 (sums), or of their code (means, squared Λ)
 Engine = Literal["local", "ray"]  # Where units are computed: processes on this machine, or nodes of a Ray cluster
 Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
-"""Phrase for each space. Queries and keys are taken after rotation."""
-ETA = 0.1  # η of the published code for language modelling; the code uses 0.01 for Long Range Arena
+"""Space of a selection problem → the space in words. Queries and keys are those after rotation (RoPE)."""
+ETA = 0.1  # Weight η of the KSVD regulariser in the paper's code for language modelling (0.01 for Long Range Arena)
 WINDOWS, LENGTH = 32, 128  # Defaults: number of windows, and tokens per window (fewer if the model allows fewer)
 KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses
-SHOWN = "selection"  # Analyzer whose results can be shown per head; a series of checkpoints runs this analyzer too
+SHOWN = "selection"  # Analyzer that --show prints for a head; a series of checkpoints also runs this analyzer
 ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
-"""Control of a swapped kernel. `same size`: first and nearest tokens in a cache of the kernel's size (64 if unbounded);
-`one key`: the key with the largest score; `floor`: the mean of the values; `filter alone`: the filter with the model's
-kernel; `without filter`: the kernel alone; `far part, healed`: a hybrid's trained far part, applied to all keys."""
+"""Simple alternative to a swapped kernel. `same size`: attend to the first and nearest tokens, as many as the kernel
+caches (64 if unbounded); `one key`: to the key with the largest score; `floor`: to all keys equally; `filter alone`:
+apply the kernel's filter to the model's kernel; `without filter`: omit the filter; `far part, healed`: apply a hybrid's
+trained far part to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit in which the length of training is given
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
-HealingStage = Literal["transfer", "whole"]  # Train each site on the original's inputs, or the whole model
+HealingStage = Literal["transfer", "whole"]  # Stage of training: each site on the original's inputs, or the whole model
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """transformers' attention implementations that `doctor` compares."""
 MASKS = ("causal", "bidirectional", "padding-left", "padding-right", "packed", "window", "prefix", "cache")
 """Properties of attention masks that `doctor` tests."""
 CLAIMS = "claims"  # Name that selects the papers' small experiments instead of a table
-STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")  # Tables that a study trains, in order
+STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")  # Tables that `reproduce all` trains
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"  # Model type of the models that `reproduce` saves
-CHANGE = "change."  # Prefix of a measure's name in a comparison: the change of that measure
+CHANGE = "change."  # Prefix of the name of a measure's change between two models: `change.tokens.entropy`
 RELATIVE, FDR = 0.05, 0.05  # Defaults of `check`: relative tolerance of a head's value, and false-discovery rate

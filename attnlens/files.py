@@ -67,7 +67,7 @@ def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: st
 
 
 def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
-    """Read the rest of `file`, at most `most` bytes. Raise `error` with `remedy` if there is more."""
+    """Read the rest of `file`. Raise `error` with `remedy` if it is longer than `most` bytes."""
     content = bytearray()
     while part := file.read(PART):
         content += part
@@ -192,7 +192,7 @@ def caption_file(picture: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary file in the same folder and rename the file, so that no partial file is left.
+    """Write `content` to `path` by way of a temporary file in the same folder, so that no partial file is left.
 
     A symbolic link is followed and kept. An existing file keeps its mode; the umask determines the mode of a new file.
     A device, a pipe, or this process's stdout or stderr is written to directly.
@@ -241,7 +241,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 @contextmanager
 def _as_output_error(path: Path) -> Iterator[None]:
-    """Raise an OutputError about `path` in place of an OSError or ValueError in the block."""
+    """Convert an OSError or ValueError that is raised inside the block to an OutputError about `path`."""
     try:
         yield
     except OSError as error:

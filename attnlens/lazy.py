@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # `attnlens` itself imports this file, and importing typing would double its time
+TYPE_CHECKING = False  # importing typing here would double the time of `import attnlens`
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from typing import Any  # type of the attributes of a module that is not yet imported
+    from typing import Any  # attributes of a module that is not yet imported can have any type
 
 
 def import_submodules(

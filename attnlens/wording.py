@@ -10,7 +10,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 NO_VALUE = "–"  # Sign for a missing value
 
-SCIENTIFIC = -1  # Number of decimals that selects scientific notation, 1.2e-05
+SCIENTIFIC = -1  # Number of decimals that stands for scientific notation, as in 1.2e-05
 
 
 GENERAL_NAMES = {"best", "checkpoint", "final", "hf", "last", "model", "output", "weights"}
@@ -35,7 +35,7 @@ def clean(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace every character of `text` that is neither printable nor a line end by �."""
+    """Replace every character of `text` that is neither printable nor a line end with �."""
     return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
@@ -61,7 +61,10 @@ def title_of(name: str) -> str:
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return how many decimals show `figures` digits of the largest number; 0 for integers, SCIENTIFIC if extreme."""
+    """Return how many decimals show `figures` significant digits of the largest number.
+
+    Return 0 if all numbers are integers, and SCIENTIFIC if the largest is below 1e-4, or at least 1e6.
+    """
     numbers = list(values)
     largest = max((abs(number) for number in numbers), default=0.0)
     if largest == 0 or (largest < 1e6 and all(number == round(number) for number in numbers)):
@@ -76,7 +79,7 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
     """Return how many decimals to print for numbers with a standard error.
 
-    The last decimal is at most that of the error's second digit or, beyond three decimals, that of its first digit.
+    The decimals show at most two digits of the error, and beyond the third decimal at most one.
     """
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
@@ -108,7 +111,7 @@ def short(number: float) -> str:
     return format_number(number, decimals_for([number], figures=2))
 
 
-LEAST_P = 1e-4  # Smallest p that is printed: tails are not known beyond it
+LEAST_P = 1e-4  # Smallest p that is printed, because the tails of the distributions are not known beyond it
 
 
 def format_p(number: float | None) -> str:
@@ -124,14 +127,14 @@ def format_count(number: int, noun: str) -> str:
 
 
 def join_items(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
-    """Join items to `a, b, c`; if there are more than `limit`, join only these and append the number of the others."""
+    """Join items to `a, b, c`; if there are more than `limit`, join the first `limit` and append `and N more`."""
     names = [clean(str(item)) for item in items]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return between.join(names[:limit]) + more
 
 
 def format_spans(numbers: Iterable[int], limit: int = 6) -> str:
-    """Format ascending numbers as `0–3, 7`; of more than `limit` spans, print only these and count the others."""
+    """Format ascending numbers as spans, `0–3, 7`; after the first `limit` spans, append `and N more`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -150,7 +153,7 @@ def big(number: int) -> str:
 
 
 def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Group pairs by their first element, and return the second elements of each group, in order."""
+    """Group pairs by their first element, and return the second elements of each group in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for first, second in pairs:
         groups.setdefault(first, []).append(second)

@@ -107,7 +107,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _size(change: Breach) -> float:
-    """Return |value − base|; ∞ if only one of the two is known, and 0 if neither is."""
+    """Return the size |value − base| of a change; ∞ if only one of the two is known, and 0 if neither is."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
@@ -166,8 +166,8 @@ BLOCKS = "compare.blocks"  # subject of rules on the changes of a comparison's b
 NO_BLOCKS = (
     "only a report of `attnlens compare` on text contains blocks, and only if each block of the models runs once"
 )
-COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
-# First parts of dotted paths into the report, and paths that are suggested for misspelled paths
+COLUMNS = ("se", "z", "base", "null")  # suffixes of a measure, as in `tokens.entropy.se`; `null` is the null's mean
+# First parts of dotted paths into the report, and whole paths to suggest for misspelled ones
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
 
@@ -260,7 +260,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return the outcome of each rule, in order; in a comparison's report, changes are measures too."""
+    """Return one check per rule, in the order of the rules; in a comparison's report, changes are measures too."""
     report = report.with_changes()
     occurrences = Counter[str]()
     checks = []
@@ -312,7 +312,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 def _breaking_heads(
     heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
 ) -> list[tuple[Head | Breach, float]]:
-    """Return the heads that break the rule, worst first; [] if no head alone makes the rule's aggregate fail."""
+    """Return the heads that break the rule, worst first; [] if the failure cannot be attributed to single heads."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -323,7 +323,7 @@ def _breaking_heads(
 
 
 def _is_decisive(rule: Rule, value: float) -> bool:
-    """Return True if one head with this value suffices to break the rule; `max > 0.5` breaks only if all heads do."""
+    """Return True if one head with this value suffices to break the rule; no single head breaks `max > 0.5`."""
     comparison, lowest = rule.comparison, rule.aggregate == "min"
     if rule.aggregate not in ("min", "max"):
         return rule.aggregate == "value"

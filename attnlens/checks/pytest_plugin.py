@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
-    """Return a function that inspects a model with options of `attnlens.inspect`; results of paths are cached."""
+    """Return a function that inspects a model or reads a report; results for names and paths are cached."""
     cached: dict[str, Report] = {}
 
     def get_report(subject: object, **options: object) -> Report:
@@ -59,7 +59,7 @@ def _assertion_fixture() -> Callable[..., None]:
 
 
 def _get_report(subject: object, options: dict[str, object], rules: object = None) -> Report:
-    """Return or read a report, or inspect a model; `rules` determine the analyzers unless `options` contain them."""
+    """Return or read a report, or inspect a model; `rules` select the analyzers unless `options` names them."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import choose_options

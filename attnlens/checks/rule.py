@@ -27,9 +27,9 @@ EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
-WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value`: each head, or the single field, is compared
+WHOLE = ("min", "max", "mean", "median", "count", "value")  # aggregates; `value` compares each head, or a single field
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
-FILTERS = ("layers", "heads", "part")  # words after @
+FILTERS = ("layers", "heads", "part")  # words that can follow @
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne, "in": operator.ge},

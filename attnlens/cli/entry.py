@@ -29,7 +29,7 @@ ClickError: type[typer.BadParameter] = typer.BadParameter.__base__  # type: igno
 """Exception that click raises for arguments it can't parse; some versions of typer vendor click, others import it."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000  # Maximum width and height of a terminal; tables fill the width
-REMOVED = {  # Remedies for options and commands of earlier versions, and for options of Python
+REMOVED = {  # Remedies for options and commands of earlier versions, and for options that only Python offers
     **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
     **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
     "--heal-control": "Use attnlens heal --control.",
@@ -124,7 +124,7 @@ def _variable_of(error: typer.BadParameter) -> str:
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return the remedy if a name was removed or is available only in Python; None for other problems."""
+    """Return the remedy for an option or command that was changed or removed, or that only Python offers; else None."""
     if problem.startswith("--windows must be a whole number"):
         return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
@@ -139,7 +139,7 @@ def _find_replacement(problem: str) -> str | None:
 
 
 def _keywords(kind: type[Request]) -> set[str]:
-    """Return the options of this kind of request, and of its subclasses, that are available only in Python."""
+    """Return the names of the options that only Python offers, of this kind of request and of its subclasses."""
     names = {name for name, field in kind.model_fields.items() if details(field).get("python_only")}
     return names.union(*map(_keywords, kind.__subclasses__()))
 

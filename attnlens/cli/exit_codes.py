@@ -14,6 +14,6 @@ READER_LEFT = 141  # Exit code (that of SIGPIPE) if the reader of stdout closes 
 
 
 def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
-    """Exit immediately, because nothing needs cleaning up yet."""
+    """Exit at once with the code INTERRUPTED; at this stage nothing needs cleaning up."""
     os.write(2, b"Interrupted.\n")
     os._exit(INTERRUPTED)

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from attnlens.requests.run_options import SeriesRequest
 
 Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Callable[[], None]]"]
-"""Function of `cli.analyses` and a progress function; returns a report, or a report and a clean-up function."""
+"""Function that takes the module `cli.analyses` and a progress function. It returns a report, or a report and a
+function to call after the report is delivered."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -142,7 +143,7 @@ def run_command(
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that forks the workers of --jobs; the server imports torch at the same time."""
+    """Start the server process that forks the workers of --jobs, so that it imports torch while this process does."""
     if engine == "local":
         from attnlens.runs.work import start_server
 
@@ -151,8 +152,8 @@ def start_workers(engine: str, jobs: int) -> None:
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Files to write
 STDIN = STDOUT = "-"
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub id, unless a local folder or a file's name
-TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also datasets
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Form of a hub id; local folders and files can have it too
+TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: files or datasets
 TEXT_REMEDY = "Give a plain text file in UTF-8."
 
 
@@ -255,7 +256,7 @@ class Outputs:
         return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
     def check(self, inputs: dict[str, str]) -> None:
-        """Raise UsageError or OutputError if an output can't be written or would replace an input."""
+        """Raise UsageError or OutputError if an output can't be written or would replace an input or another output."""
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
@@ -387,7 +388,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print the summary and, if the option is `--json -`, the report as JSON."""
+    """Print the summary and, with `--json -`, the report as JSON."""
     from attnlens.report.render import terminal
 
     with guard_stdout():

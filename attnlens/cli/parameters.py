@@ -22,11 +22,11 @@ from attnlens.requests.fields import CallOnly, Details
 from attnlens.requests.run_options import OUTPUT, ModelRequest
 
 R = TypeVar("R", bound=Request)
-FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files that set options, and their tables
-RULES = "check"  # Table in these files with the rules of `check` instead of options
-NEGATED = {"no_pack": "pack"}  # Negative flags of switches, which a file can set
+FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files that set options → table to read
+RULES = "check"  # Table in these files that contains rules of `check`, not options
+NEGATED = {"no_pack": "pack"}  # Negative flag of a switch, which a file can set → the switch
 REMEDY = "Correct the file, or run in another folder."
-WANTED = {  # Description and example of the values of each type in a file
+WANTED = {  # Type → description and example of its values in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a string in quotes", '"…"')},
 }
@@ -110,7 +110,7 @@ def option(
     default: object = None,
     **about: Unpack[Details],
 ) -> Parameters:
-    """Create an option from its flags (`-q --quiet`) and details; the variable ATTNLENS_<OPTION> sets it, too."""
+    """Create an option from its flags (`-q --quiet`) and details; the variable ATTNLENS_<OPTION> also sets it."""
     name = parameter_of(flags)
     declared = typer.Option(
         *flags.split(),
@@ -133,7 +133,7 @@ def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: 
 
 
 def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
-    """Return the options of a request; those shared with other requests come last."""
+    """Return the command-line options of a request; those shared with other requests come last."""
     fields = {
         name: field
         for name, field in kind.model_fields.items()
@@ -180,7 +180,7 @@ DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
 JSON = output("--json", "Write the report as JSON; `-` writes to stdout.")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
-"""Options of every command with a report."""
+"""Options of every command that makes a report."""
 FIGURE = (
     "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). The file shows the overview or, if it is named after a "
     "measure (`symmetry.pdf`), only that measure; a folder gets every picture. Each caption is written to FILE.txt."
@@ -198,7 +198,7 @@ PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
-    """Wrap a command with `guard`, and add the options of `groups`, whose values it reads from `context.params`."""
+    """Wrap a command with `guard` and add the options of `groups`; the command reads them from `context.params`."""
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = {name: each for group in groups for name, each in group.items()}
 

@@ -142,11 +142,11 @@ def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
 
 
 CLAUSE = re.compile(r"; |: | \(|, (?=(?:e\.g\.|in|or|and|as|such as) )")
-"""Place in a sentence before which it can end: a further clause, an example, or a remark in parentheses."""
+"""Places before which a sentence can be cut off: a further clause, an example, or a remark in parentheses."""
 
 
 def _describe_option(text: str, width: int) -> list[str]:
-    """Return a text's first sentence as lines: shortened to whole clauses that fit one line, or else wrapped."""
+    """Return a text's first sentence, cut off after the last clause that fits on one line, or wrapped if none fits."""
     sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
     if len(sentence) <= width:
         return [sentence]

@@ -28,9 +28,9 @@ V = TypeVar("V")
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
 ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estimated, and shortest duration to announce
-SHORT = 60.0  # Shortest duration of a stage of `converge` to announce, in seconds
-SPACING = 0.1  # Shortest time between the reports from which a duration is estimated, in seconds
-AGREEMENT = 2.0  # Largest ratio between the estimates from which a duration is announced
+SHORT = 60.0  # Shortest duration to announce for a stage of `converge`, in seconds
+SPACING = 0.1  # Shortest time between reports that are used to estimate a duration, in seconds
+AGREEMENT = 2.0  # Largest ratio between the estimates of a duration at which it is announced
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
 COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
 AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets
@@ -84,7 +84,7 @@ COUNTED = {
     "decay by training": "steps",
     "KSVD identities": "cases",
 }
-"""Last or first part of a stage's name → what its steps are; a percentage if that depends on the options."""
+"""Last or first part of a stage's name → noun for its steps; `% of …` if their unit depends on the options."""
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -107,7 +107,7 @@ def complain(problem: str, remedy: str) -> None:
     say(remedy)
 
 
-_machine = False  # True while stdout must receive JSON, also if the command fails
+_machine = False  # True while stdout must still receive JSON, even if the command fails
 
 
 def expect_json(expected: bool) -> None:
@@ -166,7 +166,7 @@ _received: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Record the signal, and raise KeyboardInterrupt, which pydantic can replace by another error."""
+    """Raise KeyboardInterrupt, after recording the signal, because pydantic can replace this error with another."""
     _received.append(number)
     raise KeyboardInterrupt
 
@@ -225,7 +225,7 @@ class Pace:
     """Record of a stage's progress over time, used to estimate the time left."""
 
     def __init__(self) -> None:
-        self.reports: list[tuple[float, int]] = []  # seconds and steps done: before the first step, after it, and later
+        self.reports: list[tuple[float, int]] = []  # (seconds, steps done) before and after the first step, and later
 
     @property
     def duration(self) -> float:
@@ -233,7 +233,7 @@ class Pace:
         return time.monotonic() - self.reports[0][0]
 
     def add(self, done: int) -> None:
-        """Add a report. Before the first step, keep only the latest, because some stages are announced early."""
+        """Add a report. Until the first step is done, keep only the latest, as some stages are announced early."""
         now = time.monotonic()
         if not self.reports or done <= self.reports[0][1]:
             self.reports = [(now, done)]
@@ -257,9 +257,9 @@ class Pace:
 
 
 def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
-    """Let a progress function announce, once per stage, that the stage will take longer than LONG or SHORT seconds.
+    """Wrap a progress function so that it announces, once, each stage that will take longer than LONG or SHORT seconds.
 
-    A forecast needs ESTIMATED seconds of the stage and steps of similar duration. The duration of BOUNDED is always
+    Forecasts are made after ESTIMATED seconds of a stage, if its steps take similar times. The stage BOUNDED is always
     announced. `options` are the names of the options that the running command accepts.
     """
     paces: defaultdict[str, Pace] = defaultdict(Pace)
@@ -291,16 +291,16 @@ def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = Fal
 
 
 def _find_stage(table: Mapping[str, V], stage: str) -> V | None:
-    """Look up a stage by the last or first part of its name.
+    """Look up a stage by the last or, failing that, the first part of its name; return None if neither is in the table.
 
-    The name may contain that of a kernel, a checkpoint or an experiment: `linear, generate`, `rank, d=4`.
+    The other part names a kernel, a checkpoint or a setting: `linear, generate`, `rank, d=4`.
     """
     parts = stage.split(", ")
     return next((table[part] for part in (parts[-1], parts[0]) if part in table), None)
 
 
 def _format_count(stage: str, done: int, total: int) -> str:
-    """Format the steps done with what they are: `3 of 8 windows`, `40 % of the training`."""
+    """Format the number of steps done, with their noun: `3 of 8 windows`, `40 % of the training`."""
     counted = _find_stage(COUNTED, stage) or "steps"
     if counted.startswith("%"):
         return f"{100 * done / max(1, total):.0f} {counted}"

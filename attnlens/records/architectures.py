@@ -1,4 +1,4 @@
-"""Table of the model types of transformers and how far attnlens supports each, as measured by benchmarks/sweep.py."""
+"""Table of transformers' model types, with the support for each as measured by benchmarks/sweep.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TABLE = Path(__file__).with_name("architectures.csv")  # Its first line names th
 
 
 class Architecture(NamedTuple):
-    """Result of the sweep for one model type, of which a tiny model was built from the type's configuration."""
+    """Result of benchmarks/sweep.py for one model type, measured on a tiny model with the type's configuration."""
 
     model_type: str  # Name of the model type in transformers
     read: str  # How much of the model is analysed: `whole`, `in part`, `refused`, `not built`, `too slow`
@@ -23,7 +23,7 @@ class Architecture(NamedTuple):
 
 
 def architectures() -> tuple[str, list[Architecture]]:
-    """Return the table's first line, which names the versions with which it was measured, and its rows."""
+    """Return the table's first line, which names the versions of the libraries used to measure it, and its rows."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         measured = file.readline().removeprefix("# ").strip()
         return measured, [Architecture(*(row[name] for name in Architecture._fields)) for row in csv.DictReader(file)]

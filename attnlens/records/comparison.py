@@ -76,10 +76,10 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
-ON_FORMS = "W_Q and W_K of "  # First words of the notes on the heads' forms M
-SMALLEST_SHARE = 0.01  # Smallest change of practical size of a measure, in interquartile ranges over heads
+ON_FORMS = "W_Q and W_K of "  # First words of notes on the heads' forms M = W_Q W_Kᵀ
+SMALLEST_SHARE = 0.01  # Smallest change of a measure that matters in practice, in interquartile ranges over heads
 Relation = Literal["identical", "same form", "rounding", "changed"]
-"""Relation of a head's form M in both models. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
+"""Relation of two heads' forms M = W_Q W_Kᵀ. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
 differ (a change of gauge); rounding: M is equal up to rounding of the weights; changed: M differs."""
 
 
@@ -93,8 +93,8 @@ class MeasureChange(Record):
     after: Number | None = None  # Value in the second model; None if missing, and for distances
     delta: Number | None = None  # after − before, or the distance
     se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
-    rounding: Number | None = None  # RMS of the changes that rounding of the weights alone causes; None if unknown
-    beyond_rounding: bool | None = None  # True if rounding causes such a change in at most one of 1,000 heads
+    rounding: Number | None = None  # RMS change caused by rounding of the weights alone; None if unknown
+    beyond_rounding: bool | None = None  # True if rounding causes a change of this size in at most one of 1,000 heads
     p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
     q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
     least: Number | None = None  # Size of a change that this comparison detects with a probability of about 80 %
@@ -107,8 +107,8 @@ class MeasureChange(Record):
 class HeadChange(HeadId):
     """A head of the first model, and the head of the second model with which it is compared."""
 
-    partner: Count  # Number of the second model's head, at this site, with which this head is compared
-    relation: Relation | None = None  # Relation of the forms; None if it can't be computed
+    partner: Count  # Number of the head at the same site of the second model with which this head is compared
+    relation: Relation | None = None  # Relation between both heads' forms; None if it can't be computed
     reason: str | None = None  # Reason why the relation is missing
 
 
@@ -184,7 +184,7 @@ class DiagnosedCause(Record):
 
 
 class Comparison(Record):
-    """Differences between two models; the report lists the heads of the second."""
+    """Differences between two models; the report's `heads` are those of the second model."""
 
     base: ModelInfo  # The first model
     paired: bool  # True if changes are paired by window; if False, errors assume two independent samples
@@ -203,7 +203,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the compared heads with their changes as measures (`change.tokens.entropy`) and their partners' values."""
+    """Return the compared heads, with changes as measures (`change.tokens.entropy`) and their partners' measures."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

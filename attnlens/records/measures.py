@@ -35,7 +35,7 @@ Reasons = dict[str, str]  # Reason for each null or empty field of the record, b
 
 
 class Record(BaseModel):
-    """Base class of the frozen parts of a report; unknown fields, which a newer attnlens wrote, are ignored."""
+    """Base class of the frozen parts of a report; unknown fields, such as those of a newer attnlens, are ignored."""
 
     # validators are built at first use, so that a command waits only for those of the records that it reads
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
@@ -97,7 +97,7 @@ def read_record(
 class Null(Record):
     """Value expected by chance: mean and sd over heads with independent Gaussian factors of the same shape.
 
-    For selection.*, over heads whose form, in the measure's space, is rotated randomly on both sides.
+    For selection.*: mean and sd over random rotations of the head's form, on both sides, in the measure's space.
     """
 
     mean: Number
@@ -161,7 +161,7 @@ class Head(HeadId):
         return row | {"part": self.part, "kv_head": self.kv_head, "site": self.site}
 
 
-OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # First words that are not names
+OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # First words of a sentence that are not names
 
 
 def _clause(sentence: str) -> str:
@@ -208,7 +208,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Text that lists the sources that analysed heads lack; if they lack none, the first skipped site."""
+        """Text that lists the sources without values in analysed heads; if there are none, the first skipped site."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -227,11 +227,11 @@ class Pick(Record):
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query / best possible margin 1/‖W_mm‖; at least 1 if the head is the SVM
+    margin: Number  # Smallest margin of the query / best margin, 1/‖W_mm‖ for the SVM W_mm; ≥ 1 if the head is the SVM
 
 
 class Sentence(Record):
-    """Tokens of a sequence, to which picks or attention rows refer."""
+    """Tokens of a sequence, to which the positions in picks or attention rows refer."""
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     keys: list[str]  # Tokens of the keys
@@ -243,7 +243,7 @@ class Selection(HeadId):
 
     space: Space  # Space in which the problem is posed: the module's inputs, or queries and keys
     picks: list[Pick]
-    best: Number  # 1/‖W_mm‖_F, the largest minimum margin of any form of unit norm
+    best: Number  # 1/‖W_mm‖_F of the SVM W_mm: the largest minimum margin of any form of unit norm
     null_margins: list[list[Number]] = []  # Margins of each random head / its best possible margin, ascending
     sentences: list[Sentence] = []
 

@@ -1,4 +1,4 @@
-"""Plan of the rank of each key head within a loss budget, with its estimates, promises and measurements."""
+"""Records of a plan: the rank of each key head within a loss budget, and the estimated and measured rises."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class PlanStep(Record):
     """One of the nested plans that the search measured."""
 
     mean_rank: Number  # Rank per key head, mean over query heads
-    predicted: Number  # Sum of the latents' sensitivities, as a share of the loss, or of perplexity
+    predicted: Number  # Rise predicted by the sum of the latents' sensitivities, as a share of the loss or perplexity
     rise: Rise  # Rise on the calibration text used to choose among the steps
 
 
 class Plan(Record):
-    """Ranks whose estimated rise in the loss is within the budget, or ranks taken from an earlier plan."""
+    """Ranks chosen so that the estimated rise of the loss is within the budget, or ranks taken from an earlier plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool
@@ -92,10 +92,10 @@ class Plan(Record):
     unit: Unit = "loss"  # Quantity whose relative rises are given: the loss in nats, or perplexity
     form: str = ""  # Form of the latents as typed after `rank:`; empty: one latent per key head, of rotated keys
     forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
-    held_out: bool = False  # True if `estimated` and `promised` were measured on text to which maps were not fitted
+    held_out: bool = False  # True if `estimated` and `promised` use text to which the latents' maps were not fitted
     ranks: list[KeyRank] = Field(min_length=1)
-    mean_rank: Number  # Numbers kept per key head, mean over query heads
-    head_dim: Number  # Numbers per key head in the original, mean over query heads
+    mean_rank: Number  # Numbers kept of each key, mean over query heads
+    head_dim: Number  # Numbers of each key in the original model, mean over query heads
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged on it, or was not evaluated
@@ -169,7 +169,7 @@ class Plan(Record):
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan written by --plan, or the plan in a report of `ranks`.
+    """Read a plan from a file that --plan wrote, or from a report of `ranks`.
 
     Raise UsageError if the file is missing or is not a plan.
     """

@@ -143,12 +143,12 @@ class Settings(Record):
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of a standard error over `count` sequences or, if sampled, over the texts."""
+        """Return the degrees of freedom of a standard error: `count` − 1 or, with intervals over texts, texts − 1."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property
     def interval_method(self) -> str:
-        """Method that computed the intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
+        """Name of the method used for intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
         counts = [len(text.windows) for text in self.texts if text.windows] or [self.windows or 0]
         if self.intervals == "texts":
             draws, unit = len(self.texts), "text"

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Values of every unit on every window; a unit is a head (`inspect`) or a stage of a kernel (`swap-kernel`)."""
+    """Values of every head (`inspect`), or of every stage of each kernel (`swap-kernel`), on every window."""
 
     windows: Sequence[tuple[str, int]]  # Name of each window's text, and number of the window in this text
-    units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
+    units: Sequence[Mapping[str, str | int]]  # Columns that name each head or stage: layer, head or kernel, stage
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
     def __eq__(self, other: object) -> bool:
@@ -40,7 +40,7 @@ class Windows:
         )
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """Yield one row per window and unit: text, window, the unit's columns, then the measures that have a value."""
+        """Yield a row per window and head or stage: text, window, name of the head or stage, measures with a value."""
         read = {name: part.tolist() for name, part in self.values.items()}
         for place, (text, number) in enumerate(self.windows):
             for column, unit in enumerate(self.units):
@@ -86,7 +86,7 @@ class Extreme(Record):
     head: Count
     measure: str
     value: Number
-    rank: Count  # Rank from 1 among the largest, or the smallest, values
+    rank: Count  # Rank of the value, from 1, among the largest or among the smallest values
     of: Count  # Number of heads in the head's part of the model
     percentile: Number  # 100 · (number of heads with smaller values + ½)/number of heads
     text: str  # Rank, value and median in words: `largest tokens.share_distance of 32: 0.0489, median 0.00635`
@@ -131,8 +131,8 @@ class SiteCheck(Record):
     part: Part
     heads: Count
     route: str  # How the site's weights were read
-    tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
-    weights_error: Number | None  # Error if queries and keys are computed from weights and inputs
+    tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention weights P from the captured queries and keys
+    weights_error: Number | None  # The same error if queries and keys are computed from weights and inputs
     reason: str | None = None  # Reason why an error is missing
     rounding: Number | None = None
     """Error of the model's own attention weights because the model rounds large scores; None if no error needs this
@@ -163,7 +163,7 @@ class MaskCheck(Record):
     verdict: Literal["agrees", "differs", "not checked"]
     error: Number | None = None
     """Relative error of the outputs against a float64 pass over each sequence alone, without padding or cache."""
-    error_judged: bool = True  # False if `error` cannot be judged, because positions of tokens also change the outputs
+    error_judged: bool = True  # False if `error` is not judged, because the tokens' positions also change the outputs
     faults: list[Sight] = []  # The fault with the largest change at each site, in the order of the layers
     count: Count = 0  # Number of faults: pairs of output and token that are wrong
     reason: str | None = None  # Reason why the property was not checked; None if it was
@@ -185,7 +185,7 @@ class BackendCheck(Record):
     """rounds: the error exceeds the tolerance, but rounding of the softmax in float32 explains it."""
     dtype: str | None = None  # Number type in which the backend ran; None if it was not run
     output_error: Number | None = None  # Relative error of the outputs that differ most
-    tolerance: Number | None = None  # Largest relative error with which the backend agrees
+    tolerance: Number | None = None  # Largest relative error at which the verdict is `agrees`
     greedy_agreement: Number | None = None  # Share of positions with the same most likely token
     sites: list[SiteError] = []
     masks: list[MaskCheck] = []
@@ -271,7 +271,7 @@ class Report(Record):
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:
-        """Attach the values of every window to the report, and return the report."""
+        """Attach the values of every window to this report, and return it."""
         self._windows = windows
         return self
 
@@ -292,11 +292,11 @@ class Report(Record):
         return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})
 
     def measure_names(self) -> list[str]:
-        """Return the names of the scalar measures of any head, in the order of first appearance."""
+        """Return the names of the scalar measures that any head has, in the order of first appearance."""
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return a table with one row per head: layer, head, per measure `name`, `.se`, `.z`, `.base`, and the site.
+        """Return a table with one row per head: layer, head, each measure with its .se, .z and .base, and the site.
 
         Raise UsageError if pandas is not installed.
         """

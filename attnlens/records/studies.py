@@ -12,7 +12,7 @@ from attnlens.records.provenance import File
 
 Bound = Literal["within", "at least", "at most"]
 Origin = Literal["published", "reimplementation", "control"]
-WIDEST = 1 / 3  # Largest tolerance, as a share of the reference value, with which a figure counts as tested
+WIDEST = 1 / 3  # Largest tolerance, as a share of the reference, at which agreement of a figure counts as a test
 
 
 class Curve(Record):
@@ -100,7 +100,7 @@ class Experiment(Record):
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
 
-LEVEL = 0.05  # Probability of any false decision among all pairs of a table
+LEVEL = 0.05  # Probability of at least one false decision among all pairs of a table
 
 
 class StudyColumn(Record):
@@ -146,7 +146,7 @@ class StudyCell(Record):
     kernel_parameters: Count  # Number of parameters of the projections of queries, keys and positions
     tokens: Count  # Number of training tokens of a run, with repetitions; the largest number over runs
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
-    beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
+    beside_sdpa: Number  # tokens_per_second, divided by that of a transformer with scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, in the first seed's run, by measure
     features: str = ""  # Feature dimension of the kernel per head, `∞` if it is infinite; empty if unknown
     published: Number | None = None  # Score in the paper; None if the paper has none
@@ -154,7 +154,7 @@ class StudyCell(Record):
 
     @property
     def tested_evaluation(self) -> int:
-        """Index of the first run's evaluation with the least validation loss; its weights were tested."""
+        """Index of the first run's evaluation with the least validation loss; the weights at that step were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 
@@ -200,6 +200,6 @@ class StudyTable(Record):
     scale: str  # Name of the scale at which models were trained
     tasks: list[StudyColumn]
     cells: list[StudyCell]
-    not_trained: list[str] = []  # Forms of tasks that were not trained, because their data were not given
+    not_trained: list[str] = []  # Kinds of tasks that were not trained because no data was given
     pairs: list[StudyPair] = []
     orderings: list[StudyOrdering] = []  # One per task with at least two cells that are also in the paper

@@ -17,9 +17,9 @@ class Predictor(Record):
     rho: Number  # Spearman's ρ of the measure with the harm, −1 to 1
     heads: Count  # Number of heads with a measure and a harm
     left_out: Count = 0  # Number of heads that lack the measure or diverged
-    heads_ci95: Interval | None = None  # By bootstrap of heads; heads of a shared module are drawn together
-    layers_ci95: Interval | None = None  # By bootstrap of whole layers
-    sequences_ci95: Interval | None = None  # By bootstrap of windows (or texts)
+    heads_ci95: Interval | None = None  # Of ρ, by bootstrap of heads; heads of a shared module are drawn together
+    layers_ci95: Interval | None = None  # Of ρ, by bootstrap of whole layers
+    sequences_ci95: Interval | None = None  # Of ρ, by bootstrap of windows (or texts)
     p_value: Number | None = None  # Two-sided p by permutations of heads, not corrected for other measures
     p_corrected: Number | None = None  # p_value corrected for all measures compared (maxT, Westfall & Young 1993)
     holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
@@ -28,7 +28,7 @@ class Predictor(Record):
 
 
 class Prediction(Record):
-    """Scope of the search for measures that predict the harm of one kernel."""
+    """Scope and limits of the search for measures that predict the harm of one kernel."""
 
     heads: Count  # Number of heads in the sweep
     diverged: Count = 0  # Number of these heads that diverged, so that their harm is undefined
@@ -75,7 +75,7 @@ class PositionChange(Record):
 
 
 class BeyondWindow(Record):
-    """Change in the loss on tokens whose bigram (with the previous token) last occurred over `window` tokens ago."""
+    """Change in the loss on tokens whose bigram with the previous token last occurred more than `window` tokens ago."""
 
     window: int
     """Width of the window in keys, including the query's own key: that of the kernel, else of its sink-window control,
@@ -107,7 +107,7 @@ class TextCosine(Record):
 
 
 class PredictionChange(Record):
-    """Statistics of a quantisation's or conversion's effect on predictions, as llama.cpp's perplexity tool prints them.
+    """Statistics of the change in predictions that llama.cpp's perplexity tool prints for quantised models.
 
     Standard errors are over windows, or over texts if there are at least five; None if only one was read.
     """
@@ -132,7 +132,7 @@ class Outcome(Record):
     loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or if the model diverged
     loss_by_text: list[TextChange] = []
     loss_by_position: list[PositionChange] = []  # Loss by position in the sequence; causal models only
-    beyond_window: BeyondWindow | None = None  # Loss on tokens that depend on a context beyond a window; if causal
+    beyond_window: BeyondWindow | None = None  # Loss on tokens that depend on distant context; causal models only
     perplexity: Change | None = None  # exp(loss); None if `loss` is None or on overflow
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
@@ -144,7 +144,7 @@ class Outcome(Record):
     hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019)
     agreement: Agreement | None = None  # Agreement of greedy continuations; None if nothing is generated
     diverged: bool = False  # True if the changed model's predictions or hidden states are not finite
-    destroyed: bool = False  # True if uniform predictions have a lower loss than the changed model, not the original
+    destroyed: bool = False  # True if the loss exceeds that of uniform predictions, and the original's does not
     reasons: Reasons = {}
 
 
@@ -155,7 +155,7 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple alternative at the swapped sites and heads; only `far part, healed` is trained."""
+    """Effect of a simple alternative to the kernel in the same heads; only `far part, healed` is trained."""
 
     role: ControlRole
     kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`
@@ -177,7 +177,7 @@ class HealingRate(Record):
     """One learning rate that the range test tried."""
 
     rate: Number  # Largest learning rate of AdamW
-    validation: Number | None  # Held-out Σ ‖new − old‖²/‖old‖² over sites (transfer), or distance; None: it diverged
+    validation: Number | None  # Held-out distance; for `transfer`, Σ ‖new − old‖²/‖old‖² over sites; None: it diverged
 
 
 class HealingTraining(Record):
@@ -195,7 +195,7 @@ class HealingTraining(Record):
 
 
 class HealingControl(Record):
-    """Control for healing: the original model, with the same parameters trained on the same text for as long."""
+    """Control for healing: the original model after the same training of the same parameters on the same text."""
 
     best: int  # Step with the least validation loss, whose weights were kept
     tokens: int  # Number of tokens trained on, with repetitions

@@ -31,7 +31,7 @@ class Call:
     dropout: float = 0.0  # Dropout probability of the attention weights; 0 if the module is not in training
     cross: bool = False  # True if queries and keys belong to different sequences (cross-attention)
     module: nn.Module | None = None  # The attention module; None outside a model
-    traced: bool = False  # True if the module computes attention with its own code
+    traced: bool = False  # True if attention was traced in the module's own code
     places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token; None if the model omits it
     selected: tuple[int, ...] | None = None  # Number of each selected query head's key head; None: all, h // group
     relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
@@ -43,7 +43,7 @@ class Call:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """Number, in the module, of each query head's key head."""
+        """Number of each query head's key head in the module."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
@@ -131,7 +131,7 @@ class Site:
     layer: int  # Index of the site in execution order, from 0
     part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
     repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
-    traced: bool = False  # True if the module's own code computes attention, so that it is traced
+    traced: bool = False  # True if attention is traced in the module's own code
     number: int | None = None  # Number of the layer within its part; None if the model has a single part
 
     @property
@@ -242,7 +242,7 @@ class QueryKey:
 
     @property
     def largest_logit(self) -> float:
-        """Largest absolute score of a query and a key that the query can see."""
+        """Largest absolute score of any query with a key that the query can see."""
         seen = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, 0.0)
         return float(seen.abs().max())
 

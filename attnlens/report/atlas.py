@@ -23,8 +23,8 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 """Percentages at which the file contains the quantiles of each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A model is identified with a model of the atlas if their quantiles differ on average by less than SAME interquartile
-ranges (median over at least ENOUGH measures): a model and its fine-tuning differ by 0.1, lineages by at least 0.38.
+"""A model counts as a model of the atlas if their quantiles differ on average by less than SAME interquartile ranges
+(median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, lineages by at least 0.38.
 With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures agree,
 or if the report covers only some heads."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
@@ -43,7 +43,7 @@ class Distribution:
         return self.quantiles[LEVELS.index(50)]
 
     def below(self, value: float) -> float:
-        """Return the percentage of heads below the value, plus half of those equal to it; interpolate quantiles."""
+        """Interpolate the percentage of heads with a smaller value; heads with an equal value count half."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
@@ -66,10 +66,10 @@ class TrainedModel:
     """Model of the atlas, or one part of it."""
 
     name: str
-    lineage: str  # shared by a model and all models tuned from it; models of one lineage count as one
+    lineage: str  # name shared by a model and all models tuned from it; a lineage counts once in averages
     part: str  # encoder or decoder
     positions: str  # how positions enter the scores
-    tokens: int | None  # tokens per window, the upper limit of distances; for lines, the largest number of tokens
+    tokens: int | None  # tokens per window, which limit distances; for lines, the largest number of tokens
     pack: bool  # True if windows of that length were read, False for lines of different lengths
     heads: int
     parameters: int
@@ -79,7 +79,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """Properties of a model that determine with which atlas models its heads are compared."""
+    """Properties of a model that determine which models of the atlas its heads are compared with."""
 
     part: str
     positions: str | None
@@ -97,7 +97,7 @@ class Reference:
     reason: str | None = None  # why there is nothing to compare with
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads below the value, averaged over models in each lineage, then over lineages."""
+        """Return the percentage of heads with a smaller value, averaged over models per lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
         percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, percentages.values())) if percentages else None
@@ -122,13 +122,13 @@ def provenance() -> dict[str, list[dict[str, object]]]:
 
 
 def model_of(entry: Mapping[str, object]) -> TrainedModel:
-    """Build a model from its entry in the atlas file."""
+    """Build the TrainedModel of an entry in the atlas file."""
     return TypeAdapter(TrainedModel).validate_python(entry)
 
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the heads of other trained models with which a measure's value in this part and depth is compared."""
+    """Return the heads of other trained models with which to compare a measure in the subject's part, at this depth."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:
@@ -147,12 +147,12 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
 
 
 def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
-    """Return True if the forms M are comparable; under RoPE, M sums over the distances within a window."""
+    """Return True if both models' forms M are comparable; under RoPE, M depends on the distances within a window."""
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """Return the properties that determine with which atlas models the report's heads of one part are compared."""
+    """Return the properties that determine which atlas models the report's heads of one part are compared with."""
     settings, conventions = report.settings, report.model.conventions
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
@@ -162,7 +162,7 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if the heads of one part appear to be those of an atlas model, even if the files differ."""
+    """Return True if these heads, all of one part, appear to be those of an atlas model, even if the files differ."""
     # copies agree exactly, quantised or fine-tuned weights approximately
     if not heads or model.part != subject.part:
         return False

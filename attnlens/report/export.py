@@ -35,7 +35,7 @@ def summary(
     verbose: bool = False,
     written: Written | None = None,
 ) -> Document:
-    """Build the summary for a terminal: the findings, the requested selections, and the content that the flags add.
+    """Build the summary for a terminal: findings, the tokens selected by requested heads, and what the flags add.
 
     `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
     tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command writes.
@@ -67,7 +67,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview, or the picture of the only selection. Raise UsageError if there is nothing to draw."""
+    """Return the overview or, for a report on one head's selection, its picture. Raise UsageError if there is none."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
@@ -82,10 +82,10 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
 
 
 def rows(report: Report) -> Sequence[Row]:
-    """Build the rows of a report, with the columns of `Report.to_dataframe`.
+    """Build the spreadsheet rows of a report.
 
-    Inspections have one row per head; swaps one per stage and control, or per head or layer of a sweep; experiments one
-    per figure, or per head, measure and step.
+    Inspections have one row per head, with the columns of `Report.to_dataframe`; swaps one per stage and control, or
+    per head or layer of a sweep; experiments one per figure, or per head, measure and step; see ROWS.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)
@@ -140,11 +140,12 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
-    """Return the files to write, each with a function that draws it and returns the file's bytes and the caption.
+    """Return the picture files to write, each with a function that draws it and returns its bytes and its caption.
 
-    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) gets its
-    picture, any other file the overview. `bare` pictures have no title or caption. Raise UsageError if the report has
-    nothing to draw or lacks the measure, or if several measures have that name; OutputError for another suffix.
+    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) gets the
+    picture of this measure, any other file the overview. `bare` pictures show no title or caption. Raise UsageError if
+    the report has nothing to draw or lacks the measure, or if several measures have that name; OutputError for another
+    suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

@@ -47,7 +47,7 @@ class Report(records.Report):
             )
 
     def plot(self, *, bare: bool = False) -> Figure:
-        """Draw the overview as a matplotlib Figure, whose label is the caption; `bare` omits title and notes.
+        """Draw the overview as a matplotlib Figure whose label is the caption; `bare` omits title and notes.
 
         Raise UsageError if the report has nothing to draw.
         """

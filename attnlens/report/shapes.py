@@ -1,4 +1,4 @@
-"""Arrays of a report: maps of layers × heads, sets of measures that sum to 1, and curves by head."""
+"""The measures of a report as arrays: maps of layers × heads, sets of measures that sum to 1, and curves by head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from attnlens.wording import source_of
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-SAME = 1e-6  # relative spread up to which values are equal
+SAME = 1e-6  # relative spread up to which values count as equal
 MOST_FILLED = 1024
-"""Number of layers or heads up to which missing layers and heads become empty rows and columns of maps."""
+"""Maps of at most this many layers and heads have empty rows and columns for missing layers and heads."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class MeasureMap:
 
 @dataclass(frozen=True)
 class Written:
-    """What a command wrote besides its screen: the paths from which its result can be used without computing again."""
+    """Files that a command wrote, from which its result can be used without computing it again."""
 
     report: str | None = None  # the report as JSON
     plan: str | None = None  # the plan of ranks
@@ -97,13 +97,13 @@ class Shapes:
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
         self.layers: tuple[int, ...] = tuple(sorted(layers, key=lambda n: (order.index(part_of.get(n, order[0])), n)))
-        """Running numbers of the layers, part by part; they are not shown, see `layer_names`."""
+        """Sequential numbers of the layers, part by part; they are not displayed (see `layer_names`)."""
         self.parts: tuple[Part, ...] = tuple(part_of.get(layer, order[0]) for layer in self.layers)
-        """Part of each layer: encoder, decoder or cross."""
+        """Part of the model to which each layer belongs: encoder, decoder, cross, …"""
         self.heads: tuple[int, ...] = _numbers({head.head for head in report.heads}, 0, report.settings.heads is None)
         """Numbers of the heads."""
         self.layer_names = tuple(map(report.model.layer_name, self.layers))
-        """Names of the layers for readers: numbers; `decoder.2` in models with several parts."""
+        """Displayed names of the layers: numbers, or `decoder.2` in models with several parts."""
         self.layer_numbers = tuple(map(report.model.layer_number, self.layers))
         """Numbers of the layers within their parts."""
         self._row = {layer: row for row, layer in enumerate(self.layers)}
@@ -111,7 +111,7 @@ class Shapes:
 
     @cached_property
     def readings(self) -> dict[str, MeasureMap]:
-        """Scalar measures with at least one value, by name, the most informative first."""
+        """Maps of the scalar measures with at least one value, by name, the most informative first."""
         readings = (self._reading(name) for name in self.report.measure_names())
         ordered = sorted((reading for reading in readings if reading.present.size), key=_informativeness)
         return {reading.name: reading for reading in ordered}
@@ -127,11 +127,11 @@ class Shapes:
         return result
 
     def info(self, name: str) -> MeasureInfo:
-        """Return the registry's entry of a measure or curve, without remarks that do not concern this model."""
+        """Return the registry's entry of a measure or curve; see `describe_measure`."""
         return describe_measure(self.report, name)
 
     def name_head(self, head: HeadId | Extreme) -> str:
-        """Name a head for readers: `3.7`, or `decoder.3.7`."""
+        """Return the displayed name of a head: `3.7`, or `decoder.3.7`."""
         return f"{self.report.model.layer_name(head.layer)}.{head.head}"
 
     def cell(self, layer: int, head: int) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class Shapes:
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
-        """Sets of measures that are ≥ 0 and sum to 1 in every head that has them all: `tokens.kernel_shares` → names.
+        """Sets of measures that are ≥ 0 and sum to 1 in every head with a value of each: `tokens.kernel_shares` → list.
 
         Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). Sets are
         sorted by the number of heads that have them, then by their number of measures, both descending.
@@ -228,7 +228,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, add all missing numbers below `expected` or below the largest number present."""
+    """Sort the numbers; if `fill`, add the missing ones below `expected` and below the largest number present."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

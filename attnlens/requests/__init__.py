@@ -1,4 +1,4 @@
-"""Options of runs, and checks of their values, which do not import torch, so that errors are reported immediately.
+"""Options of runs, and checks of their values; torch is not imported, so that errors are reported immediately.
 
 `fields` defines the base class `Request` and types of options; `run_options`, `swap` and `experiments` define one class
 per kind of run; `reading` derives settings and analyzers from options.

@@ -1,4 +1,4 @@
-"""Options of `converge` and `reproduce` that do not concern models, and checks for contradictions."""
+"""Options of `reproduce`, and of `converge` on synthetic data, with checks for contradictions."""
 
 from __future__ import annotations
 

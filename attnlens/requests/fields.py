@@ -39,7 +39,7 @@ CallOnly = Literal["", "dangerous", "read", "written"]
 
 
 class Request(BaseModel):
-    """Options of a command. Building one raises UsageError for unknown names and invalid values."""
+    """Options of a command. The constructor raises UsageError for unknown names and invalid values."""
 
     # schemas are built at the first use of a class, since `--help` needs none
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True, arbitrary_types_allowed=True)
@@ -63,7 +63,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid option, or raise UsageError for an unknown option or word."""
+    """Build a UsageError for the first invalid option; raise it for an unknown option, or an unknown word as value."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -81,19 +81,19 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
 
 
 class Details(TypedDict, total=False):
-    """Properties of an option besides its name, type, default and help; all can be omitted."""
+    """Properties of an option besides its name, type, default and help; each can be omitted."""
 
     panel: str
     metavar: str  # Placeholder of the value; by default its type
-    flag: str  # Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`
+    flag: str  # Flag, if it is not the name with dashes; for a switch, both flags: `--pack/--no-pack`
     shown: str  # Default shown in the help, if it differs from the field's default
     least: int  # smallest allowed number
     most: int  # largest allowed number
     call_only: CallOnly
     """Reason why a defaults file, which may belong to an untrusted model, must not set the option: the option is
     `dangerous`, or names what is `read` or `written`."""
-    noun: str  # Noun for the allowed words in messages, if it is not the option's name
-    typed: object  # Type that typer parses, if it differs from the one that follows from the annotation
+    noun: str  # Noun for the option's allowed words in messages; by default the option's name
+    typed: object  # Type that typer parses, if the annotation does not imply it
     python_only: bool  # True for a keyword of the Python function that no command offers
 
 
@@ -224,7 +224,7 @@ def head(value: object) -> tuple[int | str, int]:
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int | str] | list[int]]:
-    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if either is already set."""
+    """Return the options `layers` and `heads` that select one head; {} for None. Raise UsageError if either is set."""
     if value is None:
         return {}
     if layers is not None or heads is not None:

@@ -31,14 +31,14 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option: all except files, outputs, and how units of work are computed."""
+    """Return True if reports record an option; they omit files, outputs, and how units of work are computed."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
 
 MOST_JOBS = 4096
 SAY_SHARD = f"Give the shard as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
-ARRAY = "SLURM_ARRAY_TASK_"  # Prefix of the variables in which Slurm describes a job's task in an array
+ARRAY = "SLURM_ARRAY_TASK_"  # Prefix of the variables that identify a task of a Slurm job array
 
 
 def _shard(name: str, value: object) -> str:
@@ -52,7 +52,7 @@ def _shard(name: str, value: object) -> str:
 
 
 def _shard_of_job() -> str:
-    """Return the shard of this Slurm array task or torchrun process. Raise UsageError if there is none."""
+    """Return the shard `I/N` of this Slurm array task or torchrun process. Raise UsageError if it is neither."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
     numbers = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
     if "ID" in numbers and "COUNT" in numbers:
@@ -206,7 +206,7 @@ PAIRS = ".tsv"  # File extension of a text with one pair of texts per line
 
 
 class Feeding(Loading):
-    """Options for loading a model and for its input."""
+    """Options for loading a model and for choosing its input."""
 
     text: Words = several_files(
         "Text file to run the model on; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
@@ -266,7 +266,7 @@ class ModelRequest(Feeding):
 
 
 class SeriesRequest(ModelRequest):
-    """Options that select what to read from each checkpoint of a series."""
+    """Options that select what to analyse in a model, or in each checkpoint of a series."""
 
     source: Sources = option("What to analyse: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")
     analyzers: fields.AnalyzerNames = option(
@@ -287,7 +287,7 @@ class CheckpointsRequest(SharedRequest, SeriesRequest):
 
 
 PLACES: dict[object, dict[str, object]] = {"spread": {"device_map": "auto"}, "files": {"from_files": True}}
-"""Values of `device` other than a single device, with the options that they stand for."""
+"""Value of `device` that is not a single device → options that it stands for."""
 
 
 class InspectRequest(WorkRequest, SeriesRequest):

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from attnlens.records import Plan
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|k|ktok|M|Mtok|s|min|h)")
-UNITS: dict[str, tuple[HealingUnit, float]] = {  # Counted quantity and size of each unit
+UNITS: dict[str, tuple[HealingUnit, float]] = {  # Unit as typed → counted quantity, number per unit
     **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
     **{"tok": ("tokens", 1), **dict.fromkeys(("k", "ktok"), ("tokens", 1e3))},
     **dict.fromkeys(("M", "Mtok"), ("tokens", 1e6)),
     **{"s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600)},
 }
 STEPS = 200  # Default number of training steps
-MOST_DIRECTIONS = 65536  # Rank larger than any head_dim, which removes nothing
-LATENTS = "([a-z]+=[a-z0-9]+(,|$))+"  # Form of latents, as in `group=all,rotation=before`
+MOST_DIRECTIONS = 65536  # Rank above every head_dim, so that no dimension is removed
+LATENTS = "([a-z]+=[a-z0-9]+(,|$))+"  # Pattern of the form of latents, such as `group=all,rotation=before`
 LatentForm = Annotated[
     str,
     spelled(
@@ -208,7 +208,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return the kernel, the plan and the completed options of `find_ranks`. Raise UsageError for contradictions."""
+    """Return the kernel, the plan and the completed request of `find_ranks`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -216,7 +216,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return the kernel, the plan and the completed options of `heal`. Raise UsageError for contradictions."""
+    """Return the kernel, the plan and the completed request of `heal`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -283,7 +283,7 @@ R = TypeVar("R", RanksRequest, HealRequest)
 
 
 def _read_plan(request: R) -> tuple[Plan | None, R]:
-    """Return the plan of --ranks, or None, and the options completed by the plan's layers, heads and part."""
+    """Return the plan of --ranks (or None), and the request with the plan's layers, heads and part added."""
     from attnlens.records import Plan, read_plan
 
     ranks = request.ranks
@@ -300,5 +300,5 @@ def _read_plan(request: R) -> tuple[Plan | None, R]:
 
 
 def _unlimited(form: str | None) -> str:
-    """Return the spelling of a kernel `rank` that removes nothing, which is used until ranks are chosen."""
+    """Return the spelling of the kernel `rank` that keeps all dimensions; it is used until ranks are chosen."""
     return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")

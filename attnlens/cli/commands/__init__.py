@@ -39,7 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
         *(report, list_, explain),
     )
 }
-"""The commands by name."""
+"""Functions of the commands, by the name of the command."""
 for group, names in GROUPS.items():
     for name in names:
         app.command(name=name, rich_help_panel=group, epilog=VARIABLES)(COMMANDS[name])

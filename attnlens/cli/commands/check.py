@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Report
 
-READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # For reading a model
+READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # To inspect a model
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
-"""Options in READING that a report can't contain; they apply to --recompute."""
+"""Options in READING that also apply to --recompute, because the report does not determine them."""
 
 SUBJECT = opt.argument("subject", "A report written by --json, or a model to inspect first.", str, "REPORT|MODEL")
 MODEL = opt.argument("model", "With --recompute: the model from which the report was computed.", metavar="MODEL")
@@ -120,7 +120,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules of --rules and --rule; if both are missing, those of the first default file with rules."""
+    """Return the rules of --rules and --rule; if both are missing, the rules in the first default file that has any."""
     from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))
@@ -171,7 +171,7 @@ def _load_report(subject: str, reading: requests.InspectRequest, outputs: Output
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:
-    """Print GitHub workflow commands, and append the verdict to the file GITHUB_STEP_SUMMARY, if set."""
+    """Print GitHub workflow commands, and append a summary to the file that GITHUB_STEP_SUMMARY names, if set."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
     with guard_stdout():

@@ -1,4 +1,4 @@
-"""The commands that measure a model (`inspect`, `compare`, `doctor`) or change its kernel (all others here)."""
+"""The commands that measure a model (`inspect`, `compare`, `doctor`) or change its kernel (the other three)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def failure(report: Report) -> IdentityError:
 
 
 def backend_failure(report: Report) -> IdentityError:
-    """Return the error with which `doctor` ends if a backend or a mask differs; its message names these."""
+    """Return the error with which `doctor` ends if backends or masks are wrong; the message names them."""
     failed = []
     for each in report.backends or []:
         masks = [mask.mask for mask in each.masks if mask.verdict == "differs"]

@@ -110,7 +110,7 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
-    """Return the kind of run that the parameters request. Raise UsageError for a model that no option uses."""
+    """Return the kind of run that the parameters request. Raise UsageError if a model is given that no option uses."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN
     if params["head"] is not None:

@@ -1,4 +1,4 @@
-"""Findings: the answers that a report gives, and the commands that follow from them.
+"""Findings: the answers that a report gives, and the commands to run next.
 
 Contents: `heads` (inspections: each head against chance), `swaps` (with plans of ranks), `comparisons`,
 `verdicts` (`doctor`, experiments, studies).
@@ -26,7 +26,7 @@ COMMANDS = 2  # Maximum number of commands shown
 
 
 def show_again(shapes: Shapes) -> str:
-    """Return the options with which `attnlens report` adds most to the screen; empty if they add nothing."""
+    """Return the options of `attnlens report` that show most of what the screen omits; empty if it omits nothing."""
     report = shapes.report
     if report.kind == "doctor":
         return "--table" if any(each.verdict == "differs" for each in report.backends or []) else ""
@@ -43,9 +43,9 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return at most COMMANDS commands that follow from the findings of a report, each with a new question.
+    """Return at most COMMANDS commands that answer questions which the findings of a report raise.
 
-    If the report was saved and was not drawn yet, another command draws or lists it without computing again.
+    If the report was saved and not yet drawn, one more command draws or lists it without computing it again.
     """
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)

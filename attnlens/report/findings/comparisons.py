@@ -33,12 +33,12 @@ Place = tuple[int, int]
 """Layer and head."""
 Names = Callable[[int], str]  # Function that names a layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
-"""Mean KL in nats, and share of equal top predictions, beyond which the effect of a difference is notable."""
-MOST_HEADS = 4  # Maximum number of changed heads that are named
+"""Mean KL in nats from which, and share of equal top predictions below which, the effect of a change is notable."""
+MOST_HEADS = 4  # Maximum number of changed heads whose names are printed
 
 
 def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield what changed between two models, why, in which heads, and the effect on predictions."""
+    """Yield findings on what changed between two models, why, in which heads, and the effect on predictions."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
     name = shapes.report.model.layer_name
@@ -100,12 +100,12 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Changes:
-    """Heads of a comparison by what changed in them."""
+    """Heads of a comparison, grouped by what changed in them."""
 
     forms: set[Place]  # changed M: the weights changed
-    local: set[Place]  # unchanged M, but other attention to the same inputs
-    inherited: set[Place]  # other attention only because their inputs changed
-    others: set[Place]  # named changes, but only of other measures
+    local: set[Place]  # unchanged M, but different attention to the same inputs
+    inherited: set[Place]  # different attention only because their inputs changed
+    others: set[Place]  # significant changes, but only of other measures
 
     @property
     def own(self) -> set[Place]:
@@ -114,7 +114,7 @@ class Changes:
 
     @classmethod
     def of(cls, comparison: Comparison) -> Changes:
-        """Classify the heads by the distances between their forms and between their attention rows."""
+        """Classify the heads by the distances between both models' forms M and attention rows."""
         rows = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
         own = _places(row for row in rows[OWN_ROWS] if row.named or (row.beyond_rounding and not row.negligible))
         changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
@@ -130,7 +130,7 @@ def _places(rows: Iterable[MeasureChange]) -> set[Place]:
 
 
 def _first_lines(comparison: Comparison) -> Iterator[Finding]:
-    """Yield whether both models have the same tensors, and which config fields differ."""
+    """Yield findings on whether both models have the same tensors, and on the config fields that differ."""
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
         answer = (
@@ -158,7 +158,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
 
 
 def _storage(which: str, kind: str) -> str:
-    """State which number type represents one model's values, or how they are quantised."""
+    """State the number type that represents the weights of one model, or their quantisation."""
     return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
@@ -173,7 +173,7 @@ MOST_CAUSES = 4  # Maximum number of causes that are printed
 
 
 def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
-    """Yield one finding per cause of the difference, damage first, with the repair."""
+    """Yield one finding per cause of the differences, with its repair; harmless causes come last."""
     causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
     for number, cause in enumerate(causes[:MOST_CAUSES]):
         more = len(causes) - MOST_CAUSES
@@ -194,7 +194,7 @@ def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
 
 
 def _severity(cause: DiagnosedCause) -> Literal["none", "notable", "problem"]:
-    """Rate a cause; rounding to a coarser type is notable in either direction."""
+    """Return the severity of a cause; rounding to a coarser number type, in either model, is `notable`."""
     if "rounded to " in cause.hypothesis:
         return "notable"
     return "none" if cause.harmless else "problem" if cause.repair else "notable"
@@ -225,7 +225,7 @@ def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[st
 
 
 def _notes(comparison: Comparison, name: Names) -> Iterator[str]:
-    """Yield sentences on the models as a whole, and on measures with a value in only one model."""
+    """Yield sentences on the models as a whole, and one on measures with a value in only one model."""
     yield from (clean(note) for note in comparison.notes if not note.startswith(ON_FORMS))
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
@@ -239,7 +239,7 @@ def _join_heads(heads: set[Place], name: Names) -> str:
 
 
 DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "KL as run {} nats"}
-"""Distances that can order the changed heads, in order of preference, and the format of their values."""
+"""Distances by which the changed heads can be sorted, in order of preference → format of their values."""
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
@@ -269,7 +269,7 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
-    """Yield the effect on the loss, the predictions and the hidden states, as far as they are known."""
+    """Yield a finding on the change of the loss, the predictions or the hidden states, if it is known."""
     if (outcome := comparison.outcome) is None:
         return
     if outcome.diverged:
@@ -308,7 +308,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
 
 
 def after_comparison(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that show the most changed head, look again for small changes, and check the second model."""
+    """Yield commands that show the most changed head, search for smaller changes, and check the second model."""
     report = shapes.report
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
-"""Cosine of a head to its SVM in each space, with the space in words."""
+"""Measure of the cosine between a head and its SVM → space of the problem in words."""
 SEPARATED = {
     "selection.svm_cosine": "On the inputs, the SVM separates the hidden states that the module reads.",
     "selection.projected_svm_cosine": "On queries and keys, the SVM separates the keys.",
 }
-"""What the SVM separates in each space."""
+"""Measure of the cosine → sentence on what the SVM separates in its space."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
-SHARES = {  # Part of the variance of a head's scores → its name in findings, and what it is
+SHARES = {  # Measure of a part of the scores' variance → name of the part, and what it depends on
     "tokens.share_key": ("the key alone", ""),
     "tokens.share_distance": ("position", " (distance)"),
     "tokens.share_interaction": ("content", " (query × key)"),
@@ -43,20 +43,20 @@ LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
 Student's t: at 0.05, 9 % of runs on random weights would report a head."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
-FEW_DECIDED = 0.1  # Share of decided queries below which the SVM of a head describes few of its queries
-HALF = 0.5  # Threshold for tokens.*: more than half of the entropy's range, of the variance, or of the weight
-SLIGHT = 0.25  # Size of a symmetry, and rise of a cosine over chance, below which the effect is called slight
-SLIGHTLY_LOWER = 0.1  # The same for the share by which a rank lies below chance
+FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM describes few of a head's queries
+HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
+SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it is called slight
+SLIGHTLY_LOWER = 0.1  # Share by which a rank lies below chance, below which the difference is called slight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
-ROUNDING = 1e-9  # Relative size up to which an error is only the rounding of a constant value
+ROUNDING = 1e-9  # Relative size up to which an error is only rounding of a constant value
 MOST_HEADS = 3  # Number of heads up to which all are named
-MOST_LAYERS = 2  # Number of layers up to which all are named; of more, only the one with the largest share
+MOST_LAYERS = 2  # Number of layers up to which all are named; beyond it, only the one with the largest share
 
 
 @dataclass(frozen=True)
 class HeadTests:
-    """Tests of every head of a report against chance or a threshold."""
+    """Significance tests of every head of a report against chance or a threshold."""
 
     shapes: Shapes
 
@@ -98,14 +98,14 @@ class HeadTests:
         return value - HALF, error, np.array([max(1, settings.freedom(count)) for count in counts])
 
     def heads(self, name: str, sign: int) -> list[Head]:
-        """Return the heads that lie significantly above (`sign` 1) or below (−1) the measure's reference."""
+        """Return the heads whose value is significantly above (`sign` 1) or below (−1) the measure's reference."""
         if name not in self.signs:
             return []
         return [head for head, each in zip(self.shapes.report.heads, self.signs[name], strict=True) if each == sign]
 
 
 def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
-    """Return the q-values of Benjamini & Hochberg 1995: least p·tests/rank over all p that are at least as large."""
+    """Return the q-value of each p (Benjamini & Hochberg 1995): the least p'·tests/rank over all p' ≥ p."""
     order = np.argsort(p)[::-1]
     q = np.empty_like(p)
     q[order] = np.minimum.accumulate(p[order] * len(p) / np.arange(len(p), 0, -1))
@@ -113,7 +113,7 @@ def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
 
 
 def findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the answers for the measures that an inspection has, in the order of QUESTIONS."""
+    """Yield the findings of an inspection in the order of QUESTIONS; if none has an answer, yield medians."""
     tests = HeadTests(shapes)
     questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
     answered = [finding for question in questions if (finding := question(tests)) is not None]
@@ -131,7 +131,7 @@ def _adapted(tests: HeadTests) -> Finding | None:
 
 
 def _symmetric(tests: HeadTests) -> Finding | None:
-    """Compare each head's symmetry with chance, and count the definite forms."""
+    """Compare each head's symmetry with chance, and count the heads that are more definite than chance."""
     name = "weights.symmetry"
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
@@ -230,7 +230,7 @@ def _low_rank(tests: HeadTests) -> Finding | None:
 
 
 def _like_svm(tests: HeadTests) -> Finding | None:
-    """Compare each head's cosine to its max-margin SVM with that of random rotations of the head, in each space."""
+    """Compare each head's cosine to its max-margin SVM with that of randomly rotated heads, in each space."""
     names = [name for name in SPACES if name in tests.signs and tests.shapes.readings[name].null is not None]
     if not names:
         return None
@@ -276,7 +276,7 @@ def _finding(question: str, answer: str, evidence: str, measures: list[str], *, 
 
 
 def _format_share(heads: Sequence[Head], reading: MeasureMap) -> str:
-    """State how many of the heads with a value these are: `8 of 32 heads are`, `None of 32 heads is`, `The head is`."""
+    """State how many of the heads with a value are in `heads`: `8 of 32 heads are`, `None of 32 heads is`."""
     if reading.present.size == 1:
         return f"The head is{'' if heads else ' not'}"
     return f"{len(heads) or 'None'} of {_count(reading)} {'are' if len(heads) > 1 else 'is'}"
@@ -297,7 +297,7 @@ def _noun(reading: MeasureMap) -> str:
 
 
 def _middle(reading: MeasureMap, shapes: Shapes | None = None) -> str:
-    """Format the median over heads, with its standard error if the report has one."""
+    """Format the median over heads, with its standard error if `shapes` is given and the report contains one."""
     value = middle(reading.values)
     error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
     if error:
@@ -322,7 +322,7 @@ def with_error(value: float, error: float) -> str:
 
 
 def _null(reading: MeasureMap) -> str:
-    """Format mean and standard deviation of one head's null; ± stands for standard errors only."""
+    """Format the null of one head, `chance 0.01 (sd 0.02)`; ± is used only for standard errors."""
     mean, sd = reading.null or (0.0, 0.0)
     decimals = _null_decimals(mean, sd)
     scope = "" if reading.present.size == 1 else " for one head"
@@ -337,7 +337,7 @@ def _null_decimals(mean: float, sd: float) -> int:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Format these heads in brackets: their names or the others' if they are few, else the layers with most of them."""
+    """Format heads in brackets: their names, or the others' names if few, else the layers with the largest shares."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:
@@ -381,6 +381,6 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
 
 
 def model_argument(report: Report) -> str:
-    """Return the model as a command's argument, followed by its adapter."""
+    """Return the model, and --adapter if there is one, as arguments of a command."""
     adapter = report.model.adapter
     return quote(report.model.id) + ("" if adapter is None else f" --adapter {quote(adapter.id)}")

@@ -21,13 +21,13 @@ from attnlens.report.shapes import Shapes, Written
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
 Names = Callable[[int], str]  # Function that names a layer
-MOST_UNITS = 4  # Maximum number of heads or layers that are named
-EXHAUSTED = 0.1  # Share of the keys' numbers at most kept by a plan that a larger budget can hardly make smaller
+MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
+EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
 NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the plan of ranks, and the cost of a kernel, or the cheapest of several."""
+    """Yield findings on the plan of ranks, if any, and on the cost of one kernel or the cheapest of several."""
     report = shapes.report
     if report.plan is not None:
         yield from _plan_findings(report.plan)
@@ -47,7 +47,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _cost(swap: Swap, method: str) -> Finding:
-    """State the rise of the loss or, without a loss, the distance of predictions or hidden states."""
+    """State the rise of the loss or, without a loss, the distance of predictions or hidden states to the original's."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
         return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
@@ -86,7 +86,7 @@ def _cost(swap: Swap, method: str) -> Finding:
 
 
 def is_change(loss: Change) -> bool:
-    """Return True if the interval of the change excludes 0; without an interval, if the change is not 0."""
+    """Return True if the interval of the change excludes 0 or, without an interval, if the change is not 0."""
     return loss.delta != 0 if loss.ci95 is None else not loss.ci95[0] <= 0 <= loss.ci95[1]
 
 
@@ -109,7 +109,7 @@ def _cheapest(swaps: list[Swap]) -> Finding:
 
 
 def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
-    """State how many numbers a head caches for a window, if these are fewer than all keys and values."""
+    """State how many numbers a head caches for a window, if the kernel needs fewer than all keys and values."""
     full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
     if full is None or swap.state is None or swap.state >= full:
         return None
@@ -159,7 +159,7 @@ def _where(swap: Swap, name: Names) -> Finding | None:
 
 
 def _alternative(swap: Swap, windows: int | None) -> Finding | None:
-    """Compare the loss with that of the controls of the same size, and of uniform attention, in the same windows."""
+    """Compare the rise of the loss with that of the controls, on the same windows."""
     controls = [control for control in swap.controls if control.loss is not None]
     if swap.loss is None or swap.loss.ci95 is None or not controls:
         return None
@@ -200,7 +200,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
     """Return the 95 % interval of the loss under the kernel minus that under a control.
 
-    Reports of older versions lack paired differences: there, only intervals that do not overlap count as a difference.
+    Reports of older versions lack paired differences; for these, subtract the ends of the two intervals.
     """
     if control.difference is not None and control.difference.ci95 is not None:
         return control.difference.ci95
@@ -227,12 +227,12 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _is_measured(plan: Plan | None) -> bool:
-    """Return True if a plan states the rise of the loss on the evaluation text, which `Within budget?` compares."""
+    """Return True if the plan has a measured rise, which the finding `Within budget?` reports instead of `Cost?`."""
     return plan is not None and plan.measured is not None
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise is within the budget, and a promise or the interval guarantees that."""
+    """Return True if the measured rise is within the budget, and so is the promise or, without one, the interval."""
     measured = plan.measured
     if measured is None:
         return False
@@ -242,7 +242,7 @@ def _holds(plan: Plan) -> bool:
 
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
-    """Yield the ranks, the size of the cache, and whether the measured rise is within the budget."""
+    """Yield findings on the ranks, the size of the cache, and whether the measured rise is within the budget."""
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
     evidence = f"Allowed: a {what} at most {100 * plan.budget:g} % higher."
@@ -288,12 +288,12 @@ def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
 
 
 def _format_interval(rise: Rise, before: str = "") -> str:
-    """Format the 95 % interval of a rise of the loss or perplexity, after `before`; empty if there is none."""
+    """Format the 95 % interval of a rise of the loss or perplexity, following the text `before`; empty if none."""
     return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the interval of the change includes 0, but also a rise that would matter."""
+    """Return True if the interval of the change includes both 0 and a rise above the share NEGLIGIBLE."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 
@@ -344,7 +344,7 @@ def _is_exhausted(plan: Plan) -> bool:
 
 
 def plan_file(written: Written) -> str | None:
-    """Return the file that a command wrote with the ranks: the plan, or the report that contains it."""
+    """Return the file of ranks that a command wrote: the plan, or the report that contains it; None if neither."""
     return written.plan or written.report
 
 

@@ -1,4 +1,4 @@
-"""Findings of checks and reproductions: is the model read exactly, and are published results reproduced?
+"""Findings of `doctor`, experiments and studies: is the model read exactly, are published results reproduced?
 
 A site agrees if the error of its attention is at most the tolerance of `doctor`; a figure is reproduced if it lies
 within the tolerance of its published value.
@@ -17,16 +17,16 @@ from attnlens.report.shapes import Shapes
 from attnlens.requests.experiments import USES
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
-CORRELATION = "correlation of the head"  # Figure of an experiment on one head: the cosine to its SVM
-SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Figures of an experiment on hardening
-REACHED = 0.99  # Cosine above which descent has reached the SVM
-MOST_TRIALS = 1000  # Distance to a seed whose trials (trial i uses seed + i) differ from those of a run
-MOST_VALUES = 4  # Number of values of an experiment that are named
-MOST_SERIES = 4  # Number of measures of a series of checkpoints that are named
+CORRELATION = "correlation of the head"  # Name of the figure that gives the cosine of a head to its SVM
+SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Names of figures on hardening
+REACHED = 0.99  # Cosine to the SVM above which gradient descent has reached it
+MOST_TRIALS = 1000  # Offset between seeds with different trials, because trial i uses seed + i
+MOST_VALUES = 4  # Maximum number of values of an experiment that are printed
+MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that are printed
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdicts: does attnlens compute each site's attention as the model does, and do backends agree?"""
+    """Yield findings: does attnlens compute each site's attention as the model does, and do its backends agree?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -50,7 +50,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _backend_findings(report: Report) -> Iterator[Finding]:
-    """Yield whether the attention backends compute the same outputs, and whether their masks are as declared."""
+    """Yield findings: do the attention backends compute the same outputs, and are their masks as declared?"""
     backends, name = report.backends or [], report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
     if not ran:
@@ -72,7 +72,7 @@ def _backend_findings(report: Report) -> Iterator[Finding]:
 
 
 def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], name: Names) -> Iterator[Finding]:
-    """Yield whether every output sees the declared tokens, and which requested masks were not tested."""
+    """Yield a finding: does every output depend on the declared tokens, and which requested masks were not tested?"""
     tested = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
     reasons = dict.fromkeys(f"{mask.mask}: {clean(mask.reason or '')}" for mask in untested)
     left_out = f"Not tested: {'; '.join(reasons)}." if reasons else ""
@@ -91,11 +91,11 @@ def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], n
 
 
 PLAIN = ("causal", "bidirectional", "window")
-"""Tests on one sequence without padding or cache: what they find is wrong shows in the other tests, too."""
+"""Tests of masks on one sequence without padding or cache; faults that they find also appear in the other tests."""
 
 
 def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
-    """Yield a clause for each mask with a fault; one on a plain sequence stands for those of the other masks."""
+    """Yield a clause per mask with a fault; if the first is PLAIN, only for this mask, as it can explain the others."""
     wrong = _order_faults(check.masks)
     shown = wrong[:1] if wrong and wrong[0].mask in PLAIN else wrong
     others = [mask.mask for mask in wrong[len(shown) :]]
@@ -105,7 +105,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the masks with a fault, plain ones first; the window leads if the causal mask is wrong about the past."""
+    """Return the masks with a fault, PLAIN ones first, led by `window` if a causal fault concerns an earlier token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -146,7 +146,7 @@ def after_doctor(shapes: Shapes) -> Iterator[str]:
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdict on each experiment, or the course of the main measures of a series of checkpoints."""
+    """Yield the verdict on each experiment, or the change of the main measures in a series of checkpoints."""
     for experiment in shapes.report.experiments:
         if experiment.trajectories:
             curves = [(name, curve.median) for name, curve in experiment.curves.items() if curve.null_of is None]
@@ -202,7 +202,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State the weight of the selected token under a head's softmax, and under its SVM: e^−KL from hard selection."""
+    """State the attention weight of the selected token, e^−KL from hard selection, for a head and for its SVM."""
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
     answer = "Unknown."
     if head is not None:
@@ -217,7 +217,7 @@ def _weight(kl: float) -> str:
 
 
 def _ends(experiment: Experiment) -> dict[str, float | None]:
-    """Return the cosine to the SVM at which gradient descent ends, by its start."""
+    """Return the cosine to the SVM at which gradient descent ends, by start: `zero` or `the head`."""
     return {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
 
 
@@ -247,10 +247,10 @@ def _head_finding(experiment: Experiment) -> Finding:
 
 
 def after_experiments(shapes: Shapes) -> Iterator[str]:
-    """Yield the questions that follow from a head, from checkpoints, or from synthetic experiments.
+    """Yield commands that answer questions raised by experiments on a head, on checkpoints, or on synthetic data.
 
     A head: which tokens does it select, and what would hard selection cost? Checkpoints: what does the last compute?
-    Synthetic experiments: does another seed miss too, and what does a pretrained head do?
+    Synthetic data: does another seed miss the published value too, and what does a pretrained head do?
     """
     report = shapes.report
     model, experiments = model_argument(report), report.experiments
@@ -276,7 +276,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
 
 
 def study_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the best cell of each task, and the number of pairs of cells ordered as published."""
+    """Yield a finding per task: the best cell, and how many pairs of cells are ordered as published."""
     for study in shapes.report.studies:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
@@ -302,7 +302,7 @@ def _order(study: StudyTable, task: str) -> str:
 
 
 def after_studies(shapes: Shapes) -> Iterator[str]:
-    """Yield the command that trains more seeds; it reuses the finished ones."""
+    """Yield the command that repeats the study with twice as many seeds, reusing finished runs."""
     for study in shapes.report.studies[:1]:
         seeds = 2 * max((len(cell.runs) for cell in study.cells), default=1)
         yield f"attnlens reproduce {clean(study.name)} --scale {clean(study.scale)} --seeds {seeds}"

@@ -2,7 +2,7 @@
 
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
 of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
-Each of these has a function that draws the overview, and one that lists the panels with their own files.
+Each of these three has a function that draws the overview, and one that lists the panels that get files of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], 
     "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
     "studies": (series.study_overview, series.study_panels, "results and learning curves"),
 }
-"""Functions that draw the overview and build the panels, and what the overview shows, by kind of report."""
+"""Kind of report → functions that draw the overview and build the panels, and a description of the overview."""
 
 
 def list_pictures(shapes: Shapes) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""The charts that all pictures consist of (heat maps, fans of lines, dots with intervals), and pages of them.
+"""The charts of all pictures (heat maps, fans of lines, dots with intervals), and pages of such charts.
 
 matplotlib's constrained layout places all axes, so that names, numbers, legends and colour bars of any size have room.
 """
@@ -57,9 +57,9 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
 
 
 MISSING = "#dddddd"
-CROWD = 400  # number of lines above which a vector picture contains them rasterized, to keep the file small
+CROWD = 400  # number of lines above which a vector file contains the lines as pixels, so that it stays small
 Colours = tuple[Colormap, Normalize, str]
-"""Colour map, norm, and the ends (`min`, `max`, `both` or `neither`) at which the colour bar is open."""
+"""Colour map, norm, and the ends of the colour bar beyond which values occur: `min`, `max`, `both` or `neither`."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
 Names = Callable[[int], str]  # Function that names a layer
 
@@ -75,7 +75,7 @@ class HeadGrid:
 
 
 def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid:
-    """Arrange the values of these heads as a map."""
+    """Arrange values as a map; `places` gives layer, head and part of each value."""
     part_of = {layer: part for layer, _, part in places}
     layers = sorted(part_of, key=lambda layer: (PARTS.index(part_of[layer]), layer))
     heads = sorted({head for _, head, _ in places})
@@ -109,7 +109,7 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, label: str, extend: str = 
 
 
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
-    """Hatch these cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
+    """Hatch the cells that are True; neighbours in a row share a rectangle, which keeps files of 5,000 heads small."""
     for row, hatched in enumerate(cells):
         runs = np.flatnonzero(np.diff(hatched, prepend=False, append=False)).reshape(-1, 2)
         for start, stop in runs.tolist():
@@ -123,7 +123,7 @@ def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: flo
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each of these cells: a quarter of the cell's width or height, or less if cells are large."""
+    """Draw a dot in each cell that is True; its diameter is a quarter of a cell, or less if cells are large."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
     offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
@@ -132,7 +132,7 @@ def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str,
 
 
 def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid, colours: Colours) -> None:
-    """Write these texts into their cells, black on light colours and white on dark colours."""
+    """Write texts, given by (row, column), into the cells of a map: black on light colours, white on dark ones."""
     colour_map, norm, _ = colours
     for (row, column), text in texts.items():
         luma = np.dot(colour_map(norm(grid.values[row, column]))[:3], (0.299, 0.587, 0.114))
@@ -141,13 +141,13 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
-    """Label rows or columns 0 … n − 1 with as many of these names as there is room for."""
+    """Label the rows or columns of an axis with their names, or with as many names as there is room for."""
     axis.set_major_locator(IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
 
 def label_layers(axes: Axes, layers: Sequence[str], parts: Sequence[str]) -> None:
-    """Label the layers on the side, from layer 0 at the top; if there are several parts, add their names."""
+    """Label the layers on the y axis, layer 0 at the top; if the layers have several parts, add the parts' names."""
     label_indices(axes.yaxis, layers)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     groups = [(part, [row for row, of in enumerate(parts) if of == part]) for part in dict.fromkeys(parts)]
@@ -170,9 +170,9 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head, given by the row of its layer (0 to `layers` − 1) and its points.
+    """Draw one thin line per head in the colour of its layer; `lines` are (row of the layer out of `layers`, points).
 
-    `opacity` is the total over all lines, followed by the smallest and the largest opacity of a single line.
+    `opacity` contains the sum over all lines, and the smallest and the largest opacity of a single line.
     """
     if not lines:
         return
@@ -192,7 +192,7 @@ def fan_chart(
 
 
 def scale_depth(layers: int) -> Normalize:
-    """Return the norm that maps a layer's row to a colour of DEPTH."""
+    """Return the norm that maps the row of a layer to a colour of the colour map DEPTH."""
     return Normalize(0, max(1, layers - 1))
 
 
@@ -206,7 +206,7 @@ def draw_over(
     label: str = "",
     marker: str = "",
 ) -> None:
-    """Draw a line with a white border, visible on top of many lines; the border of a dashed line has no gaps."""
+    """Draw a line with a white border, so that it stands out against other lines; the border is never dashed."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
     look: Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
@@ -222,7 +222,7 @@ class Dot:
     marker: str = "o"
     size: float = 4.5
     hollow: bool = False
-    text: str = ""  # shown instead of a missing value
+    text: str = ""  # text to show instead of a missing value
 
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
@@ -243,12 +243,12 @@ def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] |
         axes.tick_params(axis="y", length=0)
 
 
-WIDTH, SIDE = 10.0, 0.3  # inches: width of an overview; margin on the left and on the right of a page
+WIDTH, SIDE = 10.0, 0.3  # inches: width of an overview; left and right margin of any page
 HEAD, FOOT = 0.66, 0.26  # inches: height of an overview's title with the line of facts; height of its footer
 AROUND, HEADING = 0.98, 0.2  # inches: height of a panel's title and axis labels; height of a row's heading
-TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit into an overview's title, line of facts and footer
+TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit into an overview's title, its line of facts, and its footer
 MARGIN = 0.08  # inches free above a single picture
-BESIDE = 0.3  # inches of a panel's width that its title and note do not use
+BESIDE = 0.3  # inches of a panel's width that its title and note leave free
 TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 18, 18.5
 """Characters per inch in a panel's title, in its note, and in a caption."""
 LINE = 0.128  # inches per line of a caption
@@ -256,17 +256,17 @@ LINE = 0.128  # inches per line of a caption
 
 @dataclass(frozen=True)
 class Panel:
-    """Chart on a page or in a file, with its texts and size."""
+    """Chart that is drawn on a page or in its own file, with its texts and size."""
 
     stem: str  # file name without suffix
-    title: str  # content of the picture
+    title: str  # title above the chart
     note: str  # line under the title; empty if a legend takes its place
     caption: str  # explanation for readers, shown if the panel has its own file
     draw: Callable[[Axes], None]
     rows: int = 12  # height, in lines of text
     width: float = 4.6  # width of the axes in inches if the panel has its own file
     layers: Sequence[str] = ()
-    """Names of the layers that are shown as colours; the last panel of a row with such layers gets a colour bar."""
+    """Names of the layers, if colours show them; in a row, the last panel with such layers gets a colour bar."""
     parts: Sequence[Panel] = ()  # panels that are drawn instead of this panel, three per row
 
 
@@ -275,12 +275,12 @@ class Row:
     """A row of panels on a page; None leaves a cell empty."""
 
     panels: Sequence[Panel | None]
-    height: float  # of the axes, in inches
+    height: float  # height of the axes in inches
     heading: str = ""  # text above the row, under a thin line
 
     @property
     def total(self) -> float:
-        """Height with titles and axes, in inches."""
+        """Height of the axes, axis labels, titles and heading, in inches."""
         return self.height + AROUND + HEADING * bool(self.heading)
 
 
@@ -293,7 +293,7 @@ def model_facts(report: Report) -> list[str]:
 def caption_panels(
     report: Report, panels: Collection[Panel], title: str, facts: Iterable[str], notes: Iterable[str] = ()
 ) -> str:
-    """Return the caption of a page: title and facts on the model, a paragraph for each panel, notes."""
+    """Return the caption of a page: title and facts, a paragraph per panel, notes, input, errors, nulls and symbols."""
     known = [*filter(None, facts)]
     paragraphs = [f"{title}: {', '.join(known)}" if known else title]
     for letter, panel in zip(cycle(ascii_lowercase), panels, strict=False):
@@ -363,7 +363,7 @@ def overview(
     texts: Style = {"va": "center", "color": INK}
     figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
     if len(" · ".join(facts)) > FACTS:
-        facts = facts[:-1] or facts  # the caption has the last one
+        facts = facts[:-1] or facts  # the caption contains the last one
     figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
@@ -382,7 +382,7 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 
 
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
-    """Draw one panel or its parts, with a caption below unless `bare`; the figure's label is the whole caption."""
+    """Draw one panel, or its parts, with its caption below unless `bare`; the figure's label is the full caption."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.input_summary)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
@@ -403,16 +403,16 @@ def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
     return figure
 
 
-COLUMN, PAGE = 3.4, 7.0  # inches: width of bare figures of one and of several panels across
+COLUMN, PAGE = 3.4, 7.0  # inches: width of a bare figure with one panel per row, and with several
 MOST_ACROSS = 3  # panels per row of a bare figure; more would be narrower than their labels
 NARROW = 5.0  # inches: largest width of the axes of a panel that fits into one column
-BARE_SCALE = 0.72  # height of the axes of a bare figure, as a share of that of other figures
+BARE_SCALE = 0.72  # height of the axes of a bare figure / that of other figures
 BARE_SIDE = 0.04  # inches: margin of a bare figure
 PER_INCH = 15  # characters of BARE_POINTS per inch
 
 
 def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
-    """Draw the panels at the width of one or two columns of a paper, with text of one size and no notes or headings."""
+    """Draw the panels at the width of one or two columns of a paper, with one text size and no notes or headings."""
     panels = [panel for row in rows for panel in row.panels if panel is not None]
     if max(len(row.panels) for row in rows) > MOST_ACROSS:
         rows = arrange(panels, MOST_ACROSS, rows[0].height)
@@ -433,7 +433,7 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def _untitled(panel: Panel) -> Panel:
-    """Remove a panel's title; if the panel has a colour bar without a label, label the bar with it instead."""
+    """Remove a panel's title; if the panel has a colour bar without a label, the title becomes this label."""
 
     def draw(axes: Axes) -> None:
         panel.draw(axes)
@@ -450,7 +450,7 @@ def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
 
 
 def _enlarge_text(figure: Figure, room: float) -> None:
-    """Give all text of a bare figure the same size: remove numbers that outgrow their cells, break long labels."""
+    """Give all text of a bare figure the same size, and break labels that are then too long; `room` is in inches."""
     for axes in figure.findobj(Axes):
         axes.tick_params(labelsize=BARE_POINTS)
         legend = axes.get_legend()
@@ -474,7 +474,7 @@ def _drop_wide_numbers(figure: Figure) -> None:
 
 
 def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, *, bare: bool = False) -> None:
-    """Draw the rows between the head and the foot of a page; `above` and `below` are their heights in inches."""
+    """Draw the rows of panels, with `above` inches free at the top of the figure and `below` inches at the bottom."""
     side = BARE_SIDE if bare else SIDE
     width, height = figure.get_size_inches()
     above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
@@ -488,7 +488,7 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
         grid, lines = part.add_gridspec(len(heights), columns, height_ratios=heights), count()
         room = (width - 2 * side) / columns - BESIDE
         for row in block:
-            heading = grid[next(lines), :] if row.heading else None  # a flat row
+            heading = grid[next(lines), :] if row.heading else None  # a row only for the heading
             line = next(lines)
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
             for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):

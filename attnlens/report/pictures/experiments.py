@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEAST_Q = LEAST_P  # smaller q are drawn at the top of the picture
-WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the lowest
-QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Axis labels that explain a quantity
+LEAST_Q = LEAST_P  # q-values below this are drawn at the top of the picture
+WHOLE_RANGE = 1e6  # ratio of the largest distance to the smallest with a colour of its own
+QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Quantity of curves → clearer axis label
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
 WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
@@ -99,7 +99,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Name
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
-    """Draw one dot per head and measure: size and significance of the change."""
+    """Draw one dot per head and measure: size of its change (x) and significance (y)."""
     sizes = effect_sizes(comparison)
     sources = dict.fromkeys(source_of(name) for name in sizes)
     for source, colour in zip(sources, (style.CATEGORIES[0], style.CATEGORIES[2], *style.CATEGORIES[4:]), strict=False):
@@ -130,7 +130,7 @@ def study_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def study_panels(report: Report) -> list[Panel]:
-    """Build panels for each task: results, validation loss during training, and one panel per measure of heads."""
+    """Build the panels of each task: results, validation loss during training, and one per measure of the heads."""
     return [panel for study in report.studies for task in study.tasks for panel in _task_panels(study, task)]
 
 
@@ -159,7 +159,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
 
 
 def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
-    """Draw one row per cell; cells that did not converge get a text instead of marks."""
+    """Draw the results of each cell in a row: seeds, mean and standard error, or a text if it did not converge."""
     factor = 100.0 if task.metric == "accuracy" else 1.0
     rows = []
     for row, cell in enumerate(cells):
@@ -187,7 +187,7 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
 
 
 def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.ndarray, " steps"]]]) -> None:
-    """Draw one line per cell: name, steps and values."""
+    """Draw one line per cell; `lines` are (name, steps, values)."""
     axes.set_prop_cycle(color=len(DASHES) * style.CATEGORIES, linestyle=np.repeat(DASHES, len(style.CATEGORIES)))
     for name, steps, values in lines:
         axes.plot(steps, values, lw=1.1, label=shorten_line(clean(name), NAME))
@@ -195,12 +195,12 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.
     axes.legend(loc="best", fontsize=6, handlelength=1.6)
 
 
-MOST = 12  # maximum number of followed measures on one page
-MARKED = 12  # maximum number of steps for which each step gets a marker
-COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
-COMPARED = "published"  # stem of the picture that compares our figures with published figures
-MOST_ROWS = 80  # maximum number of figures in this picture: those farthest from the published value
-FARTHEST = 3.0  # deviation, in tolerances, at or above which a figure is drawn at the edge
+MOST = 12  # maximum number of measures of a series of checkpoints on one page
+MARKED = 12  # number of steps up to which each step has a marker
+COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # distinguishable on white
+COMPARED = "published"  # file name, without suffix, of the picture that compares our figures with published ones
+MOST_ROWS = 80  # maximum number of figures in this picture; the farthest from their references are kept
+FARTHEST = 3.0  # deviation from the reference, in tolerances, from which a figure is drawn at the edge
 
 
 def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
@@ -219,11 +219,11 @@ def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def experiment_panels(report: Report) -> list[Panel]:
-    """Build panels of each experiment's curves or trajectories, then one panel of figures next to published ones."""
+    """Build the panels of each experiment's curves or trajectories, and a panel of figures beside their references."""
     panels: list[Panel] = []
     for experiment in report.experiments:
         if experiment.trajectories:
-            names = changed_measures(experiment) or measures_of(experiment)  # those the series is about come first
+            names = changed_measures(experiment) or measures_of(experiment)  # the main measures come first
             panels += [_trajectory_panel(report, experiment, name) for name in names]
         else:
             panels += _curve_panels(experiment)
@@ -295,7 +295,7 @@ def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Return the smallest and largest value shown, and True if the axis is logarithmic; None if there are no values."""
+    """Return the smallest and largest value to show, and True for a logarithmic axis; None if there are no values."""
     middle = as_array(experiment.curves[name].median)
     values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
@@ -311,7 +311,7 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves by picture title ('' if none) and quantity; add the quantity to titles shared by several."""
+    """Group curves by picture title ('' if none) and quantity; add the quantity to titles that are not unique."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
@@ -338,7 +338,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
 
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
-    """Draw a line and a band of quartiles for each curve."""
+    """Draw each curve as a line, with a band between its quartiles if they are known."""
     floor, cut = _least_shown(curves)
     for colour, (name, curve) in zip(cycle(COLOURS), curves.items(), strict=False):
         steps, middle = as_array(curve.steps), as_array(curve.median)
@@ -393,7 +393,7 @@ def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
 
 
 def _compared_panels(report: Report) -> list[Panel]:
-    """Build the panel that compares figures with their published counterparts; empty list if there are none."""
+    """Build the panel that compares figures with their references; return [] if no figure is tested."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []
@@ -410,7 +410,7 @@ def _compared_panels(report: Report) -> list[Panel]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − published) / tolerance, clipped to ±3; 0 or ±3 if no tolerance exists, −3 if we have no value."""
+    """Compute (ours − reference) / tolerance, clipped to ±3; 0 or ±3 without tolerance, −3 if our value is missing."""
     ours = experiment.final.get(figure)
     if ours is None:
         return -FARTHEST
@@ -420,7 +420,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """Draw one row per figure: its deviation from the published value in tolerances; shade the allowed range."""
+    """Draw one row per figure: its deviation from the reference, in tolerances, over the shaded allowed range."""
     edge = FARTHEST * 1.1
     dots = []
     for row, (experiment, figure) in enumerate(rows):

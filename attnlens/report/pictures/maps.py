@@ -55,15 +55,15 @@ if TYPE_CHECKING:
     from attnlens.records import Selection
     from attnlens.report.pictures.charts import Points
 
-SIDE = 40  # characters of a formula that fit along the side of a picture
+SIDE = 40  # number of characters of a formula that fit along the y axis
 WIDE_RANGE = 20.0
-"""Ratio of the largest number to the end of a falling median curve above which the axis is logarithmic."""
-PART_LINES = ("-", "--", ":")  # line styles of the medians of encoder, decoder and cross on shared axes
+"""Ratio of the largest value to the last value of a falling median curve above which the axis is logarithmic."""
+PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
-STEPS = 64  # number of samples of a colour map passed to pages that draw their own maps
+STEPS = 64  # number of colours of a colour map that pages get to draw their own maps
 THIRDS = 3
 FURTHEST = 1e300
-"""Largest absolute value that an axis can show: float64 ends at 1.8e308, and drawing computes differences."""
+"""Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308."""
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
@@ -93,13 +93,13 @@ def curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
-    """Put the measure's meaning and caveat before the lines, and the coverage after them."""
+    """Join a caption: the measure's meaning and caveat, these lines, and the coverage."""
     meaning = capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
     return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Describe the black lines of a fan in one line; empty if a legend describes the medians of several parts."""
+    """Describe the black lines of a fan in one line; return "" if a legend describes the medians of several parts."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
@@ -107,7 +107,7 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def short_caption(reading: MeasureMap) -> str:
-    """Format the null as mean ± sd, or the error with the number of inputs, on one line."""
+    """Format the null as mean ± sd or, without a null, the number of inputs and the error, on one line."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         mean, sd = (style.typeset(number, decimals) for number in reading.null)
@@ -132,7 +132,7 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1, with a remark if one is not identified."""
+    """Format the name of a set of measures that sum to 1; remark if attention does not identify one of them."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
@@ -152,7 +152,7 @@ def source_heading(shapes: Shapes, name: str) -> str:
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:
-    """Build the panels that get their own files. Raise UsageError if there are none or a value is too large."""
+    """Build the panels that get files of their own. Raise UsageError if there are none, or if a value is too large."""
     if not shapes.readings and not shapes.curves:
         raise UsageError(
             "The report contains no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE"
@@ -216,7 +216,7 @@ def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
 
 
 def scale(reading: MeasureMap) -> Colours:
-    """Choose colours, norm and open ends for a map; colours diverge from 0 if values can be negative."""
+    """Choose colours, norm and open ends of a map's colour bar; colours diverge from 0 if values can be negative."""
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
@@ -237,7 +237,7 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return limits of `scale` and colours, evenly spaced or one per category, for renderers without matplotlib."""
+    """Return the limits of `scale`, and evenly spaced colours or one per category, for pages without matplotlib."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
@@ -249,13 +249,13 @@ def palette(reading: MeasureMap) -> dict[str, object]:
 class CurveGroup:
     """Heads of one part, or of some neighbouring layers, with one curve each."""
 
-    title: str  # encoder, decoder or cross; or `layers 0–3`
+    title: str  # name of the part, or `layers 0–3`
     rows: Sequence[int]  # rows of the layers in `Shapes.layers`
     curves: Sequence[tuple[int, Float[np.ndarray, " steps"]]]  # (row of the layer, curve) of each head
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
-        """The curves that reach the most common length (the longest of them, if tied), cut to that length."""
+        """Curves of at least the most common length (if tied, the largest), cut to that length."""
         lengths = Counter(len(curve) for _, curve in self.curves)
         steps = max(lengths, key=lambda length: (lengths[length], length))
         return np.stack([curve[:steps] for _, curve in self.curves if len(curve) >= steps])
@@ -268,7 +268,7 @@ class CurveGroup:
 
     @property
     def note(self) -> str:
-        """Text on the curves' first value (Chen et al.'s number): median, quartiles, number of heads."""
+        """Text on the first value of the curves: median, quartiles and number of heads."""
         low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
@@ -302,7 +302,7 @@ def first_step(info: MeasureInfo) -> int:
 
 
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
-    """Build the panel of a curve, with one line per head; if `split`, each model part has its own pair of axes."""
+    """Build the panel of a curve, with one line per head; if `split`, each part of the model has its own axes."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
     title, caption, whole = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
     panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layer_names)
@@ -313,7 +313,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves with medians, and with quartiles for a single group; groups share the axis limits."""
+    """Draw the heads' curves and each group's median; a single group also gets quartiles. Axis limits fit all heads."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -345,13 +345,13 @@ def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Return True if curves with these values and medians fall so far that they need a logarithmic axis."""
+    """Return True if curves, given by all values and by medians, fall so far that they need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
-    """Draw one group's heads in layer colours, its median and quartiles, and dotted medians of the other groups."""
+    """Draw the curves of one group's heads, its median and quartiles, and the medians of the other groups (dotted)."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
         colour = style.DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
@@ -361,9 +361,9 @@ def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGrou
         axes.legend(loc="lower right", handlelength=2.6)
 
 
-CROWDED = 24  # number of layers above which layers are drawn without gaps, which would dominate
+CROWDED = 24  # number of layers above which there are no gaps between layers, since they would dominate
 ACROSS = 3
-NOTE = 54  # characters that fit under a panel's title
+NOTE = 54  # number of characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
 SELECTION_CAPTION = (
     "Margin of each posed query, (logit_α − logit_t)/‖ΠM‖, divided by the best possible margin, that of the SVM, "
@@ -373,7 +373,7 @@ SELECTION_CAPTION = (
 
 
 def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
-    """Draw a page of up to six pictures: one row per source, or two rows for a single source."""
+    """Draw a page of up to six panels: one row per source, or two rows for a single source."""
     rows = page_rows(shapes)
     if not rows:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
@@ -397,7 +397,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    With a single source, a curve by depth has the first row to itself, or each of two spaces has its own row.
+    With a single source, the first row shows a curve by depth if there is one, or each of two spaces has its own row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space
@@ -425,7 +425,7 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose up to `room` panels: the first set of shares as one panel, maps (individual shares last), then curves."""
+    """Choose up to `room` panels: the first set of shares, maps of measures (single shares last), then curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -450,7 +450,7 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
-    """Draw one bar per head, whose parts sum to 1; sort a layer's heads by the first part; hatch missing values."""
+    """Draw one bar per head, whose parts sum to 1; sort each layer by the first part, and hatch layers without bars."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
     # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
@@ -482,18 +482,18 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
-    """Return for each layer the values of these measures in the heads that have all these measures."""
+    """Return, for each layer, the values of these measures in the heads that have a value of each of them."""
     stack = np.stack([shapes.readings[name].values for name in names], axis=1)
     return [layer[:, ~np.isnan(layer).any(axis=0)] for layer in stack]
 
 
 def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
-    """Return True if every layer has a head with all of these measures."""
+    """Return True if every layer has a head with a value of each of these measures."""
     return all(layer.size for layer in _complete_heads(shapes, names))
 
 
 def draw_margins(axes: Axes, selection: Selection) -> None:
-    """Draw the sorted margins of one head (blue) and its null heads (grey), and the SVM's margin (dashed)."""
+    """Draw the sorted margins of a head (blue) and of its random rotations (grey), and the SVM's margin (dashed)."""
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))

@@ -1,4 +1,4 @@
-"""Colours, fonts, file formats, ticks and legends of all pictures, whose files are byte-identical in every run."""
+"""Colours, fonts, file formats, ticks and legends of all pictures; equal reports give byte-identical files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FORMATS: dict[str, dict[str, None]] = {  # Suffix → metadata to leave out, so 
 INK = "#222222"
 MUTED = "#666666"
 CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
-"""Okabe and Ito's colour-blind-safe colours, ordered so that neighbours differ clearly."""
+"""Colour-blind-safe colours of Okabe and Ito, and a grey, ordered so that neighbours differ clearly."""
 SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
 """Colour maps of values of one sign, and of signed values around 0."""
 DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
@@ -70,21 +70,21 @@ DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
 PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "distance", "interaction"), CATEGORIES, strict=False))
 """Colour of each part of the scores, the same in every picture; other parts take CATEGORIES in turn."""
 
-DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
+DPI = 200  # dots per inch of a picture with its own file; the overview, meant for print, has 300
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as superscripts
 
 
 @contextmanager
 def house_style(*, bare: bool = False) -> Iterator[None]:
-    """Apply attnlens' settings of matplotlib inside the context, without warnings about characters the font lacks."""
+    """Apply attnlens' settings of matplotlib inside the block; ignore warnings about characters that the font lacks."""
     with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
-    """Create an empty figure of this size in inches, not registered with pyplot."""
+    """Create an empty figure of this size in inches, without registering it with pyplot."""
     figure = Figure(figsize=(width, height), dpi=dpi)
     FigureCanvasAgg(figure)
     return figure
@@ -119,7 +119,7 @@ class Powers(Formatter):
 
 
 class IndexTicks(Locator):
-    """Ticks at `first` and at multiples of a round step below `first` + `count`; the room determines how many."""
+    """Ticks at `first` and at multiples of a round step below `first` + `count`, as many as there is room for."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self.count, self.first = count, first
@@ -146,7 +146,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and the last tick, and others whose distance to labelled ticks is at least `gap` of the span."""
+    """Label the first and the last tick, and others at least a share `gap` of the axis away from all labelled ticks."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -158,7 +158,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and ± the powers of ten from `least` upwards on an axis that is linear near 0 and logarithmic beyond."""
+    """Label 0 and ± powers of ten of at least `least` on an axis that is linear near 0 and logarithmic beyond."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]
@@ -176,7 +176,7 @@ def scale_logarithmically(axes: Axes, which: Literal["x", "y"], subs: Sequence[f
 
 
 def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
-    """Set the y axis slightly wider than the values."""
+    """Set the limits of the y axis slightly beyond `least` and `most`, on a linear or logarithmic scale."""
     if logarithmic:
         scale_logarithmically(axes, "y")
         axes.set_ylim(least / 1.25, most * 1.25)
@@ -189,7 +189,7 @@ LEGEND_LINE = 1.45  # height of a legend's line, as a multiple of its font size
 
 
 def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None:
-    """Draw the legend between axes and title, in place of a note, with at most `characters` characters per line."""
+    """Draw the legend between the axes and the title, with at most `characters` characters per line."""
     labels = axes.get_legend_handles_labels()[1]
     if not labels:
         return

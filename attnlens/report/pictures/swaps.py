@@ -1,4 +1,4 @@
-"""Pictures of a swap: its stages, sites, kernels, sweeps, predictors, ranks and healing."""
+"""Pictures of swaps: stages, errors by site, several kernels, sweeps, predictors, ranks and healing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 OWN, GREY = style.CATEGORIES[0], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
-"""Quantity shown in a comparison of kernels, by `judged_by`."""
+"""`judged_by` of swaps → quantity that is shown for several kernels."""
 MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "same size": ("D", "◆", "sink-window of equal size"),
     "one key": ("v", "▼", "one key"),
@@ -58,13 +58,13 @@ MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "without filter": (">", "▶", "kernel (or far part) alone"),
     "far part, healed": ("^", "▲", "far part, healed"),
 }
-"""Marker of each kind of control, the marker as a text character, and a description."""
+"""Role of a control → its marker, the marker as a text character, and a description."""
 SITES = (
     "‖new − original‖ / ‖original‖ of the output of each layer's attention, computed on the original model's queries, "
     "keys and values. Hatched: no value."
 )
-"""Caption of the errors by layer."""
-CROWDED = 24  # number of layers above which bars touch
+"""Caption of the picture of output errors by layer."""
+CROWDED = 24  # number of layers above which bars have no gaps
 WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
 KERNEL_NAME, CONTROL_NAME, LEGEND_NAME = 40, 30, 22  # maximum numbers of characters of names
@@ -72,14 +72,14 @@ LINES = {
     "color": [*(style.CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), style.INK, "#999999"],
     "marker": list("osD^vPX*"),
 }
-"""Colour and marker of each kernel in turn; kernels differ in both."""
+"""Colours and markers that the lines of several kernels take in turn."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at the one in 1e+06."""
-OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
+OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which one is drawn at the edge of its scale
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
-"""Measures that are always drawn if the model has them."""
-PICTURES = 6  # number of drawn measures: those in ALWAYS, then the strongest predictors
-SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
+"""Predictors that are always drawn if they have values."""
+PICTURES = 6  # number of measures drawn: those in ALWAYS, then the strongest predictors
+SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis has an asinh scale
 MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
 DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
@@ -102,7 +102,7 @@ def swap_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
+    """Build the panels that get files of their own; each kernel with a sweep has its own panels for it."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
     panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]
@@ -112,7 +112,7 @@ def swap_panels(report: Report) -> list[Panel]:
 
 
 def _overview_panels(report: Report) -> list[Panel]:
-    """Build the panels of the overview, in order."""
+    """Build the panels of the overview in display order."""
     if len(report.swaps) > 1:
         return list(_kernel_panels(report))
     swap, plan, number = report.swaps[0], report.plan, report.model.layer_number
@@ -162,7 +162,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
-    """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; label diverged kernels as such."""
+    """Draw, per kernel, the change of the loss (or a distance) with its 95 % interval, and controls in grey."""
     axes.axvline(0, color=style.MUTED, zorder=0, **DASHED)
     rows = []
     for swap in swaps:
@@ -216,7 +216,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss, or distance if there is no loss, of the original, of each stage and, in grey, of each control."""
+    """Draw the loss, or a distance without a loss, of the original, of each stage and, in grey, of each control."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
@@ -255,7 +255,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
-    """Replace controls far beyond the original and its stages by arrows at the edge."""
+    """Replace dots far above the original and the stages with arrows at the right edge."""
     known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
     if original is None or not (span := max(abs(value - original) for value in known)):
         return list(dots)
@@ -297,7 +297,7 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
 
 
 def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
-    """Return the sort key of a layer: its part, then its number."""
+    """Return the sort key of a layer: position of its part, then its number."""
     return PARTS.index(unit.part), unit.layer
 
 
@@ -357,7 +357,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours saturate, low enough to colour most cells, and the open ends of the bar."""
+    """Return the |effect| at which colours saturate, which is below outliers, and the open ends of the colour bar."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -368,7 +368,7 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
 
 
 def _predictors_panel(swap: Swap, stem: str, name: Names) -> Panel:
-    """Build a picture of several measures: first the measures in ALWAYS, then those with the strongest correlations."""
+    """Build the panel of several predictors: those in ALWAYS first, then those with the strongest correlations."""
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
     caption = (
@@ -449,7 +449,7 @@ def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
 
 
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
-    """Build the picture of a healing run: perplexity, and distance to the original model, at each step."""
+    """Build the panel of a healing run: perplexity and validation distance at each step."""
     note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (
@@ -461,7 +461,7 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below over the tokens, or over the steps if tokens were not counted.
+    """Draw perplexity (above) and validation distance (below) over tokens, or over steps if tokens were not counted.
 
     If one of the two quantities is missing, only the other is drawn. Dots during attention transfer are hollow.
     """

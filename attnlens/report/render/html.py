@@ -1,4 +1,4 @@
-"""Sections as one self-contained HTML page, and pictures as files."""
+"""Render a document as one self-contained HTML page, and pictures as files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def embed_picture(picture: Picture) -> str:
 
 
 def is_file(target: Path) -> bool:
-    """Return True if the target is one picture, False if it is a folder. Raise OutputError for any other suffix."""
+    """Return True if the target names a picture, False if it names a folder. Raise OutputError for any other suffix."""
     suffix = target.suffix.lower()
     if not suffix or target.is_dir():
         return False
@@ -67,7 +67,7 @@ def file_names(stems: Iterable[str]) -> list[str]:
 
 
 SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "table", "start")
-"""Files of the page's script, in the order in which they run."""
+"""Names of the files that form the page's script, in the order in which they run."""
 
 
 def html(document: Document) -> str:
@@ -108,7 +108,7 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the source expression of a script or style for the content security policy: its SHA-256."""
+    """Return the source expression that allows a script or style in the content security policy: its SHA-256."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""Sections as GitHub markdown and CSV, and checks for CI systems: JUnit XML, annotations, step summary."""
+"""Render documents as GitHub markdown, rows as CSV, and checks for CI systems (JUnit XML, annotations, summary)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
 
 
 def spreadsheet(rows: Sequence[Row]) -> str:
-    """Format rows as CSV, with the columns of all rows in order of first occurrence, and nine significant digits.
+    """Format rows as CSV with nine significant digits; columns are in the order of their first occurrence in any row.
 
     Texts that a spreadsheet could run as a formula are preceded by an apostrophe.
     """
@@ -46,7 +46,7 @@ def _format_cell(cell: Cell) -> str:
     return "" if cell is None else harmless(cell) if isinstance(cell, str) else str(cell)
 
 
-MOST_HEADS = 100  # maximum number of heads listed per failure; more would hide the other results on a pipeline's page
+MOST_HEADS = 100  # maximum number of heads per failure; more would hide the other results in a CI system
 
 
 def junit(report: Report) -> str:
@@ -85,7 +85,7 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(report: Report) -> list[str]:
-    """Return up to ten GitHub workflow commands: failed rules not broken by single heads, then the worst heads."""
+    """Return up to ten GitHub workflow commands: failed rules without a failing head, then the worst heads."""
     layer = report.model.layer_name
     rule_errors = [
         (check, describe_check(check, layer)) for check in report.checks if not check.passed and not check.breaches
@@ -101,7 +101,7 @@ def workflow_commands(report: Report) -> list[str]:
 
 
 def uri(file: str) -> str:
-    """Return a file's path as GitHub expects it: quoted, relative to the workspace (default: the current folder)."""
+    """Return a file's path as GitHub expects it: URL-quoted, relative to the workspace or the current folder."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     path = Path(clean(file)).resolve()
     if path.is_relative_to(root):
@@ -120,7 +120,7 @@ before a blank; other colons can begin an emoji (`:x:`) or belong to an address.
 
 
 def markdown(doc: Document) -> str:
-    """Render the document as GitHub markdown; every string is escaped because it is data."""
+    """Render the document as GitHub markdown; every string is escaped, because strings can be untrusted."""
     head = [] if doc.head is None else _head(doc.head)
     return "\n".join([*head, *(line for section in doc.sections for line in _section(section))]).rstrip() + "\n"
 

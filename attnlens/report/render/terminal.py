@@ -1,4 +1,4 @@
-"""Terminal output: sections and tables fitted to the width of the page, and consoles on stdout and stderr."""
+"""Render documents for a terminal, with tables fitted to its width, and create consoles on stdout and stderr."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from attnlens.report.sections.section import Column, Document, HeatMap, Section,
 from attnlens.wording import clean, visible
 
 FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
-PIPED = 100  # width of the page if the output is not a terminal and COLUMNS is not set
+PIPED = 100  # width in columns if the output is not a terminal and COLUMNS is not set
 
 
 class _Page(Console):
     def print(self, *objects: object, **settings: Any) -> None:  # rich's settings have no common type
-        """Print like rich, but never crop long lines; remove trailing blanks if the output is a pipe or file."""
+        """Print as rich does, without cropping long lines and, in a pipe or file, without trailing blanks."""
         settings.setdefault("crop", False)
         if self.is_terminal:
             super().print(*objects, **settings)
@@ -59,7 +59,7 @@ def console(*, stderr: bool = False) -> Console:
 
 GAP, BETWEEN = 2, 3  # blanks between columns, and between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
-"""Styles of marked tokens; signs in the text mark the same tokens without colour."""
+"""Style of each kind of marked token; signs in the text mark these tokens without colour."""
 
 
 ALARMS = ("FAILS", "FAIL", "DIFFERS")  # Verdicts that report a problem
@@ -120,7 +120,7 @@ QUESTION_LINES = 3
 
 
 def _answers(findings: Sequence[Finding]) -> Grid:
-    """Build a line per finding: question, answer and evidence."""
+    """Build a grid with one row per finding: question, answer and evidence."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     narrow, wide = LABELS
     fits = all(len(textwrap.wrap(finding.question, narrow)) <= QUESTION_LINES for finding in findings)
@@ -134,7 +134,7 @@ def _answers(findings: Sequence[Finding]) -> Grid:
     return grid
 
 
-ASCII_SHADES = " .:+#"  # Shades of a map on a terminal that shows only ASCII
+ASCII_SHADES = " .:+#"  # Shades of a map on a terminal that shows only ASCII, from low to high values
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Shades:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """Table with folded cells, or with whole columns in as many blocks as the width of the page requires."""
+    """Table fitted to the terminal: with folded cells, or split into blocks of whole columns."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield all columns, folded by rich to the width of the page, or block after block of columns that fit."""
+        """Yield one table whose cells rich folds, or several tables, each of as many whole columns as fit."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
             yield _grid([*names, *columns], folded=True)
@@ -180,12 +180,12 @@ def _clean_column(column: Column) -> Column:
 
 
 def _width(column: Column) -> int:
-    """Compute the smallest width at which neither a cell nor a word of the title is broken."""
+    """Compute the smallest width of a column that breaks neither a cell nor a word of the title."""
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
-    """Yield a table of whole columns, below a line of groups, each above its columns: `weights ────  tokens ────`."""
+    """Yield a table below a line that names the group of each run of columns: `weights ────  tokens ────`."""
     if any(column.group for column in columns):
         line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
         for group, members in groupby(columns, key=lambda column: column.group):

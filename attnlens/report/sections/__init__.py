@@ -1,4 +1,4 @@
-"""Build the sections of a report: `Report` → `Document` (`export.summary`, `export.page`) or rows.
+"""Build the sections of a report, which form documents (`export.summary`, `export.page`), and spreadsheet rows.
 
 Contents: `section` (the types that renderers draw, and the decorator `section`), and the sections of one subject with
 their sentences: `facts` (any report), `layers` (heads), `swaps`, `plans` (also healing and sweeps), `comparisons` (also

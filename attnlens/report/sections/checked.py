@@ -1,4 +1,4 @@
-"""Checks as a table of rules, a list of the heads that break rules, and spreadsheet rows; `doctor`'s table of sites."""
+"""Sections and rows on checks (rules, and heads that break rules) and on `doctor` (sites, backends and masks)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
 
 def describe_check(check: Check, name: Names = str) -> str:
-    """Describe the outcome of a check: values found and wanted, number of heads that break the rule, worst head.
+    """Describe the outcome of a check: value found, condition, number of heads that break the rule, worst head.
 
     `name` returns the name of a layer.
     """
@@ -60,7 +60,7 @@ def _format_breach(breach: Breach) -> str:
 
 
 def _format_found(check: Check) -> str:
-    """Format the value that was compared, or the median over the heads if they are compared individually."""
+    """Format the value that the check compared or, if it compared heads individually, their median."""
     if check.value is not None:
         return number(check.value)
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
@@ -72,7 +72,7 @@ def number(value: float) -> str:
 
 
 def document(report: Report, *, updated: bool = False) -> Document:
-    """Build the document of a check: the model, how many rules hold, each rule, and the worst heads.
+    """Build the document of a check: the model, the number of failed rules, each rule, and the worst heads.
 
     `updated` is True if the report's values were written as a baseline.
     """
@@ -160,7 +160,7 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(20, "doctor", ("screen", *TEXTS, "page"))
 def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the table of properties × backends, the outputs that depend on the wrong tokens, and what was not tested.
+    """Yield a table of properties × backends, the outputs that depend on the wrong tokens, and the tests not run.
 
     The screen shows one fault per backend and mask.
     """
@@ -189,7 +189,7 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: Names) -> Section:
-    """Build the table of properties: for each backend, a column of verdicts and one of errors."""
+    """Build the table of tested properties with two columns per backend: verdicts and errors."""
     predicting = any(each.greedy_agreement is not None for each in ran)
     properties = ["outputs", *["same token"] * predicting, *masks]
     columns = [Column("", properties, words=True)]
@@ -223,7 +223,7 @@ def is_close(check: BackendCheck) -> bool:
 
 
 def describe_outputs(check: BackendCheck) -> str:
-    """State whether a backend's outputs agree with float64, whatever its masks do."""
+    """State whether a backend's outputs agree with float64, regardless of the tests of its masks."""
     if check.verdict == "rounds":
         return "rounds"
     return "agrees" if is_close(check) else "DIFFERS"
@@ -248,7 +248,7 @@ def format_share(check: BackendCheck) -> str:
 
 
 def format_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Format the verdict on one test, or the largest fault of the first layer with a fault.
+    """Format the verdict of a mask's test or, if a token is wrong, the largest fault of the first layer with a fault.
 
     `name` returns the name of a layer.
     """
@@ -263,7 +263,7 @@ def format_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def format_mask_error(mask: MaskCheck) -> str:
-    """Format the error of the outputs in one test, unless it was not tested or does not affect the verdict."""
+    """Format the error of the outputs in a mask's test; `–` if it was not tested or does not affect the verdict."""
     if mask.verdict == "not checked" or not mask.error_judged:
         return NO_VALUE
     return format_error(mask.error)
@@ -284,9 +284,9 @@ def describe_fault(fault: Sight, name: Names = str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """Test case of a JUnit file: the outcome of a check, or the reason why it did not run."""
+    """Test case of a JUnit file: the outcome of a check, or the reason why the test did not run."""
 
-    group: str  # what was tested, which becomes the name of a class
+    group: str  # what was tested; the class name in the file
     name: str
     outcome: Check | str
 
@@ -297,7 +297,7 @@ def rule_cases(report: Report) -> list[Case]:
 
 
 def doctor_cases(report: Report) -> list[Case]:
-    """Return one test case per site, backend and mask; those that did not run have a reason."""
+    """Return one test case per site, backend, and mask of a backend; a test that did not run has a reason instead."""
     cases, name = [], report.model.layer_name
     for site in report.doctor:
         if site.verdict == "not checked":

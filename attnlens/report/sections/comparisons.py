@@ -1,4 +1,4 @@
-"""Changes between two models and the effect of an adapter; studies, which compare kernels trained from scratch."""
+"""Sections and rows on comparisons of two models, on adapters, and on studies (kernels trained from scratch)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEADS = (
     "held-out sequences, weights.* use s W_Q W_Kᵀ. –: no value, as in primal layers, for shares of causal heads, for "
     "kernels that can be negative, and for SVMs if the kernel has a position bias or is not a function of ⟨q, k⟩."
 )
-FEW_WORDS = 5  # BLEU below which a translation shares only single words with its reference
+FEW_WORDS = 5  # BLEU below which translations share little more than single words with their references
 
 
 @section(10, "studies")
@@ -117,7 +117,7 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
 
 
 def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
-    """Yield one sentence per measure with the best cell and those not significantly worse, and a note on low BLEU."""
+    """Yield one sentence per measure, with the best cell and the cells not significantly worse; warn of low BLEU."""
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         means = {cell.name: mean(run.scores[measure] for run in cell.runs) for cell in cells}
         best = min(means, key=lambda name: means[name] if measure == "loss" else -means[name])
@@ -139,7 +139,7 @@ def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Se
 
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Table | None:
-    """Build a table with one row per cell, in the order of the paper; if `compared`, add the published numbers."""
+    """Build a table with one row per cell of a task; if `compared`, add the published numbers."""
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
     factor = 100 if task.metric == "accuracy" else 1
@@ -201,7 +201,7 @@ def study_rows(report: Report) -> list[Row]:
 
 
 LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
-"""Distance between corresponding heads → title of its column."""
+"""Measure of the distance between corresponding heads → title of its column."""
 EXPLAINED = (
     "own KL: each block of the second model gets the first model's hidden states, so only that block's own change "
     "counts. KL as run includes the effect of earlier blocks."
@@ -215,14 +215,14 @@ def rank_distances(comparison: Comparison) -> list[str]:
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Return each measure's interquartile range over the first model's heads; omit ranges of 0 or of too few heads."""
+    """Return the unit of each measure's changes: its interquartile range over the first model's heads, if defined."""
     rows = (row for row in comparison.rows if not row.measure.startswith(DISTANCE))
     return {row.measure: row.smallest / SMALLEST_SHARE for row in rows if row.smallest is not None}
 
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the changed heads, worst first, and the smallest detectable changes."""
+    """Yield the changes of predictions and heads, most changed first, and the smallest detectable changes."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
@@ -242,7 +242,7 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _prediction_section(comparison: Comparison) -> Iterator[Section]:
-    """Yield the statistics of the predictions' KL that quantisation tools print."""
+    """Yield a table of the KL between predictions, with the statistics that quantisation tools print."""
     if comparison.outcome is None or (change := comparison.outcome.predictions) is None:
         return
     ratio, quantiles = change.perplexity_ratio, {"max": change.largest, "99.9 %": change.q999, "99 %": change.q99}
@@ -306,7 +306,7 @@ def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) on the smallest detectable change of each tokens.* measure."""
+    """Yield (measure, text) for each tokens.* measure; the text states its smallest detectable change."""
     sizes = effect_sizes(comparison)
     known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
@@ -316,7 +316,7 @@ def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def comparison_rows(report: Report) -> list[Row]:
-    """Build one row per head and measure, or, if heads do not correspond, one per measure."""
+    """Build one spreadsheet row per head and measure or, if heads do not correspond, one per measure."""
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
     rows: list[Row] = []
@@ -363,7 +363,7 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """Build a table with one row per head: its distances, and the headline measures (base, adapted, difference)."""
+    """Build a table with one row per head: its changes, and the headline measures (base, adapted, difference)."""
 
     def build_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
         decimals = decimals_for([value for value in values if value is not None])

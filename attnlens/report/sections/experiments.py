@@ -1,4 +1,4 @@
-"""Experiments as tables of our figures and published ones, and series of checkpoints as measures by training step."""
+"""Sections and rows on experiments (our figures beside published ones) and on series of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def format_label(experiment: Experiment, name: str) -> str:
 
 
 def setting(experiment: Experiment, name: str) -> str:
-    """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
+    """Format a setting with its label: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
 
     def format_value(value: object) -> str:
         if isinstance(value, list):
@@ -34,7 +34,7 @@ def setting(experiment: Experiment, name: str) -> str:
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
-    """Return `pass`, `FAIL`, `not tested` if the tolerance is too wide, or `–` without a reference value."""
+    """Return the verdict on a figure: `pass`, `FAIL`, `not tested` (too wide a tolerance), or `–` (no reference)."""
     met = experiment.meets(figure)
     if met is None:
         return NO_VALUE if figure not in (experiment.published or {}) else "not tested"
@@ -59,16 +59,16 @@ def changed_measures(experiment: Experiment) -> list[str]:
 
 
 def _place(name: str) -> float:
-    """Return the position of a main measure of a series: 0 for the loss (not a measure of heads), ∞ for the rest."""
+    """Return the rank of a series' measure in display order: 0 for the loss, ∞ for measures that are not main ones."""
     return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
 MOST_STEPS = 8
-"""Maximum number of checkpoints shown as columns; of a longer series, evenly spaced checkpoints are shown."""
+"""Maximum number of checkpoints shown as columns; in a longer series they are evenly spaced."""
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
-    """Build the section of a series of checkpoints: its main changed measures, or all changed ones if `whole`."""
+    """Build the section of a series of checkpoints, with its main changed measures or, if `whole`, all changed ones."""
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
@@ -120,7 +120,7 @@ def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield figures, questions, missing values, and all measures of a series (on a terminal only with --verbose)."""
+    """Yield figures, questions, missing values, and all measures of each series (on a terminal only with --verbose)."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:

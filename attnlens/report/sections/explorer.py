@@ -1,4 +1,4 @@
-"""Data of each head for the interactive part of a page, and the tokens that single heads select in sentences."""
+"""Build the data of a page's interactive part, and sections with the tokens that single heads select in sentences."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-AROUND = 3  # Number of unmarked tokens shown on each side of a marked one
+AROUND = 3  # Number of tokens shown on each side of a marked token
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
-"""Signs around a token by kind of mark; one token can have several."""
+"""Kind of mark → signs around the marked token; one token can have several marks."""
 LEGEND = "<query> [selected token] {support vector among the other tokens}; …: omitted tokens"
 
 
 @section(70, "inspection", ("screen",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield some sentences of each selection, with the head's queries, selected keys and support vectors marked."""
+    """Yield up to five queries of each head's selection as sentences with query, selected tokens and support marked."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         sentences = {sentence.sequence: sentence for sentence in selection.sentences}
         first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
-        passages: list[Passage] = []  # of five queries; the report's JSON contains all
+        passages: list[Passage] = []  # of at most five queries; the report's JSON contains all
         for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
             place = f"sequence {pick.sequence}, token {pick.query}"
             caption = f"{place}: weight {short(pick.weight)}, margin {short(pick.margin)}"
@@ -80,12 +80,12 @@ def _mark_tokens(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Pie
         yield before.rstrip(), ()
 
 
-MOST_STEPS = 400_000  # Largest total number of curve values on a page; beyond it, each curve keeps evenly spaced steps
+MOST_STEPS = 400_000  # Largest number of curve values on a page; if there are more, curves keep evenly spaced steps
 VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
 """Significant digits of values, errors and curves on the page; the report's numbers have nine."""
 Numbers = list[float | None]
 COMPARED = ("compare", "change")
-"""Sources of measures of a comparison, which come before the measures of the second model."""
+"""Sources of measures that compare two models; they come before the measures of the second model."""
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
@@ -101,9 +101,9 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
     return {
         "layers": [int(number) for number in shapes.layer_numbers],  # numbers within the parts: the rows of the map
         "names": shapes.layer_names,  # names of the layers, unique among all parts
-        "parts": list(shapes.parts),  # part of each row: encoder, decoder or cross
+        "parts": list(shapes.parts),  # part of the model to which each row belongs
         "columns": list(shapes.heads),  # head numbers: the columns of the map
-        "places": places,  # row and column of each head
+        "places": places,  # row and column of each head, in the order of all lists by head
         "key_heads": [head.kv_head for head in report.heads],
         "sites": {row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
         "measures": [_measure(shapes, shapes.readings[name]) for name in names],  # the most informative first
@@ -203,7 +203,7 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
 
 
 def _rows(rows: AttentionRows) -> dict[str, object]:
-    """Describe the largest weights of each query; tokens are named by position if the model reads no text."""
+    """Build the data of the largest weights of each query; tokens are named by position if the model reads no text."""
     sentence = rows.sentence
     count = 1 + max((place for places in rows.keys for place in places), default=0)
     keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]

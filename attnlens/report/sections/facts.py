@@ -1,4 +1,4 @@
-"""Facts of any report in words: its model, the amount read, notes, missing values, and the population of its errors."""
+"""Sentences and sections for any report: model, input, notes, missing values, and the population of its errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnlens.wording import big, clean, decimals_for, format_count, format_numb
 
 
 def title(report: Report) -> str:
-    """Return the title of the report: the names of the compared models, the studies, or the experiments' models."""
+    """Return the title of the report: names of the compared models or studies, else of the report's models."""
     if report.comparison is not None:
         models = report.comparison.base, report.model
         titles = [model.title for model in models]
@@ -26,7 +26,7 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on the coverage, studies or experiments, and True if nothing is missing and nothing failed."""
+    """Return a sentence on the coverage, studies or experiments; and True if nothing is missing and nothing failed."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -49,7 +49,7 @@ def standing(report: Report) -> tuple[str, bool]:
 
 
 def count_origins(counts: Counter[Origin]) -> str:
-    """Return the origins of reference values in parentheses, ` (2 published, 1 of a reimplementation)`, or nothing."""
+    """Format the origins of reference values, ` (2 published, 1 of a reimplementation)`; return "" without values."""
     others: tuple[Origin, ...] = ("reimplementation", "control")
     parts = [f"{counts['published']} published"] if counts["published"] else []
     parts += [f"{counts[origin]} of a {origin}" for origin in others if counts[origin]]
@@ -73,7 +73,10 @@ def no_errors(report: Report) -> str:
 
 
 def population(report: Report, counted: str = "") -> str:
-    """State the population that the errors cover: windows, similar texts or files; return "" without texts or files."""
+    """State the population that the errors cover; `counted` names what has equal weight, by default the window or line.
+
+    Return "" if no text or file was read.
+    """
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
         return f"errors reflect {len(settings.texts)} files and apply to similar files" if settings.texts else ""
@@ -94,7 +97,7 @@ def population(report: Report, counted: str = "") -> str:
 
 
 def _unit(report: Report) -> str:
-    """Name the unit that the model read: `window`, `line`, or `input` if it read no text."""
+    """Return the noun for the sequences that the model read: `window`, `line`, or `input` if it read no text."""
     return "input" if not _texts_in_windows(report) else "line" if report.settings.pack is False else "window"
 
 
@@ -104,7 +107,7 @@ def _texts_in_windows(report: Report) -> list[Text]:
 
 
 def ran_on(report: Report) -> str:
-    """State which experiments ran on which model; empty if all ran on the report's model."""
+    """State which experiments ran on which model; return "" if all ran on the report's model."""
     by_model = group_pairs((experiment.model, clean(experiment.name)) for experiment in report.experiments)
     default = by_model.pop(None, [])
     texts = [f"{join_items(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
@@ -165,13 +168,13 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """List the caveats of the model's measures, and the tensors that the model does not use, one sentence each."""
+    """List the caveats of the model's measures, one sentence each, and a sentence on tensors that it does not use."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*of_model, *state_unexpected(report))]
 
 
 def other_base(report: Report) -> list[str]:
-    """Return a warning if the adapter names another base model; only the last parts of the ids are compared."""
+    """Return a warning if the adapter's base model is another one; only the last parts of their ids are compared."""
 
     def last(name: str) -> str:
         return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()

@@ -1,4 +1,4 @@
-"""Measures of the heads: medians by layer, every head, the findings, and a comparison with other trained models."""
+"""Sections on the measures of heads: medians by layer, the table of every head, and the most extreme heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
-MOST_TEXTS = 6  # Number of texts that have a row at the foot of the table; further texts are left out
+MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 
 
 @section(38, ("inspection", "swap", "doctor", "experiments"), ("page",))
@@ -59,7 +59,7 @@ MARKED = (
 @section(35, ("inspection", "experiments"), ("page",))
 @section(98, views=("terminal",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of `value±se` of every measure of every head, with nulls; tooltips explain missing values."""
+    """Yield a table of all heads × measures, with errors and nulls; tooltips explain missing values."""
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
         line = "Too many heads for a table without scripts: --csv writes them all."
         yield Section("Every head", lines=(line,), instead=True)
@@ -148,7 +148,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def measure_columns(shapes: Shapes) -> list[Column]:
-    """Build a column per measure that varies (headlines first, sources alternating), then one for layer symmetry."""
+    """Build a column per measure that differs between heads, headlines first, and a column for layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
@@ -167,7 +167,7 @@ def measure_columns(shapes: Shapes) -> list[Column]:
 
 
 def reading_help(shapes: Shapes) -> str:
-    """Explain the layer table: its rows, errors, nulls and spaces, and measures that attention does not determine."""
+    """Explain the layer table: rows, errors, nulls, spaces, and the measures that attention does not determine."""
     summary, readings, alone = shapes.report.summary, shapes.readings.values(), len(shapes.report.heads) == 1
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
@@ -223,7 +223,7 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
 
 
 def _commonest(reading: MeasureMap, values: Float[np.ndarray, "*heads"]) -> str:
-    """Format the most frequent category with its count, `positive 5/8`."""
+    """Format the most frequent category with its count among the heads: `positive 5/8`."""
     counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not counts:
         return NO_VALUE

@@ -13,7 +13,7 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, decimals_for, format_count, format_number, format_p, group_pairs, join_items
 
 STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}  # Name of each stage of healing
-SAVED = {  # Description of each cost that a plan saves or adds, by field
+SAVED = {  # Field of a plan with a cost that the plan changes → description
     "parameters": "parameters for queries and keys",
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
@@ -28,15 +28,15 @@ PROMISED = (
 MEASURED = "Measured: on the evaluation text."
 HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
 LONE = "All calibration windows come from one text, so the promise does not cover other kinds of text."
-MOST_LAYERS = 12  # Number of layers up to which the screen shows the rank of each
-BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Name in words of the quantity that a budget limits
+MOST_LAYERS = 12  # Number of layers up to which the screen shows the ranks by layer
+BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Unit of a budget → quantity that it limits
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
-"""Population that an interval covers, by the units over which it is computed."""
+"""Unit over which an interval is computed → population that it covers."""
 
 
 @section(20, "swap", ("screen", *TEXTS, "page"))
 def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the ranks of each layer (on the screen, of at most MOST_LAYERS); elsewhere also rises and savings."""
+    """Yield the ranks by layer; the screen omits them above MOST_LAYERS layers, other views add rises and savings."""
     plan = shapes.report.plan
     if plan is None:
         return
@@ -121,7 +121,7 @@ def _format_savings(plan: Plan) -> Iterator[str]:
 
 
 def share(number: float, digits: int = 2) -> str:
-    """Format a share in per cent with its sign, `+0.62 %`, or as a factor (`× 12`) from + 1,000 % on."""
+    """Format a relative change in per cent with its sign, `+0.62 %`, or as a factor (`× 12`) from +1,000 % on."""
     if number >= LARGE - 1:
         return f"× {format_number(1 + number, decimals_for([1 + number], 2))}"
     sign = "−" if number < 0 else "+"
@@ -129,7 +129,7 @@ def share(number: float, digits: int = 2) -> str:
 
 
 def _rise(record: Rise) -> str:
-    """Format a rise: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
+    """Format a rise: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`; name intervals over texts as such."""
     over = " over texts" if record.over == "texts" else ""
     bounds = "" if record.ci95 is None else f"95 % interval{over} {share(record.ci95[0])} to {share(record.ci95[1])}, "
     return f"{share(record.share)} ({bounds}{_count(record.sequences, 'sequence')})"
@@ -160,7 +160,7 @@ def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def healing_lines(record: Healing) -> list[str]:
-    """List the sentences on a healing: amount, stages, validation distance, control."""
+    """Describe a healing run in sentences: amount, stages, validation distance, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     of_rank = f" as updates of rank {record.rank}" if record.rank else ""
     steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
@@ -216,7 +216,7 @@ def _rate(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-MOST, FEW = 10, 3  # Number of most and of least harmful units shown for a single kernel, and for each of several
+MOST, FEW = 10, 3  # Number of most and of least harmful heads or layers shown: of one kernel, of each of several
 MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are shown for each of several
 
 

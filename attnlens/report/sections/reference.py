@@ -43,7 +43,7 @@ SYNONYMS = {  # Words that users search for → measure
     "directions": "tokens.logit_rank90",
     **dict.fromkeys(("gaussian", "gauss"), "rbf"),
 }
-TERMS = {  # Terms of screens and reports → explanation
+TERMS = {  # Term used on screens and in reports → explanation
     "null": "Chance: the values of the same measure for random heads of the same shape (or for random rotations of the "
     "head); a report gives their mean and standard deviation (sd) for one head.",
     "standard error": "The number after ±: the standard deviation of an estimate over repeated choices of windows, or "
@@ -96,7 +96,7 @@ TERM_SYNONYMS = {
     **dict.fromkeys(("m", "form", "w_q w_k"), "form m"),
     **dict.fromkeys(("layer.head", "heads"), "head"),
 }
-NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of the columns that name the rows
+NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of columns that identify rows
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
@@ -166,18 +166,18 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
-    """Build a table whose columns contain words except for those in `numbers`; return None without rows."""
+    """Build a table of words with folded cells; columns in `numbers` contain numbers. Return None without rows."""
     titles = {title for row in rows for title in row}
     return build_table(rows, NAMED, titles - {*numbers}, fit="folded")
 
 
 def _join_lines(first: str, *others: str) -> str:
-    """Join the first line and all other lines that are not empty."""
+    """Join the first line and those of the others that are not empty, one below the other."""
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
 def describe_fit(info: KernelInfo) -> str:
-    """Describe what the kernel's fit chooses, and whether the fit is required; empty for a kernel without a fit."""
+    """Describe what a kernel's fit chooses, and whether the fit is required; return "" for a kernel without a fit."""
     if info.fit is None:
         return ""
     chosen = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
@@ -191,7 +191,7 @@ def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
 
 
 def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """Return the name, and below it one line per parameter in the syntax that is typed: `:gamma=0.5`."""
+    """Return the name, and below it each parameter with its default as typed on the command line: `:gamma=0.5`."""
     pairs = zip(parameters, map(format_default, parameters), strict=True)
     return _join_lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
@@ -210,7 +210,7 @@ def _format_range(parameter: KernelParameter) -> str:
 
 
 def range_of(info: MeasureInfo) -> str:
-    """Return the axis of a curve, the categories of a measure, or its bounds."""
+    """Describe the values of a measure: the axis of a curve, the categories, or the bounds."""
     if info.curve:
         return f"curve over {info.steps}"
     return " | ".join(info.labels) or bounds(info)
@@ -275,13 +275,13 @@ def explanation(name: str) -> Section:
 
 @cache
 def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
-    """Return (layer, head, value) for the smallest and the largest value in `demo` of each measure of inspect."""
+    """Load (layer, head, value) of the smallest and of the largest value in `demo` of each measure of `inspect`."""
     entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
     return entries
 
 
 def _example(name: str) -> str:
-    """Name the heads of `demo` with the smallest and the largest value; empty for other measures."""
+    """Name the heads of `demo` with the smallest and the largest value of a measure; return "" if they are unknown."""
     ends = zip(("smallest", "largest"), demo_heads().get(name, ()), strict=False)
     return ", ".join(f"{which} {short(value)} (layer {layer} head {head})" for which, (layer, head, value) in ends)
 
@@ -319,7 +319,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
-    """Build the page of a measure or distance; `facts` are the lines in which measures and distances differ."""
+    """Build the page of a measure, or of a distance between models; `facts` are the lines that only one of them has."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     low, high = info.scale
@@ -381,7 +381,7 @@ def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:
 
 
 def bounds(info: MeasureInfo) -> str:
-    """Format the least and largest possible value of a measure; `any` if neither is known."""
+    """Format the range of a measure's possible values: `−1 to 1`, or `any` if no bound is known."""
     if info.low is None and info.high is None:
         return "any"
     low = "−∞" if info.low is None else f"{info.low:g}"

@@ -1,4 +1,4 @@
-"""The first screen of a report: its findings, a map of its heads, and the commands that follow."""
+"""Sections of the first screen of a report: its findings, a map of its heads, and the commands to run next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
 def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a map of layers × heads; nothing for a single head.
 
-    It shows the first measure of the findings if one analyzer was requested, else the one that varies most.
+    The map shows a measure of the findings: the first if a single analyzer ran, else the one that varies most.
     """
     answered = [name for finding in find(shapes) for name in finding.measures if name in shapes.readings]
     shown = [shapes.readings[name] for name in dict.fromkeys(answered) if not shapes.readings[name].labels]
@@ -53,7 +53,7 @@ def _variation(reading: MeasureMap) -> float:
 
 
 def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], list[list[float | None]]]:
-    """Return labels of at most MOST_ROWS rows and of MOST_COLUMNS columns, and values as medians of neighbours."""
+    """Return the labels of at most MOST_ROWS rows and MOST_COLUMNS columns, and medians over neighbouring cells."""
     (layers, heads), labels, values = reading.values.shape, [], []
     height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
     for start in range(0, layers, height):

@@ -38,7 +38,7 @@ class Table:
     names: Sequence[Column]
     columns: Sequence[Column]
     fit: Literal["blocks", "folded"] = "blocks"
-    """Layout for a limited width: all columns in several blocks, or all with folded cells."""
+    """Layout for a limited width: several blocks of whole columns, or one block with folded cells."""
 
 
 def build_columns(
@@ -92,8 +92,9 @@ class HeatMap:
     values: Sequence[Sequence[float | None]]
 
     def lines(self, shades: str = " ░▒▓█") -> Iterator[str]:
-        """Yield the labels of columns that have room for them, then each row as shades, from the smallest value to the
-        largest; `?` stands for None.
+        """Yield a line of column labels, as far as there is room, then a line per row with a shade per value.
+
+        The first shade stands for the smallest value, the last for the largest, and `?` for None.
         """
         present = [value for row in self.values for value in row if value is not None]
         low, high = min(present), max(present)
@@ -121,7 +122,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a page, shown in the order of its fields."""
+    """Part of a document; its contents are shown in the order of the fields."""
 
     title: str = ""
     picture: Picture | None = None
@@ -145,8 +146,8 @@ class Heading:
     command: str
     facts: str  # architecture, size and input of the model
     notes: Sequence[str]  # caveats for reading the numbers
-    standing: str  # how much of the model was read, or the verdict on the experiments, studies or checks
-    sound: bool  # True if the whole model was read, or no experiment, study or check failed
+    standing: str  # how much of the model was read, or the verdict on experiments, studies or checks
+    sound: bool  # True if everything requested was read, and no experiment, study or check failed
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,11 @@ class Document:
 
 
 View = Literal["screen", "terminal", "markdown", "verbose", "opening", "page"]
-"""Places of sections: the screen that every command shows; the additions by --table (`terminal`) and
---verbose; the Markdown summary; the HTML page above and below its interactive part."""
+"""Where sections are shown: on the screen of every command, with --table (`terminal`) or --verbose, in the Markdown
+summary, and above (`opening`) or below (`page`) the interactive part of the HTML page."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views with all tables of a report
 Builder = Callable[["Shapes", View], Iterable[Section]]
-"""Function that yields the sections of a report (given as Shapes) for a view; none if they do not apply."""
+"""Function that yields the sections of a report, given as Shapes, for a view; it yields none if nothing applies."""
 _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}
 
 

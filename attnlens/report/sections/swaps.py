@@ -1,4 +1,4 @@
-"""Swaps as sentences, tables and spreadsheet rows: effects on the loss, controls, checks, cost and missing values."""
+"""Sections and rows on swaps: effects on the loss, controls, checks, cost and missing values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format
 
 DIVERGED, DESTROYED = "diverged", "destroyed"
 LARGE = 11.0  # Factor of the perplexity at or above which a rise is shown as a factor instead of a percentage
-SCREEN_COLUMNS = 5  # Number of columns of the outcomes on the screen: those on the loss or on its substitute
+SCREEN_COLUMNS = 5  # Number of columns of the outcome table on the screen, which are on the loss or its substitute
 SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
-UNITS = {  # Unit of loss and KL, by task
+UNITS = {  # Task → unit of loss and KL
     "causal": "nats per token",
     "masked": "nats per masked token",
     "seq2seq": "nats per token",
@@ -25,15 +25,15 @@ UNITS = {  # Unit of loss and KL, by task
     "hidden": "nats",
 }
 EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
-"""Short name, for axes, of the quantity by which a swap is judged."""
-CONTROLS = {  # Explanation of the controls, by role
+"""`judged_by` of a swap → short name of that quantity, for axes."""
+CONTROLS = {  # Role of a control → explanation
     "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
     "floor": "equal weights (uniform)",
     "filter alone": "a filter and its kernel alone, or a hybrid's window and far part alone",
     "far part, healed": "its far part alone after healing",
 }
-WORDS = {  # Name in words of each field of a Swap, if it differs from the field's name
+WORDS = {  # Field of a Swap → its name in words, if different
     "kl": "KL",
     "loss.ci95": "interval of the loss",
     "perplexity.ci95": "interval of the perplexity",
@@ -45,7 +45,7 @@ WORDS = {  # Name in words of each field of a Swap, if it differs from the field
     "beyond_window": "loss beyond a window",
     "agreement": "greedy agreement",
 }
-PARAMETERS = {  # Name in words of each fitted parameter, if it differs from the parameter's name
+PARAMETERS = {  # Fitted parameter → its name in words, if different
     "near_log_weight": "γ",
     "query_weight": "map of queries",
     "key_weight": "map of keys",
@@ -79,7 +79,7 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
-    """Format the rise in perplexity, e^Δ − 1, and its interval: `+5.6 %`, `4.9 to 6.4 %`, or `× 51`, `× 40 to 63`."""
+    """Format the rise in perplexity, e^Δ − 1 for a rise Δ of the loss, and its interval: `+5.6 %`, `4.9 to 6.4 %`."""
     if destroyed:
         return DESTROYED, ""
     if loss is None or perplexity is None:
@@ -101,7 +101,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect by which a swap is judged, and its 95 % interval: Δ of the loss, else KL, else 1 − cosine."""
+    """Return an outcome's effect, of the kind by which the swap is judged (`judged_by`), and its 95 % interval."""
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
     if swap.judged_by == "kl":
@@ -111,7 +111,7 @@ def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, flo
 
 
 def ratio(pair: Pair) -> float | None:
-    """Compute after / before; None if either is missing or before is 0."""
+    """Compute after / before; return None if either is missing or `before` is 0."""
     return pair.after / pair.before if pair.before and pair.after is not None else None
 
 
@@ -124,13 +124,13 @@ def formula(swap: Swap) -> str:
 
 
 def measured_controls(swap: Swap) -> list[Control]:
-    """Return the controls that were measured, that is, those with a kernel."""
+    """Return the controls that were measured; only these have a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
 
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield kernel, number of heads, and effect (also by text); on the screen, only the losses of several kernels."""
+    """Yield kernel, number of heads, and effects (also by text); on the screen, only a table for several kernels."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":
@@ -170,7 +170,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: stages, or several kernels, each followed by its controls; shared controls last."""
+    """List (name, outcome) of the stages, or of several kernels, each followed by its controls; shared ones last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     # the controls of two kernels differ if their Δ beyond has different windows
@@ -190,7 +190,7 @@ def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
 
 
 def _outcome_table(swaps: Sequence[Swap]) -> Table:
-    """Build a table of the original, its changes and their controls; columns without any value are left out."""
+    """Build a table of the original, the stages or kernels, and the controls; omit columns without any value."""
     rows, judged_by, single = _outcomes(swaps), swaps[0].judged_by, len(swaps) == 1
     outcomes = [outcome for _, outcome in rows]
     kernels = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
@@ -241,7 +241,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 def _loss_cells(
     loss: Change | None, perplexity: Change | None, decimals: int, *, destroyed: bool = False
 ) -> dict[str, str]:
-    """Format a loss, its change, the perplexity and its rise, with intervals."""
+    """Build the cells of a loss: its value, its change, the perplexity and its rise, with intervals."""
     rise, ends = format_rise(loss, perplexity, destroyed=destroyed)
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
@@ -334,7 +334,7 @@ def format_cost(swap: Swap) -> str:
 
 
 def _off_simplex(swap: Swap) -> list[str]:
-    """State the share of the attention weight that is negative; return no sentence if the share is 0."""
+    """State the share of the attention weight that is negative; return [] if the share is 0 or unknown."""
     if not (share := swap.off_simplex):
         return []
     text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
@@ -343,7 +343,7 @@ def _off_simplex(swap: Swap) -> list[str]:
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes of the swaps and the missing values; notes on only some kernels name these kernels."""
+    """Yield the notes on the swaps, and the missing values; a note on only some kernels names them."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))
@@ -355,7 +355,7 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, one line per reason, with kernel and stage if others have a value."""
+    """List the fields without a value, one line per reason; name kernel and stage if the report has several."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
     for swap in swaps:  # its reasons contain those of its last stage
         kernel = swap.kernel * (len(swaps) > 1)
