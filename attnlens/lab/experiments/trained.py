@@ -183,7 +183,7 @@ def demo() -> loading.Loaded:
 
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """Return windows spread over the built-in passages, which demo was not trained on; fewer if they are too short."""
+    """Return windows spread over the built-in passages, which demo was not trained on; fewer if these are short."""
     chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 
@@ -244,7 +244,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute cumulative singular values of the heads' P and cos(q_i, k_j) in each third of the layers."""
+    """Compute (σ₁ + … + σₖ)/Σσ of each head's P and cos(q_i, k_j), grouped by thirds of the layers."""
     layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -274,7 +274,7 @@ class Case(NamedTuple):
 
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
+    """Compute each identity's largest error over all kernels, and the control's least |J|, which must not be 0."""
     all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
     for done, case in enumerate(all_cases):
         all_errors.append(measure_errors(case, seed))
@@ -295,7 +295,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
 
 
 def build_cases(seed: int) -> Iterator[Case]:
-    """Yield cosine and softmax features of a head, and Gaussian features (n ≠ m), with F = I and F = rows X' of Φ_k."""
+    """Yield a head's cosine and random features, and Gaussian features (n ≠ m), each with F = I and F = rows of Φ_k."""
     loaded = demo()
     _, query_key = record_calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
@@ -310,7 +310,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def measure_errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute each identity's error on the s leading components: relative to K, but absolute for J and the control."""
+    """Compute each identity's error on the s leading components, relative to K except for J, Λe − h and the control."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
     kernel = queries @ keys.mT  # K as an explicit matrix, the reference for the identities

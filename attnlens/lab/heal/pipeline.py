@@ -54,7 +54,7 @@ from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
 SHARE, MOST, PER_HELD_OUT = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
-STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages in order
+STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages, in the order of training
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
 """Share of the work at which attention transfer ends at the latest, by goal (tuned on `demo`): per token, transfer
 gains more than end-to-end training, but it does not learn a new text."""
@@ -84,7 +84,7 @@ def heal(
     progress: Progress = silent,
     request: HealRequest,
 ) -> Report:
-    """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters, and measure both models.
+    """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters; measure before and after.
 
     `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and a
     repeated call resumes from this work. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
@@ -218,7 +218,7 @@ def run_training(
 
 
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
-    """Split off held-out batches, spread over the texts; raise TextError if there are fewer than two batches."""
+    """Return training batches, and held-out batches spread over the texts; raise TextError if there is only one."""
     if len(batches) < 2:
         problem = (
             "Healing needs at least two batches of calibration text: one to train on, one to choose the best step."
@@ -256,18 +256,18 @@ class Descent:
     """The training of a Healer: its learning-rate schedule, its checks and its records."""
 
     healer: Healer
-    train: Sequence[Fed]  # training text, in parts that run as one batch
+    train: Sequence[Fed]  # parts of the training text, each run as one batch
     per_step: int  # parts per step
     held_out: Sequence[Fed]  # batches on which distances are measured
     evaluate: Callable[[], float | None]
     progress: AddSteps
     state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
-    order: list[int] = field(default_factory=list)  # parts left in this epoch; the last is the next
+    order: list[int] = field(default_factory=list)  # numbers of the parts left in this epoch; the last is used next
     stage: HealingStage = "transfer"
     begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
     tokens: int = 0
-    spent: float = 0.0  # seconds of previous sessions
+    spent: float = 0.0  # training time of previous sessions, in seconds
     within: int = 0  # steps of this stage at the current rate
     rate: float = 0.0
     best: int = 0  # step with the smallest distance so far
@@ -306,7 +306,7 @@ class Descent:
 
     @property
     def end(self) -> float:
-        """Share of the total work at which the stage ends."""
+        """Share of the total work at which the stage ends at the latest."""
         return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
 
     @property

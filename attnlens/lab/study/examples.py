@@ -120,7 +120,10 @@ POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, ba
 
 
 def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of `size` example indices endlessly, in a new order each epoch; incomplete batches are dropped."""
+    """Yield batches of `size` example indices endlessly, in a new order each epoch. An incomplete batch is dropped.
+
+    If there are fewer than `size` examples, all of them form one batch.
+    """
     draws = torch.Generator().manual_seed(seed)
     while True:
         order: list[int] = torch.randperm(len(lengths), generator=draws).tolist()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnlens.lab.study.tables import Scale
 
 Rows: TypeAlias = list[tuple[str, ...]]  # Columns of each line of a file
-Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # ids (tokens,) or (steps, channels) of each example, and its label
+Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # each example's ids (tokens,) or steps (steps, channels); label
 LARGEST_CONTENT = 2**30  # maximum size of a file in bytes, both packed and unpacked
 
 

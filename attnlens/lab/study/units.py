@@ -162,7 +162,7 @@ def _save_training(
 def _restore_training(
     state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
 ) -> tuple[RunOutcome, dict[str, Tensor]] | None:
-    """Restore what `_save_training` saved, if anything; return the outcome so far and the best weights."""
+    """Restore the state saved by `_save_training`; return the outcome so far and the best weights; None if no state is saved."""
     if (saved := state.load("state")) is None:
         return None
     model.load_state_dict(saved["model"])
@@ -265,8 +265,8 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
     """Compute the median of each measure over heads; primal layers are omitted.
 
-    tokens.* are averaged over the sequences, with log k instead of s⟨q, k⟩, and omitted if a kernel can be negative.
-    The selection's SVM is posed only for kernels of the inner product without a position bias.
+    tokens.* are averaged over the sequences; their logits are log k. They are omitted if a kernel can be negative. The
+    comparison with the SVM needs a kernel of an inner product, without a tie or a position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
@@ -309,7 +309,7 @@ def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequ
 
 
 def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
-    """Return the factors of s W_Q W_Kᵀ of a module with a kernel, in float64."""
+    """Return the factors of W_Q W_Kᵀ/√head_dim of a module that has a kernel, in float64."""
     query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
         part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
         for part in (module.query, module.key or module.query)
@@ -320,7 +320,7 @@ def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
 
 
 def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
-    """Run one sequence; return for every module that has a kernel a QueryKey whose logits are log k."""
+    """Run the model on one sequence; return, for each module that has a kernel, a QueryKey whose logits are log k."""
     query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:
