@@ -2,9 +2,9 @@
 
 python benchmarks/swap.py [--quick]
 
-Ours and a dense computation of the same kernel run in turn on the same tensors (8 heads of 64 dimensions, causal,
-float32), one thread each; medians are printed. Memory is the growth of a fresh process's peak, including the output.
-The last rows compare a whole model with the RBF kernel in all heads with the unchanged model.
+Our attention and a dense computation of the same kernel run in turn on the same tensors (8 heads of 64 dimensions,
+causal, float32), one thread each; medians are printed. Memory is the growth of a fresh process's peak, including the
+output. The last rows compare a whole model with the RBF kernel in all heads with the unchanged model.
 """
 
 from __future__ import annotations

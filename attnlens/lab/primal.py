@@ -123,7 +123,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if layer.site.part == "cross":
         problem = "is cross-attention: e- and r-scores would belong to different tokens"
     elif layer.call.bias is not None:
-        problem = "adds a position bias to its scores (as in T5), but primal attention has no scores"
+        problem = "adds a position bias to its scores (as in T5), but primal attention computes no scores of pairs"
     elif layer.site.repeated:
         problem = "is called more than once per forward pass"
     if problem:

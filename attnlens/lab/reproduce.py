@@ -203,14 +203,14 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
 
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
-SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random start; at 0, K and Q have no gradient
+SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random initial K and Q; at 0, they have no gradient
 NORM = "‖W‖ / ‖W of the SVM‖"  # display name of the norm
 
 
 def train_head(
     nearness: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent
 ) -> Experiment:
-    """Descend from zero (K and Q: from small random factors) and from the head's M; compare with the SVM's W_mm.
+    """Run gradient descent from zero (K, Q: small random factors) and from the head's M; compare with the SVM W_mm.
 
     W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are.
     """

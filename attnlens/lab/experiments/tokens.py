@@ -245,7 +245,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 
 
 def golden() -> Experiment:
-    """Compare the solutions of the golden instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
+    """Compare the SVMs of the reference instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -268,7 +268,7 @@ def golden() -> Experiment:
 
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
-    """Return, by name, each golden instance's problem and known figures (half_square, frobenius, nuclear, rank)."""
+    """Return, by name, each reference instance's problem and known figures (half_square, frobenius, nuclear, rank)."""
     problems = {
         name: (attsvm.prompt(torch.tensor(prompts).double(), torch.tensor(chosen)), {"half_square": known})
         for name, (prompts, chosen, known) in PROMPTS.items()

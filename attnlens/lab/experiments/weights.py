@@ -117,7 +117,7 @@ class Corpus(NamedTuple):
     """Sequences as features φ_t = vec(x_t zᵀ), each split into a part outside and a part in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, in
-    reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
+    reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
     component: Bool[Tensor, "n T"]  # True if the token is in the label's strongly connected component of the graph
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
@@ -132,9 +132,10 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Correlate W outside the cyclic subspace with the graph SVM, and compute ‖W − W_fin‖ in it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings and n sequences of T tokens that contain their label y. The output is
-    f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. Outside the cyclic subspace, a
-    step has length lr; in it, where W stays finite, a step is the gradient times 1. W_fin is the limit of descent if
-    each label competes only within its own component.
+    f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. The cyclic subspace is spanned
+    by (x_s − x_t) zᵀ, for tokens s and t of one cycle of the graph. Outside this subspace, a step has length lr; in it,
+    where W stays finite, a step is the gradient times 1. W_fin is the limit of descent if each label competes only
+    within its own component.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)

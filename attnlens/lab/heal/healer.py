@@ -149,7 +149,7 @@ class Healer(SwapSetup):
             problem = "No weight can be trained: each also affects more than the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
-        if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
+        if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
@@ -318,7 +318,8 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
     The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, averaged over sequences (Zhang
     et al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal
-    attention. Each module runs alone on its input in the original model, so that only one graph is in memory.
+    attention. Each module runs alone, on the input that it has in the original model, so that only one graph is in
+    memory.
     """
     total, terms = 0.0, 1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
     with torch.enable_grad():

@@ -68,8 +68,8 @@ STATE = (
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
 PATIENCE, FEWEST = 0.3, 3
-"""A stage ends once its distance is not significantly below that of a check at least this share of the stage's work and
-this number of checks earlier."""
+"""A stage ends once its distance is not significantly below that of an earlier check: one that is at least PATIENCE, as
+a share of the stage's work, and FEWEST checks ago."""
 STEPS_WANTED = 400  # number of steps to aim at if the amount is in tokens; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
@@ -231,7 +231,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     if amount.unit == "tokens":
         trained = amount.number / max(1, size * batches.tokens)  # number of training batches
-    else:  # assume that a time suffices for MOST_CHECKS steps
+    else:  # if the amount is a time, assume MOST_CHECKS steps
         steps = amount.number if amount.unit == "steps" else MOST_CHECKS
         trained = steps * max(1.0, (healer.options.batch or size) / size)
     count = max(1, round(min(MOST, len(batches) * SHARE, trained / PER_HELD_OUT)))

@@ -66,9 +66,9 @@ def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
-SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale that affect no single run
+SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale that do not affect an individual run
 DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the maximum gradient norm
-LAST = 0.05  # final share of the learning rate, at the end of the cosine
+LAST = 0.05  # learning rate at the end of the cosine, as a share of its peak
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _save_training(
 def _restore_training(
     state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
 ) -> tuple[RunOutcome, dict[str, Tensor]] | None:
-    """Restore the state saved by `_save_training`; return the outcome so far and the best weights; None if no state is saved."""
+    """Restore the state saved by `_save_training`; return the outcome and best weights so far, or None."""
     if (saved := state.load("state")) is None:
         return None
     model.load_state_dict(saved["model"])
