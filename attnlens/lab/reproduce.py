@@ -262,7 +262,7 @@ def train_head(
 def measure_hardening(
     nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]
 ) -> Experiment:
-    """Compute −log p_max of each query in the problem over c: KL(one-hot of the largest ‖ softmax(c · logits)).
+    """Compute −log p_max of each query as a function of c, which is KL(one-hot of the largest ‖ softmax(c · logits)).
 
     c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. A second
     curve is that of the SVM that selects the same tokens, scaled to the head's norm ‖ΠM‖. It has no softcap and no

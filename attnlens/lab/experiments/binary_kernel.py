@@ -40,7 +40,7 @@ QUICK = (8, 16, 32, 64), 300
 
 @dataclass(frozen=True)
 class Fits:
-    """Data for the fit of every trial and width: known pairs, initial weights and held-out pairs."""
+    """Data to fit the networks of every trial and width: known pairs, initial weights and held-out pairs."""
 
     initial: list[Tensor]  # initial weights of each layer of both networks, (trials, 2, widths, in, out)
     widths: tuple[int, ...]  # number of features m of each fit
@@ -50,7 +50,7 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for `steps` steps, and return ‖K̂ − K‖/‖K‖ on the held-out pairs.
+        """Train for `steps` steps, and return the error ‖K̂ − K‖/‖K‖ of the learned kernel K̂ on the held-out pairs.
 
         Each domain has its own network or, if `shared`, both domains use the same one.
         """
@@ -178,7 +178,7 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
 
 
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
-    """Draw the matrix of a rotation by an angle that is uniform in TURN."""
+    """Draw a rotation matrix; the angle is uniform in TURN."""
     low, high = (math.radians(degrees) for degrees in TURN)
     angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()

@@ -101,7 +101,7 @@ UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Convert rows to fields of an Experiment; `missing` explains missing values, and `labels` name settings."""
+    """Convert rows to fields of an Experiment; `missing` explains missing values; `labels` are display names."""
 
     def present(field: str, default: object = None) -> dict[str, Any]:
         return {name: getattr(row, field) for name, row in rows.items() if getattr(row, field) != default}
@@ -141,7 +141,7 @@ def share_figure(share: float, trials: int, label: str, published: float | None,
 
 
 def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
-    """Compute median and quartiles over the trials that have a value; `fields` are further fields of Curve."""
+    """Compute median and quartiles at each step over trials that have a value; `fields` are other fields of Curve."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )
@@ -216,7 +216,7 @@ def descend_trials(
 def directions(
     solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
-    """Solve each trial's SVM for the chosen tokens; the solution is NaN if these tokens are not separable."""
+    """Solve the SVM that selects each trial's chosen tokens; the solution is NaN if these are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
     solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
@@ -307,11 +307,11 @@ FEASIBLE_SHARES = {  # (n, T) → d → published share of draws
     source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)",
 )
 def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute for each d the share of draws for which the SVM of each input's first token has a solution.
+    """Compute for each d the share of draws in which the SVM that selects each input's first token exists.
 
     The figures `sure_…` are the shares at d = max(T−1, n), where theory predicts 1 for almost all data; at d = 1 they
-    are not judged, since tokens of unit length are ±1 and often equal. If n or T is not the default, only that size is
-    run.
+    are not judged, since tokens of unit length are ±1 and often equal. If n or T differs from the default, only this
+    size is run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
@@ -401,7 +401,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Correlate W with the SVM that selects the tokens selected at index `end`; add the curve, return its end."""
+        """Correlate W with the SVM of the selection at index `end`; add the curve, and return its last values."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

@@ -114,7 +114,7 @@ SAME = 1e-9  # tokens closer than this outside the cyclic subspace share a graph
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ), each split into a part outside and a part in the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ), z the last token, each split into parts outside and in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, in
     reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
@@ -163,7 +163,7 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Run all trials with cyclic or acyclic graphs.
+    """Run all trials of `next_token` with cyclic or with acyclic graphs.
 
     Return the correlations and the distances of the finite part, both (steps, trials); the steps; and each trial's
     least final weight on a label's component.

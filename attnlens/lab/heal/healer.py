@@ -201,7 +201,7 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add the gradient of `weight` · (loss + η · J² of primal layers) to the leaves (Chen et al. 2023, 3.3)."""
+        """Add to the leaves' gradients that of `weight` · (loss + η · J² of primal layers) (Chen et al. 2023, 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -235,7 +235,7 @@ class Healer(SwapSetup):
     def run_student(
         self, inputs: Mapping[str, Tensor], targets: Tensor | None, penalties: list[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the swapped model (the student); yield the loss at each compared token, and the index of its sequence.
+        """Run the swapped model (the student); yield the loss at each compared token, and the token's sequence index.
 
         The loss is KL(original ‖ swapped) in nats, 1 − cosine of the states of headless models or, for the goal `text`,
         the cross-entropy of `targets`. The J² of primal layers are added to `penalties`. The student stays in place
@@ -264,7 +264,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the distance between both outputs at each token except padding, and the index of its sequence."""
+        """Compute the distance between both outputs at each token except padding, and the token's sequence index."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)

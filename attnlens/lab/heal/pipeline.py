@@ -84,7 +84,7 @@ def heal(
     progress: Progress = silent,
     request: HealRequest,
 ) -> Report:
-    """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters; measure before and after.
+    """Replace the kernel of a model's heads, train W_Q, W_K and kernel parameters, and measure the resulting models.
 
     `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and a
     repeated call resumes from this work. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
@@ -113,7 +113,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Heal the last stage of a run and, if requested, train the control; measure both; add the stage `healed`."""
+    """Heal the last stage of a run as stage `healed`; train the control if requested; measure both models."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -218,7 +218,7 @@ def run_training(
 
 
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
-    """Return training batches, and held-out batches spread over the texts; raise TextError if there is only one."""
+    """Return training batches, and held-out batches spread over the texts; raise TextError if there is a single batch."""
     if len(batches) < 2:
         problem = (
             "Healing needs at least two batches of calibration text: one to train on, one to choose the best step."

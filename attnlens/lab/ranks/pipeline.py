@@ -204,12 +204,12 @@ class Costs:
 def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of one latent's key heads and their query heads; full rank costs as much as the original.
 
-    An m × n matrix takes 2mn operations, and a score takes 2 per entry of its key. A cached token stores the latent and
+    An m × n matrix takes 2mn operations, and a score takes 2 per entry of the key. A cached token stores the latent and
     its values. If the maps A of queries and B of keys fold into W_Q and W_K, keys need one W_K B (d_model × r) per
-    latent, and queries the cheaper of W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head); the latter
-    is cheaper if a shared latent is wider than a head. Otherwise A and B are applied in addition, so only scores and
-    cache shrink. Rank 0 needs none of these matrices. If latents compress keys before the rotation, queries are
-    unchanged, and keys are rebuilt from the latent.
+    latent of rank r, and queries the cheaper of W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head);
+    the latter is cheaper if a shared latent is wider than a head. Otherwise A and B are applied in addition, so only
+    scores and cache shrink. Rank 0 needs none of these matrices. If latents compress keys before the rotation, queries
+    are unchanged, and keys are rebuilt from the latent.
     """
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 

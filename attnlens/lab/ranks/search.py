@@ -80,8 +80,8 @@ def cut_samples(
     """Return the first `count` parts of the calibration text, leaving out windows used for evaluation.
 
     Part i has windows i, i + 3, i + 6 … of those chosen from each text. Raises TextError if a text has too few windows
-    that are not evaluated, or if a part repeats tokens of earlier parts. Raises UsageError for intervals over fewer
-    than five texts.
+    that are not evaluated, or if too much of a part also occurs in earlier parts. Raises UsageError for intervals over
+    fewer than five texts.
     """
     parts: list[Batches] = []
     for turn in range(count):

@@ -227,13 +227,13 @@ def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
-    """Compute Σ −log p of the targets in nats, ignoring targets that are NOTHING."""
+    """Compute Σ −log p of the targets in nats, ignoring targets equal to NOTHING."""
     flat = logits.flatten(0, -2).float()
     return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
 
 
 class _Generator(PreTrainedModel, GenerationMixin):
-    """Adapter with which transformers' `generate` calls the encoder and decoder of a study's model."""
+    """Adapter that lets transformers' `generate` call the encoder and decoder of a study's model."""
 
     def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
         super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]

@@ -101,7 +101,7 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
+    """Minimise the task's loss (deterministic on one CPU thread); keep the weights with the least validation loss.
 
     At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
     which a repeated call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
