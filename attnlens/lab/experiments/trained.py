@@ -183,7 +183,7 @@ def demo() -> loading.Loaded:
 
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """Return windows spread over the built-in passages, which did not train demo; fewer than `sequences` if too short."""
+    """Return windows spread over the built-in passages, which did not train demo: at most `sequences`."""
     chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 

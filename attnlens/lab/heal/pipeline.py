@@ -218,7 +218,7 @@ def run_training(
 
 
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
-    """Return training batches, and held-out batches spread over the texts; raise TextError if there is a single batch."""
+    """Return training batches, and held-out batches spread over the texts; raise TextError for a single batch."""
     if len(batches) < 2:
         problem = (
             "Healing needs at least two batches of calibration text: one to train on, one to choose the best step."
