@@ -114,7 +114,7 @@ SAME = 1e-9  # tokens closer than this outside the cyclic subspace share a graph
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ), z the last token, split into parts outside and in the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ), z the last token, cut into parts outside and in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, in
     reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
