@@ -34,9 +34,9 @@ TARGETS = {
     "elu": (40, 150),
     "random-features": (40, 150),
 }
-"""Kernel → least ratio of times and most extra memory in MB, at 8,192 tokens."""
+"""Kernel → minimum ratio of times and maximum extra memory in MB, at 8,192 tokens."""
 TOKENS_PER_SECOND = 0.85
-"""Least share of the unswapped model's tokens per second."""
+"""Minimum speed of the swapped model, as a share of the original's tokens per second."""
 
 
 def main() -> None:

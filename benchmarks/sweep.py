@@ -45,7 +45,7 @@ from attnlens.runs.progress import Interrupted
 
 QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
 SLOWEST = 60
-"""Most seconds of one command for one type."""
+"""Maximum duration of one command for one type, in seconds."""
 COLUMNS = [
     *("model_type", "class", "read", "route", "positions", "weights", "softmax_error", "rbf_error", "planted"),
     *("doctor", "swap", "seconds", "reason"),
