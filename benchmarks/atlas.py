@@ -4,8 +4,8 @@ python benchmarks/atlas.py [--reports FOLDER] [--models NAME ...] [--write] [--q
 
 `inspect` reads every model with all analyzers, the default windows and seed 0: language models on the built-in texts,
 chemistry models on the reactions of reactions.py, one per line. Reports are saved in FOLDER and reused. `--write`
-writes attnlens/report/atlas.json and the pictures of docs/atlas.md. The printed error is that of percentiles read from
-the stored quantiles, over all heads, measures and depths.
+writes attnlens/report/atlas.json and the pictures of docs/atlas.md. The printed error is that of a head's percentile if
+it is read from the stored quantiles, over all heads, measures and depths.
 """
 
 from __future__ import annotations

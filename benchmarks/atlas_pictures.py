@@ -20,7 +20,7 @@ SHOWN = (
 )
 """Measures of the first picture."""
 BY_DEPTH = ("weights.symmetry", "weights.definiteness", "tokens.entropy", "tokens.share_key", "tokens.share_distance")
-COLUMNS = 4  # of panels
+COLUMNS = 4  # panels per row
 SIDES = ((2.5, 97.5, 0.8), (25, 75, 3.6))
 """Lower and upper percentage, and the width of the line between them."""
 
@@ -103,7 +103,7 @@ def _draw_depths(models: Sequence[TrainedModel]) -> Figure:
 
 
 def _find_lowest_quantile(models: Sequence[TrainedModel], measure: str, level: float) -> float:
-    """Return the least of the models' quantiles at this level."""
+    """Return the smallest of the models' quantiles at this level."""
     distributions = [model.measures[measure]["all"] for model in models if measure in model.measures]
     return min(spread.quantiles[LEVELS.index(level)] for spread in distributions)
 

@@ -1,11 +1,11 @@
-"""Speed, accuracy and memory of the Att-SVM solvers, and of the experiments.
+"""Speed, accuracy and memory of the Att-SVM solvers, and speed of their gradient descent.
 
 python benchmarks/attsvm.py [--quick]
 
-Ours and the peer run in turn on the same problem, one thread each. Times are medians of processor time, because other
-processes disturb it less than wall time. Peers: scikit-learn's SVC on the Gram matrix, a linear program (HiGHS), cvxpy
-with SCS (benchmarks/requirements.txt; missing packages are reported), and the published training loop, one trial at a
-time. Memory is measured in a fresh process.
+Our code and its peer run in turn on the same problem, one thread each. Times are medians of processor time, because
+other processes disturb it less than wall time. Peers: scikit-learn's SVC on the Gram matrix, a linear program (HiGHS),
+cvxpy with SCS (benchmarks/requirements.txt; missing packages are reported), and the published training loop, one trial
+at a time. Memory is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def time_program(name: str, model: str, tokens: int, sequences: int) -> None:
     start = time.perf_counter()
     subjects.run_python("-m", "attnlens", "inspect", model, *sizes, OMP_NUM_THREADS="2")
     seconds = time.perf_counter() - start
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # of all children so far; this was the first
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # covers all children so far; this was the first
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
         f"  {seconds:.1f} s with imports and loading ({usage.ru_utime + usage.ru_stime:.0f} s of processor time)",
@@ -112,7 +112,7 @@ def compare_frobenius(name: str, model: str, megabytes: float, *, quick: bool) -
 
 
 def sample_problems(name: str, model: str, *, quick: bool) -> Iterator[tuple[str, Problem]]:
-    """Yield the problem of one head in each of three layers: its argmax at its 64 most decided of 128 queries."""
+    """Yield the problem of one head in each of three layers: its best tokens at the 64 most decided of 128 queries."""
     from attnlens.models import hooks, loading
 
     loaded = loading.load(model)
@@ -166,7 +166,7 @@ def solve_alone(model: str) -> int:
 
 
 def draw_problem(n: int, tokens: int, d: int, seed: int = 0) -> Problem:
-    """Draw the problem of what a random form selects among random tokens."""
+    """Build the selection problem of a random form on random tokens and queries."""
     import torch
 
     from attnlens.maths.attsvm import selection
@@ -241,7 +241,7 @@ def compare_nuclear(sizes: tuple[tuple[int, int, int], ...], rounds: int) -> Non
 
 
 def solve_scs(problem: Problem) -> float:
-    """Return ‖W‖_* after scaling W to its least margin."""
+    """Solve the problem with SCS; return ‖W‖_* after scaling W to a least margin of 1."""
     import cvxpy
     import numpy as np
 

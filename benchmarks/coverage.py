@@ -4,8 +4,9 @@ python benchmarks/coverage.py [--quick] [--model demo] [--text FILE ...] [--samp
 
 Each text is read once, and all of its windows are the population, whose means the intervals estimate. Samples of 32
 windows are then drawn as `--placement first` (starting at a random window), `spread` and `random` draw them. Each row
-is the share of samples whose interval contains the population's value. Without --text, the built-in texts are used; 32
-windows are a quarter of theirs, so their intervals are too wide.
+is the share of samples whose interval contains the population's value or, for sweeps without effects, the share that
+name a head. Without --text, the built-in texts are used; 32 windows are a quarter of each, so the intervals, which
+assume a far longer text, are too wide.
 """
 
 from __future__ import annotations
@@ -125,21 +126,21 @@ def draw_windows(count: int, place: str, seed: int) -> list[int]:
 
 
 def cover_means(values: Tensor, numbers: Sequence[int]) -> float:
-    """Return the share of heads whose interval contains the mean."""
+    """Return the share of heads whose interval contains the population's mean."""
     sample = values[numbers]
     reach = float(stats.t.ppf(0.975, SAMPLE - 1)) * standard_error(sample, Design.plain(SAMPLE))
     return float(((sample.mean(0) - values.mean(0)).abs() <= reach).double().mean())
 
 
 def cover_medians(values: Tensor, numbers: Sequence[int], seed: int) -> float:
-    """Return 1 if the interval of the median over heads contains it, else 0."""
+    """Return 1 if the interval of the median over heads contains the population's median, else 0."""
     (error,) = median_error(values[numbers], Design.plain(SAMPLE), [range(values.shape[1])], draws=200, seed=seed)
     _, low, high = student_interval(float(values[numbers].mean(0).quantile(0.5)), error, SAMPLE - 1)
     return float(low <= float(values.mean(0).quantile(0.5)) <= high)
 
 
 def cover_difference(losses: tuple[Tensor, Tensor], numbers: Sequence[int], seed: int) -> float:
-    """Return 1 if the interval of the difference contains it, else 0."""
+    """Return 1 if the interval of the difference contains the population's difference, else 0."""
     before, after = losses
     difference = paired_difference(before[numbers], after[numbers], draws=400, seed=seed)
     return float(difference.low <= float((after - before).mean()) <= difference.high)

@@ -1,15 +1,16 @@
-"""Causes that `compare` names: planted damage in models of 14 layouts, and pairs of models with unrelated changes.
+"""Test the causes that `compare` names, on planted damage in models of 14 layouts and on unrelated changes.
 
 python benchmarks/diagnosis.py [--quick] [--models demo,t5] [--damage REGEX] [--pairs 240] [--first 0]
     [--json benchmarks/results/diagnosis.json]
 
 Each damage (tests/support/planted_causes.py) is planted in one layer. The layers of a copy are damaged at once, each in
-another way, and each is judged by itself. A damage is named (✓) if the diagnosis of its layer has its hypotheses and no
-other; ✗ if not, – if the model can't have it. The models are trained (demo, MiniLM, 4 layers of SmolLM2), or tiny and
-random.
+a different way, and each is judged separately. ✓: the diagnosis of the layer names the hypotheses of its damage and no
+others; ✗: it does not; –: the model can't have this damage. The models are trained (demo, MiniLM, 4 layers of SmolLM2),
+or tiny and random.
 
 Each pair is a model of two layers and a copy with a change that no hypothesis describes: every cause that is named is
-false. The bound is that of Clopper and Pearson.
+false. The bound on their share is the upper end of Clopper and Pearson's 95 % interval.
+
 --json adds the rows to those in the file, so that both can be run in parts.
 """
 
@@ -210,7 +211,7 @@ def is_changed(first: Any, second: Any, place: int | None) -> bool:
 def select(
     causes: Sequence[DiagnosedCause], model: Any, inspection: Inspection, place: int | None
 ) -> list[DiagnosedCause]:
-    """Return the causes in a layer, or all."""
+    """Return the causes in a layer, or all causes if `place` is None."""
     if place is None:
         return [*causes]
     block = find_layers(model)[place].block
@@ -220,7 +221,7 @@ def select(
 
 
 def judge(damage: Damage, causes: Sequence[DiagnosedCause]) -> str:
-    """Return ✓ if all expected causes are named and no other, else the causes."""
+    """Return ✓ if all expected causes and no others are named, else the named causes."""
     shown = [f"{each.hypothesis}{' (harmless)' * each.harmless}" for each in causes]
     expected = damage.expected.split(" & ")
     complete = all(any(re.search(pattern, each) for each in shown) for pattern in expected)

@@ -3,10 +3,10 @@
 python benchmarks/files.py [--quick] [--layers 12] [--peer PYTHON] [--of 8b|mla|jobs|peer ...]
 
 The checkpoint has the shape of an 8 B model (32 query and 8 key heads of 128, d_model 4096, bfloat16); only its queries
-and keys are on disk. The time of a layer is the difference between two whole processes, of many layers and of two. The
-floor is measured in between: plain reads of the same bytes, and the Gram and core products that all spectra need.
-`bare` adds the other products and decompositions of the measures as single torch calls. `mla` is a layer of latent
-attention of Kimi-K2's shape. --peer is a Python that has TransformerLens.
+and keys are on disk. The time per layer comes from the difference between two whole processes, with many layers and
+with two. The floor is measured between these: plain reads of the same bytes, and the Gram and core products that all
+spectra need. `bare` adds the other products and decompositions of the measures as single torch calls. `mla` is a layer
+of latent attention of Kimi-K2's shape. --peer is a Python that has TransformerLens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ for query, key in zip(model.W_Q, model.W_K):
 
 
 class Usage(NamedTuple):
-    """What a process used."""
+    """Time and memory that a process used."""
 
     wall: float
     """Seconds."""
@@ -253,7 +253,7 @@ def compare_with_peer(folder: Path, name: str, shape: tuple[int, int, int], pyth
 
 
 def measure_process(arguments: list[str], *, python: str = sys.executable, threads: int | None = None) -> Usage:
-    """Measure a Python process; of the processes that it starts only the wall time counts."""
+    """Measure a Python process; its processor time includes that of the processes for which it waits."""
     variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     child = subprocess.Popen(  # noqa: S603  # our own program

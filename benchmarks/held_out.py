@@ -1,4 +1,4 @@
-"""Measure how often a plan's promise holds on pieces of texts, of calibrated and of other kinds."""
+"""Measure how often a plan's promise holds on pieces of new texts, of the calibrated kind or of other kinds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnlens.records import Rise, Site
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive windows of one text, and the effect of the plan on them."""
+    """Windows spread over one stretch of a text, and the effect of the plan on them."""
 
     kind: str
     text: str

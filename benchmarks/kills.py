@@ -1,4 +1,4 @@
-"""Kill commands at random moments: outputs are the old ones or the new ones, and resumed runs report the same numbers.
+"""Kill commands at random moments; check that no output is partial and that resumed runs report the same numbers.
 
 python benchmarks/kills.py [--quick] [--only COMMAND ...] [--moments N] [--seed N]
 """

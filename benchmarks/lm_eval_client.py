@@ -1,11 +1,11 @@
-"""Check that lm-eval's log-likelihoods of a saved swap are those of attnlens itself.
+"""Check that lm-eval's log-likelihoods of a saved swap equal those that attnlens computes.
 
 python benchmarks/lm_eval_client.py [--quick] [--kernel SPELLING] [--json FILE]
 
 `demo` is swapped and saved, loaded by `attnlens.load_swapped`, and passed to lm-eval's HFLM, which scores the choices
-of a local multiple-choice task, one by one and in padded batches. Ours are computed independently: one forward pass per
-choice of the original model under `attnlens.replaced`, then log-softmax and its sum in float64. As a control, HFLM also
-scores the original model. Needs lm-eval (requirements.txt); nothing is downloaded.
+of a local multiple-choice task, one by one and in padded batches. Ours are computed independently: one forward pass of
+the original model per choice, under `attnlens.replaced`, then log-softmax and its sum in float64. As a control, HFLM
+also scores the original model. Needs lm-eval (requirements.txt); nothing is downloaded.
 """
 
 from __future__ import annotations

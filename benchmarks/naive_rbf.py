@@ -1,4 +1,4 @@
-"""RBF attention written out in float64, in the place of a model's own, against what `hooks.replace` gives."""
+"""Compare a model's outputs under `hooks.replace` with those under RBF attention written out in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDING = 1e-5
 
 
 def attention(call: Call, gamma: float) -> Tensor:
-    """softmax(−γ·scale·‖q − k‖² + bias, over the keys allowed) v."""
+    """Compute softmax(−γ·scale·‖q − k‖² + bias) v over the visible keys."""
     heads, visible = call.query.shape[1], call.visible()
     query, key, value = (
         part.double().repeat_interleave(heads // part.shape[1], 1) for part in (call.query, call.key, call.value)
@@ -33,9 +33,9 @@ def attention(call: Call, gamma: float) -> Tensor:
 
 
 def difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float:
-    """‖naive − replaced‖ / ‖naive‖ of the model's outputs, all sites with the RBF kernel.
+    """Compute ‖naive − replaced‖ / ‖naive‖ of the model's outputs with the RBF kernel at all sites.
 
-    It is that of float64 if a choice inside the model (a detector's best boxes) amplifies rounding.
+    If it exceeds ROUNDING, the model runs again in float64: a choice (a detector's best boxes) can amplify rounding.
     """
     error = _difference(model, inputs, gamma)
     if error <= ROUNDING:
@@ -58,7 +58,7 @@ def _difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float
 
 
 def _distance(naive: Tensor, ours: Tensor) -> float:
-    """‖naive − ours‖ / ‖naive‖ over the logits that the model doesn't set to the lowest number."""
+    """Compute ‖naive − ours‖ / ‖naive‖ over the logits that the model doesn't set to the lowest number."""
     finite = naive != torch.finfo(naive.dtype).min
     change, size = (naive - ours)[finite].double().norm(), naive[finite].double().norm()
     return float(change / size.clamp_min(torch.finfo(torch.float64).tiny))

@@ -2,10 +2,10 @@
 
 python benchmarks/page.py [--quick] [--runs N]
 
-Reports of random numbers, 12 × 12 and 80 × 64 heads with 20 measures and two curves of 128 steps, and the attention of
-one head on 512 tokens. "interactive" is domContentLoadedEventEnd of the navigation, when the script has run; the other
-rows are the time from a choice to the next frame. Chromium is headless, the file is local. Without Chromium and
-Selenium only the sizes are measured.
+The reports contain random numbers: 12 × 12 or 80 × 64 heads with 20 measures and two curves of 128 steps, and the
+attention of one head on 512 tokens. "interactive" is domContentLoadedEventEnd of the navigation, when the script has
+run; the other rows are the time from a choice to the next frame. Chromium is headless, and the file is local. Without
+Chromium and Selenium only the sizes are measured.
 """
 
 from __future__ import annotations

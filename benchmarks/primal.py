@@ -2,11 +2,11 @@
 
 python benchmarks/primal.py [--quick] [--device cuda]
 
-Forward and backward of one layer's attention from queries and keys (and values) to the output: 8 heads of 64
-dimensions, 30 scores as in the published code, causal, float32, run in turn; on one thread, or on a GPU. Times are
-medians, and the GPU is synchronized. Memory is by how much a pass raises the peak of a fresh process, or of the GPU's
-allocator. Slopes are those of log time and log memory on log tokens, by least squares. Without a GPU `--device cuda`
-exits with 2.
+A pass runs one layer's attention forward and backward, from queries and keys (and values) to the output: 8 heads of 64
+dimensions, 30 scores as in the published code, causal, float32, on one thread or on a GPU. The passes run in turn.
+Times are medians, and the GPU is synchronized. Memory is the amount by which a pass raises the peak of a fresh process,
+or of the GPU's allocator. Slopes are those of log time and log memory on log tokens, by least squares. Without a GPU
+`--device cuda` exits with 2.
 """
 
 from __future__ import annotations

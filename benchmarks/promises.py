@@ -4,11 +4,12 @@ python benchmarks/promises.py [TEXT ...] [--quick] [--json FILE]
 python benchmarks/promises.py [TEXT ...] --held-out KIND=FILE ... [--model MODEL] [--json FILE]
 
 Each placement (seed) uses other windows of a text for fitting, choosing and promising. The truth is the plan's rise on
-all windows of that text that neither fitted nor chose it. Three schemes are compared: that of attnlens; the same plans
-with the estimate from the windows that chose them instead of the promise; and that of attnlens 0.1, which fitted on the
-first half of consecutive windows, chose on the second half by one half-width of the interval, and promised from the
-second half. Without a TEXT, the parts of the built-in sample are the texts. A 95 % interval should hold in 95 % of
-placements, and its upper end in 97.5 %; each share has its exact interval (Clopper & Pearson 1934).
+all windows of that text except those used to fit and choose it. Three schemes are compared: that of attnlens; the same
+plans with the estimate on the windows used to choose them as the promise; and that of attnlens 0.1, which fitted on the
+first half of consecutive windows, chose on the second half with a margin of one half-width of the interval, and
+promised from the second half. Without a TEXT, the parts of the built-in sample are the texts. A 95 % interval should
+hold in 95 % of placements, and its upper end in 97.5 %; each share is printed with its exact interval (Clopper &
+Pearson 1934).
 
 With --held-out one plan is made from all TEXTs and measured on four pieces of each FILE, none of which it read: how
 often does the rise of a piece exceed the promise, by kind of text (held_out.py)?
@@ -55,7 +56,7 @@ class Outcome:
     seed: int
     mean_rank: float
     truth: float
-    """Rise on all windows that neither fitted nor chose the plan."""
+    """Rise on all windows except those used to fit and choose the plan."""
     share: float
     """Promised rise."""
     low: float
@@ -207,7 +208,7 @@ def cut_spread(population: Population, seed: int) -> tuple[Sample, Sample, Sampl
 
 
 def cut_consecutive(population: Population, seed: int) -> tuple[Sample, Sample]:
-    """Cut as many consecutive windows, from anywhere in the text, into a first and a second half."""
+    """Cut consecutive windows, from a random place in the text, into a first and a second half."""
     cut, text = replace(population.cut, placement="first"), population.content.text
     share = min(1.0, 1.1 * cut.sequences / population.design.count)
     start = Random(seed).randrange(max(1, int(len(text) * (1 - share))))  # noqa: S311  # no secret

@@ -1,7 +1,7 @@
 """Published methods that cache fewer numbers of each key, each implemented from its paper in a few lines.
 
-All of them are linear maps of keys, k̂ = k B Aᵀ (plus the bias). Each is therefore a `Latents` and measured as ours is.
-In a truncated SVD of a matrix of keys, K ≈ K V_r V_rᵀ, V are the leading eigenvectors of KᵀK.
+All of them are linear maps of keys, k̂ = k B Aᵀ (plus the bias). Each is therefore represented by `Latents`, and
+measured like ours. In a truncated SVD of a matrix of keys, K ≈ K V_r V_rᵀ, V are the leading eigenvectors of KᵀK.
 """
 
 from __future__ import annotations

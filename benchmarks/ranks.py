@@ -1,12 +1,12 @@
-"""Compare ours with published methods that cache fewer numbers of each key, by perplexity on the same windows.
+"""Compare our latents with published methods that cache fewer numbers of each key, by perplexity on the same windows.
 
 python benchmarks/ranks.py [--quick] [--models NAME ...] [--other FILE] [--json FILE]
 
-All are fitted on the same calibration windows and measured on other windows of the same texts and, with --other, on a
-text of another kind. "kept" is the share of a key's numbers that is cached per token, equal in all heads and layers. A
-rise is that of perplexity, with its 95 % interval over pairs of windows. The form marked `chosen` is ours with the
-least rise at half of the numbers on further calibration windows, each text under maps fitted to the others, as
-`--budget` chooses. Peers: rank_peers.py.
+All methods are fitted to the same calibration windows, and measured on other windows of the same texts and, with
+--other, on a text of another kind. "kept" is the share of a key's numbers that is cached per token, equal in all heads
+and layers. A rise is that of perplexity, with its 95 % interval over pairs of windows. The form marked `chosen` is our
+form with the least rise, at half of the numbers, on further calibration windows; each text is measured with maps fitted
+to the others, as in `--budget`. Peers: rank_peers.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Subject:
         return Sample(batches, Design.of(batches.parts, "windows"))
 
     def evaluate(self, name: str, batches: texts.Batches) -> Evaluated:
-        """Add the loss of the unchanged model."""
+        """Measure the losses of the unchanged model on these windows."""
         fed, sample = feed(self.loaded, batches, TASK, 0), self.sample(batches)
         return Evaluated(
             name, fed, list(dict.fromkeys(batches.parts)), measure_losses(self.loaded, fed, TASK, sample.design)
@@ -118,7 +118,7 @@ class Subject:
         return peers | ours
 
     def find_chosen(self) -> str:
-        """Return the form of least rise at half of the numbers, on windows that neither fit nor evaluate."""
+        """Return the form of least rise at half of the numbers, on windows used neither to fit nor to evaluate."""
         trial = Trial.of(self.search, self.choosing)
         rises: dict[str, float] = {}
 

@@ -1,12 +1,12 @@
-"""Coverage of the test for rounding in `compare`: fewer draws on fewer windows against five on two windows per model.
+"""Coverage of the test for rounding in `compare`, for several numbers of draws per model and of windows.
 
 python benchmarks/rounding.py [--quick] [--model demo] [--draws 48] [--json FILE]
 
 The weights of one model are rounded at random many times. The difference between two roundings is a change that
-rounding explains. Each row is the share of such changes, over all heads and repetitions, whose p-value is below 5 %
-and 0.1 %, with the p-values computed from other draws as `compare` computes them. A share at most as large as its
-level holds. The last columns are the median smallest change detected at 0.1 %, as a multiple of that of ten draws,
-and the processor time of a comparison's draws. In bfloat16, the weights are rounded to it first.
+rounding explains. Each row is the share of such changes, over all heads and repetitions, whose p-value is below 5 % and
+0.1 %, with the p-values computed from other draws as `compare` computes them. The test holds if a share is at most its
+level. The last columns are the median smallest change detected at 0.1 %, as a multiple of that in the first row, and
+the processor time of a comparison's draws. In bfloat16, the weights are rounded to it first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_model(name: str, dtype: str, windows: int) -> ComparedModel:
 
 
 def draw(side: ComparedModel, windows: int, draws: int) -> dict[str, Tensor]:
-    """Sample how rounding changes each measure: the same draws of the weights whatever the number of windows."""
+    """Sample how rounding changes each measure; the draws of the weights do not depend on the number of windows."""
     cut = replace(side.cut, sequences=windows)
     blocks = hooks.blocks(side.loaded.model, side.batches[0].inputs)
     tables = draw_tokens(side, cut, blocks, draws, torch.Generator().manual_seed(0), lambda _: None)
@@ -97,7 +97,7 @@ def measure_coverage(
         first, second, pair = order[:number], order[number : 2 * number], order[2 * number :]
         for name, values in truth.items():
             squared = name in (ROWS, OWN_ROWS)
-            # a divergence has no sign: that of one rounding from the weights before it
+            # a divergence has no sign: take that between one rounding and the original weights
             delta = values[pair[0]] if squared else values[pair[0]] - values[pair[1]]
             rounding = combine_rounding(drawn[name][first], drawn[name][second], squared=squared)
             test = significance.ChangeTest(delta, rounding_p_values(delta, rounding), rounding=rounding)

@@ -2,7 +2,7 @@
 
 python benchmarks/spectra.py [--quick]
 
-Ours and the peer run in turn on the same tensors, one thread each unless stated; medians are printed. The peer for
+Our code and its peer run in turn on the same tensors, one thread each unless stated; medians are printed. The peer for
 weights is TransformerLens's FactoredMatrix if it is installed (benchmarks/requirements.txt), else its algorithm written
 out below; the peer is printed. The peer for definiteness is torch.linalg.eigvalsh.
 """
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def compare_weights(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
-    """Compare all spectra of M, and the symmetric part's eigenvalues with them."""
+    """Compare all spectra of M, with and without the symmetric part's eigenvalues."""
     print(f"\nspectra of W_Q W_Kᵀ: {heads} heads, d_model {d_model}, head_dim {head_dim}")
     query, key = (draw_random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
     exact = torch.linalg.svdvals(query[:4] @ key[:4].mT)[:, :head_dim]
@@ -84,13 +84,13 @@ def compare_weights(heads: int, d_model: int, head_dim: int, rounds: int) -> Non
 
 
 def compute_spectra(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """Compute ours: singular values, positivity (from the eigenvalues), symmetry."""
+    """Compute our values: singular values, positivity (from the eigenvalues), symmetry."""
     form = linalg.Form(build_query_key(query, key))
     return form.singular_values, form.positivity, linalg.symmetry(form)
 
 
 def compute_with_symmetric(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """Compute ours with the eigenvalues of the symmetric part."""
+    """Compute our values and the eigenvalues of the symmetric part."""
     form = linalg.Form(build_query_key(query, key))
     return form.singular_values, form.positivity, linalg.symmetry(form), form.symmetric_eigenvalues
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PARTS = {"skew": ("skew",), "negative": ("negative",), "both": ("skew", "negative")}
-"""Name → deleted shares."""
+"""Name → shares of log k that are deleted."""
 MASKED_LOSS = ", masked loss"
 CAPTION = (
     "Each point is a head, dark in the first layer, yellow in the last. Harm: 1 − cosine of the last hidden "
@@ -40,7 +40,7 @@ CAPTION = (
     "share weights: over their heads) and over layers."
 )
 KERNELS = {"skew": "skewless", "negative": "negativeless", "both": "mercer"}
-"""Name → the kernel that lacks them."""
+"""Name → kernel without these shares."""
 
 
 def main() -> None:

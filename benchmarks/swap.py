@@ -2,9 +2,9 @@
 
 python benchmarks/swap.py [--quick]
 
-Ours and a dense computation of the same kernel run in turn on the same tensors (8 heads of 64 dimensions, causal,
-float32), one thread each; medians are printed. Memory is the growth of a fresh process's peak, including the output.
-The last rows compare a whole model with the RBF kernel in all heads with the unchanged model.
+Our attention and a dense computation of the same kernel run in turn on the same tensors (8 heads of 64 dimensions,
+causal, float32), one thread each; medians are printed. Memory is the growth of a fresh process's peak, including the
+output. The last rows compare a whole model with the RBF kernel in all heads with the unchanged model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TARGETS = {
     "elu": (40, 150),
     "random-features": (40, 150),
 }
-"""Kernel → least ratio of times and most extra memory in MB, at 8,192 tokens."""
+"""Kernel → minimum ratio of times and maximum extra memory in MB, at 8,192 tokens."""
 TOKENS_PER_SECOND = 0.85
-"""Least share of the unswapped model's tokens per second."""
+"""Minimum speed of the swapped model, as a share of the original's tokens per second."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Build every model type of transformers tiny and run it: which are supported, which are refused and why, which crash.
+"""Build a tiny model of each model type of transformers, and run it: is it supported, refused (why?), or does it crash?
 
 python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FILE]
 
@@ -45,7 +45,7 @@ from attnlens.runs.progress import Interrupted
 
 QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
 SLOWEST = 60
-"""Most seconds of one command for one type."""
+"""Maximum duration of one command for one type, in seconds."""
 COLUMNS = [
     *("model_type", "class", "read", "route", "positions", "weights", "softmax_error", "rbf_error", "planted"),
     *("doctor", "swap", "seconds", "reason"),
@@ -220,7 +220,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def print_changes(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Print the differences to an earlier table, type by type."""
+    """Print the differences from an earlier table, type by type."""
     before = {row["model_type"]: row for row in read_table(path)}
     for row in rows:
         old = before.get(row["model_type"], {})

@@ -1,9 +1,9 @@
-"""Print where the time of a command goes, stage by stage, beside the least that any program would need.
+"""Print the time of each stage of `attnlens inspect`, and the least time that any program would need.
 
 python benchmarks/where.py [MODEL] [--windows N]
 
 The floor is the import of torch and transformers, loading the model, and one plain forward pass over as many windows.
-Every figure is from one process after the other on this machine; run it on an idle machine.
+All stages are timed one after another; run the script on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 BATCH = 8  # Windows per forward pass, as in attnlens
-STAGES = {  # Stage → functions whose cumulative time it is
+STAGES = {  # stage → functions whose cumulative times are added
     "survey": ("survey_model",),
     "checks": ("prove_identity", "refuse_unsteady", "require_identity"),
     "nulls": ("gaussian_null", "null_of_median"),

@@ -43,7 +43,7 @@ class Lens:
         if isinstance(model, str | os.PathLike):
             model = loading.load(model, **load_options)
         self.loaded = require_model(model, tokenizer)
-        self._report: Report | None = None  # of the last plain inspect, which `heads`, `plot` and notebooks show
+        self._report: Report | None = None  # the report returned by `report`; None before the first call
 
     def inspect(self, **options: object) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""
@@ -54,12 +54,12 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect()` without options or, if all calls had options, of the first call."""
+        """Report of the last `inspect()` without options or, if there was none, of the first call (made if needed)."""
         return self.inspect() if self._report is None else self._report
 
     @property
     def heads(self) -> pandas.DataFrame:
-        """Table of `report` with one row per head. Raise UsageError if pandas is not installed."""
+        """Table of `report` with one row per head. Raises UsageError if pandas is not installed."""
         return self.report.to_dataframe()
 
     def plot(self) -> Figure:
@@ -75,11 +75,11 @@ class Lens:
         return compare(self.loaded, other.loaded if isinstance(other, Lens) else other, **options)
 
     def ranks(self, budget: str = "loss:1%", **options: object) -> Report:
-        """Find the smallest ranks of the keys within a budget; `options` are those of `attnlens.find_ranks`."""
+        """Find the smallest rank of each key head within a budget; `options` are those of `attnlens.find_ranks`."""
         return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
-        """Capture queries and keys on a text, or on a batch of the model's inputs, as `attnlens.capture` does."""
+        """Capture the queries and keys of a text, or of a batch of the model's inputs, as `attnlens.capture` does."""
         if not isinstance(text, str):
             return capture(self.loaded, text)
         if self.loaded.tokenizer is None:

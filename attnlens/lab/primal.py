@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
 NAME = "attnlens_primal"  # name under which the attention of the models built here is registered with transformers
-ONLY_BY = "attnlens.lab.primal.build"  # unknown name saved in config.json, so that `from_pretrained` refuses the folder
+ONLY_BY = "attnlens.lab.primal.build"  # name unknown to transformers, so that `from_pretrained` refuses a saved folder
 
 
 def build(
@@ -52,15 +52,16 @@ def build(
 
     From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
     in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which reads
-    the queries and keys after rotation; the values have no effect.
+    the queries and keys after their rotation, if any; the values have no effect.
 
     `model.config.attnlens_primal` lists the primal layers. transformers' `from_pretrained` refuses a saved folder; call
     `build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then `safetensors.torch.load_model`.
 
-    Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s; a warning is
-    given if head_dim or `samples` limits the rank of the scores. In encoders, F consists of `samples` rows of the
-    module's input; with `samples=0`, F = I. Raises ModelError for cross-attention, a bias on the scores (T5's
-    positions), layers called more than once, and models that cannot be hooked; UsageError for invalid arguments.
+    In training, minimise loss + eta * primal.regulariser(model). The model has no key-value cache. `scores` is s, the
+    number of e-scores per head; a warning is given if head_dim or `samples` limits the rank of the scores. In encoders,
+    the matrix F of PrimalHeads consists of `samples` rows of the module's input; with `samples=0`, F = I. Raises
+    ModelError for cross-attention, a bias on the scores (T5's positions), layers called more than once, and models that
+    cannot be hooked; UsageError for invalid arguments.
     """
     from attnlens.models import hooks, loading, texts
     from attnlens.runs.feeding import evaluation_mode
@@ -122,7 +123,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if layer.site.part == "cross":
         problem = "is cross-attention: e- and r-scores would belong to different tokens"
     elif layer.call.bias is not None:
-        problem = "adds a position bias to its scores (as in T5), but primal attention has no scores"
+        problem = "adds a position bias to its scores (as in T5), but primal attention computes no scores of pairs"
     elif layer.site.repeated:
         problem = "is called more than once per forward pass"
     if problem:
@@ -144,7 +145,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Compute a module's output (batch, queries, heads, value_dim) by its primal heads or, if none, its own kernel."""
+    """Compute a module's output (batch, queries, heads, value_dim), with its own kernel if it has no primal heads."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

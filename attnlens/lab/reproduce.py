@@ -58,17 +58,17 @@ def reproduce(
     """Rerun the papers' small experiments (`claims`), or retrain the models of one of their tables or of `all` tables.
 
     `claims` compares each experiment with its published value; the verdict is the experiment's `passed`. `quick` runs
-    fewer trials with wider tolerances, and trains no model. Of the options, `claims` uses only the seed.
+    fewer trials with wider tolerances, and trains no transformer. Of the options, `claims` uses only the seed.
 
-    All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
-    validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
-    same seeds (moderated paired t, Holm), and their order is compared with the published one (Kendall's τ). A repeated
-    call resumes from the runs stored in the folder `work`.
+    All cells of a task have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
+    validation loss in shorter runs. The test set is read once, at the end of each run. Cells are compared over the same
+    seeds (moderated paired t, Holm), and their order is compared with the published one (Kendall's τ). A repeated call
+    resumes from the runs stored in the folder `work`.
 
-    `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
-    task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
-    Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be written, and
-    Interrupted with the finished experiments.
+    Language models are trained on the `text` files (default: the King James text), translators on `pairs` (default: a
+    built-in reversal task), classifiers on `series` and `labelled`. At scale `paper`, the defaults are WikiText-103 and
+    IWSLT'14. Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be
+    written, and Interrupted with the finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
@@ -86,11 +86,11 @@ def reproduce(
 def converge_synthetic(
     experiments: str | Sequence[str] = (), *, quick: bool = False, progress: Progress = silent, request: SizesRequest
 ) -> Report:
-    """Run the experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)); compare with published values.
+    """Run experiments of Tarzanagh et al. 2023 and Li et al. 2024 on one-layer attention f(X, z) = h(Xᵀ softmax(XWz)).
 
-    `experiments` are names (default: all). An experiment gets a verdict only with its default options; the seed can
-    differ, and the number of trials must be at least that of `reproduce claims --quick`. Raises UsageError for invalid
-    values, Interrupted with the finished experiments.
+    `experiments` are names (default: all). An experiment is compared with published values if only the seed or the
+    number of trials differs from the defaults, and there are at least as many trials as in `reproduce claims --quick`.
+    Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
     rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
@@ -100,7 +100,7 @@ def converge_synthetic(
 def run_rows(
     command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int, progress: Progress = silent
 ) -> Report:
-    """Run and time experiments one by one, and report the results; on Ctrl-C, raise Interrupted with those finished."""
+    """Run and time experiments one by one, and report the results; on Ctrl-C, raise Interrupted with the report."""
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
@@ -145,12 +145,13 @@ def converge_head(
     progress: Progress = silent,
     request: Feeding,
 ) -> Report:
-    """Run normalised gradient descent on one head's selection problem: selected tokens score 1, all others score 0.
+    """Train attention by normalised gradient descent to select the tokens that one head of a model selects.
 
     `head` is (layer, head), or `3.7`. The first experiment trains from zero and from the head's own M, with steps of
-    length lr · ‖W_mm‖; it reports the correlation with the SVM that selects the same tokens, the share of selections
-    kept, and ‖W‖/‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens. Raises ModelError,
-    TextError, and UsageError for invalid options and for a head whose problem has no solution.
+    length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM that selects the same tokens. It reports the
+    correlation of W with W_mm, the share of queries that keep their selection, and ‖W‖/‖W_mm‖. The second multiplies
+    the head's logits by c, and measures how fast the softmax approaches hard selection. Raises ModelError, TextError,
+    and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
@@ -202,14 +203,14 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
 
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
-SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random start; at 0, K and Q have no gradient
+SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random initial K and Q; at 0, they have no gradient
 NORM = "‖W‖ / ‖W of the SVM‖"  # display name of the norm
 
 
 def train_head(
     nearness: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent
 ) -> Experiment:
-    """Descend from zero (K and Q: from small random factors) and from the head's M; compare with the SVM's W_mm.
+    """Run gradient descent from zero (K, Q: small random factors) and from the head's M; compare with the SVM W_mm.
 
     W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are.
     """
@@ -261,11 +262,11 @@ def train_head(
 def measure_hardening(
     nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]
 ) -> Experiment:
-    """Compute −log p_max of the posed queries as a function of c: KL(one-hot of the largest ‖ softmax(c · logits)).
+    """Compute −log p_max of each query as a function of c, which is KL(one-hot of the largest ‖ softmax(c · logits)).
 
-    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. The SVM
-    that selects the same tokens is scaled to the head's norm ‖ΠM‖. It has no softcap and no sink, because it defines
-    only differences of scores.
+    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. A second
+    curve is that of the SVM that selects the same tokens, scaled to the head's norm ‖ΠM‖. It has no softcap and no
+    sink, because an SVM defines only differences of scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
@@ -291,7 +292,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q) by name: zero or small, and the head's M, projected to the problem's span (ΠM)."""
+    """Return two initial W or (K, Q) by name: zero (K, Q: small), and the head's M projected to the span (ΠM)."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:
@@ -308,7 +309,7 @@ def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> d
 
 
 def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
-    """Compute log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
+    """Compute log p_max/(1 − p_max) of every query of the problem under softmax(c · logits), for each c in FACTORS."""
     columns = []
     for query, (number, position, _) in zip(nearness.posed.problem.queries, nearness.chosen.rows, strict=True):
         scene, odds = scenes[number], []
@@ -322,7 +323,7 @@ def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) ->
 
 
 def _svm_odds(nearness: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
-    """Compute log p_max/(1 − p_max) for the SVM, whose scores are differences to the selected token's score."""
+    """Compute log p_max/(1 − p_max) for the SVM, whose scores are relative to the score of the selected token."""
     problem = nearness.posed.problem
     best = problem.form(nearness.solution.multipliers)
     gaps = problem.scores(best) * (nearness.norm / float(best.norm()))
@@ -350,7 +351,7 @@ ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to
 
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
-    """Run and judge all small experiments of the papers; raise Interrupted with the finished experiments."""
+    """Run all small experiments of the papers; on Ctrl-C, raise Interrupted with a report of the finished ones."""
     report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH, progress)
     left_out = [Skipped(site="decay by training", reason="training takes longer than quick allows")] if quick else []
     return report.model_copy(update={"coverage": report.coverage.model_copy(update={"skipped": left_out})})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (2, 4, 8, 16, 32)  # m, number of features: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
 HIDDEN = 48  # width of a network's two tanh hidden layers; the output layer has m features
-LENGTH = 0.7  # ℓ of the planted kernel
+LENGTH = 0.7  # length scale ℓ of the planted kernel
 TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° the symmetric part is least definite
 uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
@@ -40,7 +40,7 @@ QUICK = (8, 16, 32, 64), 300
 
 @dataclass(frozen=True)
 class Fits:
-    """Data for the fit of every trial and width: known pairs, initial weights and held-out pairs."""
+    """Data to fit the networks of every trial and width: known pairs, initial weights and held-out pairs."""
 
     initial: list[Tensor]  # initial weights of each layer of both networks, (trials, 2, widths, in, out)
     widths: tuple[int, ...]  # number of features m of each fit
@@ -50,7 +50,7 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for `steps` steps, and return ‖K̂ − K‖/‖K‖ on the held-out pairs.
+        """Train for `steps` steps, and return the error ‖K̂ − K‖/‖K‖ of the learned kernel K̂ on the held-out pairs.
 
         Each domain has its own network or, if `shared`, both domains use the same one.
         """
@@ -61,9 +61,9 @@ class Fits:
 
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m and by number of points, for two networks and for one.
+    """Measure the held-out error of two networks, κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩, by width m and by number of points.
 
-    The control uses one network for both domains.
+    The control, by width only, uses one network for both domains.
     """
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
@@ -160,13 +160,16 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
 
 
 def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Float[Tensor, "*batch ranks"]:
-    """Compute √(Σ_{l>m} σ_l²)/‖K‖ for every rank m (Eckart & Young 1936)."""
+    """Compute the least relative error √(Σ_{l>m} σ_l²)/‖K‖ of a matrix of rank m, for each m (Eckart & Young 1936)."""
     values = torch.linalg.svdvals(matrix)
     return torch.stack([values[..., m:].norm(dim=-1) / values.norm(dim=-1) for m in ranks], -1)
 
 
 def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
-    """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1)."""
+    """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1).
+
+    A is the antisymmetric part of K, and μ are the eigenvalues of its symmetric part.
+    """
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
     squares = skew.square().sum((-2, -1)) + negative.square().sum(-1)
@@ -175,7 +178,7 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
 
 
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
-    """Draw the matrix of a rotation by an angle that is uniform in TURN."""
+    """Draw a rotation matrix; the angle is uniform in TURN."""
     low, high = (math.radians(degrees) for degrees in TURN)
     angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()

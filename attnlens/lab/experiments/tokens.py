@@ -39,10 +39,10 @@ class ExperimentSettings:
     m: int | None = None  # columns of K and Q; None: d
     lr: float = 0.1  # length of a step
     loss: Loss = "logistic"  # loss as a function of Y·f
-    head: Literal["linear", "relu"] = "linear"  # vᵀa, or 1ᵀrelu(Va)
-    parameterisation: Literal["both", "W", "KQ"] = "both"  # parameterisation that is trained
+    head: Literal["linear", "relu"] = "linear"  # h(a): vᵀa, or 1ᵀrelu(Va)
+    parameterisation: Literal["both", "W", "KQ"] = "both"  # what is trained: W, K and Q, or both in turn
     iterations: int = 1000  # steps of gradient descent
-    attention: Literal["cross", "self"] = "cross"  # z is drawn (cross) or is the input's first token (self)
+    attention: Literal["cross", "self"] = "cross"  # query z: drawn (cross), or the input's first token (self)
     start: Literal["random", "zero"] = "random"  # initial W; K and Q always start at random
     published: bool = True  # False if a changed setting alters the question, so that no published value applies
 
@@ -54,7 +54,7 @@ class Study:
     name: str  # name on the command line
     function: Callable[[ExperimentSettings, Progress], Experiment]
     full: ExperimentSettings  # published sizes
-    quick: Mapping[str, Any]  # settings of the quick run that differ: fewer trials, or some of the sizes
+    quick: Mapping[str, Any]  # settings that differ in the quick run: fewer trials, fewer sizes
     source: str | None = None  # source of the published values
 
     @one_thread()
@@ -101,7 +101,7 @@ UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Convert rows to fields of an Experiment; `missing` explains missing values, and `labels` name settings."""
+    """Convert rows to fields of an Experiment; `missing` explains missing values; `labels` are display names."""
 
     def present(field: str, default: object = None) -> dict[str, Any]:
         return {name: getattr(row, field) for name, row in rows.items() if getattr(row, field) != default}
@@ -141,7 +141,7 @@ def share_figure(share: float, trials: int, label: str, published: float | None,
 
 
 def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
-    """Compute median and quartiles over the trials that have a value; `fields` are further fields of Curve."""
+    """Compute median and quartiles at each step over trials that have a value; `fields` are other fields of Curve."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )
@@ -161,16 +161,17 @@ class Draws:
 
     @property
     def best(self) -> Int[Tensor, "trials n"]:
-        """Index argmax_t Y·γ_t of each input's best token under a linear head."""
+        """Index of each input's best token under a linear head: argmax_t Y·γ_t, where γ_t = vᵀx_t."""
         instances = self.instances
         _, rises = instances.head.evaluate(torch.ones(instances.tokens.shape[:3]).double(), instances.anchor_first())
         return (instances.labels[..., None] * rises).argmax(-1)
 
 
 def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Draws:
-    """Sample instances with unit rows of X and Z, a head of norm 1, and Y = ±1, in the order head, Y, X, Z (float32).
+    """Sample instances with unit rows of X and Z, a head of norm 1, and Y = ±1.
 
-    Trial i uses the seed `seed` + i. In self-attention, z_i = x_i1. The ReLU head has d hidden units and ‖V‖_F = 1.
+    Trial i draws the head, Y, X and Z, in this order and in float32, from the seed `seed` + i. In self-attention, z_i =
+    x_i1. The ReLU head has d hidden units and ‖V‖_F = 1.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     shapes = ((d,) if head == "linear" else (d, d)), (n,), (n, T, d), (n, d)
@@ -215,7 +216,7 @@ def descend_trials(
 def directions(
     solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
-    """Solve each trial's SVM for the chosen tokens; the solution is NaN if these tokens are not separable."""
+    """Solve the SVM that selects each trial's chosen tokens; the solution is NaN if these are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
     solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
@@ -238,13 +239,13 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
-"""Name → tokens, chosen token of each input, ½‖p‖²."""
+"""Name → tokens, chosen token of each input, and ½‖p‖² of the SVM solution p."""
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
-"""Seed → Frobenius and nuclear norm."""
+"""Seed of a random instance → least Frobenius and nuclear norm of W."""
 
 
 def golden() -> Experiment:
-    """Compare the solutions of the golden instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
+    """Compare the SVMs of the reference instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -267,7 +268,7 @@ def golden() -> Experiment:
 
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
-    """Return, by name, each golden instance's problem and known figures (half_square, frobenius, nuclear, rank)."""
+    """Return, by name, each reference instance's problem and known figures (half_square, frobenius, nuclear, rank)."""
     problems = {
         name: (attsvm.prompt(torch.tensor(prompts).double(), torch.tensor(chosen)), {"half_square": known})
         for name, (prompts, chosen, known) in PROMPTS.items()
@@ -290,8 +291,8 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     return problems
 
 
-SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}  # by d
-FEASIBLE_SHARES = {  # by (n, T), and by d
+SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}  # d → published share of trials
+FEASIBLE_SHARES = {  # (n, T) → d → published share of draws
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
@@ -306,10 +307,11 @@ FEASIBLE_SHARES = {  # by (n, T), and by d
     source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)",
 )
 def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute for each d the share of draws for which the SVM of each input's first token has a solution.
+    """Compute for each d the share of draws in which the SVM that selects each input's first token exists.
 
-    `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost all data; at d = 1 it is not judged,
-    since tokens of unit length are ±1 and often equal. If n or T is not the default, only that size is run.
+    The figures `sure_…` are the shares at d = max(T−1, n), where theory predicts 1 for almost all data; at d = 1 they
+    are not judged, since tokens of unit length are ±1 and often equal. If n or T differs from the default, only this
+    size is run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
@@ -349,7 +351,7 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)",
 )
 def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute for each d the share of trials in which descent selects each input's best token, argmax_t Y_i γ_it."""
+    """Compute for each d the share of trials in which descent selects each input's best token, argmax_t Y_i vᵀx_it."""
     shares, rows = list[float](), dict[str, Figure]()
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
@@ -389,7 +391,7 @@ SVMS: dict[str, Solver] = {
     source="Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds",
 )
 def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects."""
+    """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; W_svm is the SVM that selects the same tokens as the trained W."""
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
     W, factors = draw_starts(draws, s.m or s.d[0], s.start)
@@ -399,7 +401,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Correlate W with the SVM of the tokens selected at step index `end`; add the curve, and return its end."""
+        """Correlate W with the SVM of the selection at index `end`; add the curve, and return its last values."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

@@ -38,7 +38,7 @@ WARM_UP = 20  # steps of linear learning-rate warm-up
 
 @dataclass(frozen=True)
 class Training:
-    """Training settings of both models: AdamW on random windows of a text."""
+    """Training settings of the canonical and the primal model: AdamW on random windows of a text."""
 
     steps: int = 120  # batches in total
     batch: int = 16  # windows per batch
@@ -84,7 +84,7 @@ def fit(
 
 
 def measure_loss(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Float[Tensor, ""]:
-    """Compute the mean negative log likelihood of every token except a window's first."""
+    """Compute the mean negative log likelihood of all tokens but the first of each window, in nats."""
     logits = model(windows, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -98,7 +98,7 @@ MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "run
 
 @one_thread()
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Train models of demo's size on seven eighths of the built-in text, and evaluate them on the other eighth."""
+    """Train pairs of models of demo's size on seven eighths of the built-in text; evaluate them on the other eighth."""
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
@@ -157,7 +157,7 @@ def compare_training(
 
 
 def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
-    """Compute the `loss` in nats, and the cumulative singular values (heads, steps) of the last layer's MATRICES."""
+    """Compute the `loss` in nats, and the cumulative singular values of the last layer's MATRICES, (heads, steps)."""
     attention = None
     with torch.no_grad():
         loss = measure_loss(model, held_out).double()
@@ -183,7 +183,7 @@ def demo() -> loading.Loaded:
 
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """Return windows spread over the built-in passages, which demo was not trained on; fewer if they are too short."""
+    """Return windows spread over the built-in passages, which did not train demo: at most `sequences`."""
     chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 
@@ -194,12 +194,12 @@ def record_calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -
 
 
 def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps"]:
-    """Compute (σ₁ + … + σₖ)/Σσ of the attention matrix P (Chen et al. 2023, Figure 1)."""
+    """Compute the curve (σ₁ + … + σₖ)/Σσ of the attention matrix P over k (Chen et al. 2023, Figure 1)."""
     return linalg.cumulative(linalg.attention_singular_values(query_key))
 
 
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
-    """Compute (σ₁ + … + σₖ)/Σσ of cos(q_i, k_j).
+    """Compute the curve (σ₁ + … + σₖ)/Σσ of the matrix cos(q_i, k_j) over k.
 
     If `averaged`, q and k are replaced by their running means, as in causal Primal-Attention.
     """
@@ -214,7 +214,7 @@ THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possib
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
-    """Compute σ₁/Σσ of P and of the cosine kernel in each third of `demo`'s layers, as means over heads and windows."""
+    """Compute σ₁/Σσ of attention and of the cosine kernel in each third of `demo`'s layers, averaged over heads."""
     loaded, windows = demo(), FEW if quick else WINDOWS
     spectra = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
     progress("decay by depth", 1, 1)
@@ -244,7 +244,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute cumulative singular values of the heads' P and cos(q_i, k_j) in each third of the layers."""
+    """Compute the curves of each head's attention P and cosines cos(q_i, k_j), grouped by thirds of the layers."""
     layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -266,7 +266,7 @@ LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"
 
 
 class Case(NamedTuple):
-    """Factors of a kernel matrix K = Φ_q FᵀF Φ_kᵀ on which the identities are tested."""
+    """Factors of a kernel matrix K = Φ_q FᵀF Φ_kᵀ on which the identities of kernel SVD are tested."""
 
     queries: Float[Tensor, "n features"]  # Φ_q
     keys: Float[Tensor, "m features"]  # Φ_k
@@ -274,7 +274,7 @@ class Case(NamedTuple):
 
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
+    """Compute each identity's largest error over all kernels, and the control's least |J|, which must not be 0."""
     all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
     for done, case in enumerate(all_cases):
         all_errors.append(measure_errors(case, seed))
@@ -295,7 +295,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
 
 
 def build_cases(seed: int) -> Iterator[Case]:
-    """Yield cosine and softmax features of a head, and Gaussian features (n ≠ m), with F = I and F = rows X' of Φ_k."""
+    """Yield a head's cosine and random features, and Gaussian features (n ≠ m), each with F = I and F = rows of Φ_k."""
     loaded = demo()
     _, query_key = record_calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
@@ -310,7 +310,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def measure_errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute each identity's error on the s leading components: relative to K, but absolute for J and the control."""
+    """Compute each identity's error on the s leading components, relative to K except for J, Λe − h and the control."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
     kernel = queries @ keys.mT  # K as an explicit matrix, the reference for the identities
@@ -333,7 +333,7 @@ def measure_errors(case: Case, seed: int) -> dict[str, float]:
 
 
 def _objective(case: Case, solution: ksvd.Dual) -> float:
-    """Compute |J| at the primal weights of a dual solution, in the unit of K."""
+    """Compute |J| at the primal weights of a dual solution; J has the unit of K."""
     weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     return float(ksvd.objective(e, r, weights.query_weight, weights.key_weight, weights.multipliers).abs())

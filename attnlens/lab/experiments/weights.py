@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-GONE, KEPT = 1e-6, 1e-3  # as in the paper, a token is dropped at a weight ≤ GONE and kept above KEPT
+GONE, KEPT = 1e-6, 1e-3  # as in the paper, a token is dropped if its weight is ≤ GONE, kept if it is > KEPT
 DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
     "svm_equivalent": ("SVM equivalent", {4: 0.034, 6: 0.017, 8: 0.011, 10: 0.0056}),
     "W_mm": ("W_mm", {4: 0.07, 6: 0.043, 8: 0.015, 10: 0.0087}),
     "single_token": ("single token", {}),
 }
-"""Display name of each direction, and by d the published mean of 1 − correlation with this direction."""
+"""Display name of each direction, and the published mean of 1 − correlation of W with this direction, by d."""
 FLOOR = 2.2e-16  # added to ‖∇‖ as in the published code: training then stops once the gradient vanishes
 READING = 0.3  # relative error of values read off a logarithmic axis; the tolerance adds three standard errors
 
@@ -53,7 +53,9 @@ READING = 0.3  # relative error of values read off a logarithmic axis; the toler
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute for each d the mean of 1 − correlation of W with W_fin + R·W_mm, with W_mm and with the single-token SVM.
 
-    An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
+    W_mm is the SVM that separates kept from dropped tokens, W_fin fits the ratios of the kept tokens' weights, and R is
+    the least-squares factor. An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE,
+    and solvable SVMs.
     """
     rows, shares = dict[str, Figure](), dict[str, JsonValue]()
     measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation
@@ -108,15 +110,15 @@ def _compare_directions(instances: Instances, descent: Descent, trial: int) -> l
 
 
 TRIES = 200  # random corpora drawn per trial before giving up
-SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; smaller singular values count as 0
+SAME = 1e-9  # tokens closer than this outside the cyclic subspace share a graph component; smaller σ/σ₁ count as 0
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ), each split into components outside and inside the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ), z the last token, cut into parts outside and in the cyclic subspace."""
 
-    features: Float[Tensor, "n T twice"]  # [off, in]
-    reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
-    component: Bool[Tensor, "n T"]  # True if the token is in the label's strongly connected component
+    features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, in
+    reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
+    component: Bool[Tensor, "n T"]  # True if the token is in the label's strongly connected component of the graph
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
 
@@ -127,12 +129,13 @@ class Corpus(NamedTuple):
     quick={"trials": 10},
 )
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within it (Li et al. 2024).
+    """Correlate W outside the cyclic subspace with the graph SVM, and compute ‖W − W_fin‖ in it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings and n sequences of T tokens that contain their label y. The output is
-    f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. Off the cyclic subspace a step
-    has length lr; within it, W stays finite, and plain steps have rate 1. W_fin is the limit of descent if each label
-    competes only within its own component.
+    f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. The cyclic subspace is spanned
+    by (x_s − x_t) zᵀ, for tokens s and t of one cycle of the graph. Outside this subspace, a step has length lr; in it,
+    where W stays finite, a step is the gradient times 1. W_fin is the limit of descent if each label competes only
+    within its own component.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
@@ -160,7 +163,7 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Run all trials with cyclic or acyclic graphs.
+    """Run all trials of `next_token` with cyclic or with acyclic graphs.
 
     Return the correlations and the distances of the finite part, both (steps, trials); the steps; and each trial's
     least final weight on a label's component.
@@ -184,7 +187,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent, normalised off the cyclic subspace and plain in it; return W at `steps`, and final log-weights."""
+    """Run descent, normalised outside the cyclic subspace, plain in it; return W at `steps`, and final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
@@ -228,7 +231,7 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
     basis = basis[values > SAME * values.amax()] if len(values) else basis
     within = features @ basis.mT @ basis
     off = features - within
-    # Off the cyclic subspace, tokens of one component differ by rounding, which would outlive weights below 1e-16.
+    # Outside the cyclic subspace, tokens of one component differ by rounding, which would outlive weights below 1e-16.
     same = torch.cdist(off, off) < SAME
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
     component = same[torch.arange(len(hits)), hits.int().argmax(-1)]

@@ -36,7 +36,7 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of weights with two or more axes, by name: 1 for entries that affect only swapped queries or keys.
+    """Return masks of weights of ≥ 2 axes, by name: 1 if an entry affects only the queries or keys of swapped heads.
 
     Gradients show what an entry affects, for any layout (fused, interleaved, shared by heads or sites).
     """
@@ -123,7 +123,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries; a low-rank change counts those of the rows of U and V that the mask needs."""
+        """Number of trained entries; for a low-rank change, those in rows of U and V that affect unmasked entries."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -139,7 +139,7 @@ class Healer(SwapSetup):
     options: HealRequest
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
-    blocks: list[nn.Module] = field(default_factory=list)  # recomputed in the backward pass
+    blocks: list[nn.Module] = field(default_factory=list)  # modules that checkpointing recomputes in the backward pass
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: texts.Batch) -> None:
@@ -149,7 +149,7 @@ class Healer(SwapSetup):
             problem = "No weight can be trained: each also affects more than the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
-        if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
+        if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
@@ -201,14 +201,14 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add the gradient of `weight` · (loss + η · J² of primal layers) to the leaves (Chen et al. 2023, 3.3)."""
+        """Add to the leaves' gradients that of `weight` · (loss + η · J² of primal layers) (Chen et al. 2023, 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
             loss.backward()  # type: ignore[no-untyped-call]
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
+        """Return the mean distance and the number of compared tokens of each sequence with at least one such token."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
             return average_by_sequence(losses, owners, texts.sequences_in(inputs))
 
@@ -235,11 +235,11 @@ class Healer(SwapSetup):
     def run_student(
         self, inputs: Mapping[str, Tensor], targets: Tensor | None, penalties: list[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the student; yield the loss at each compared token, and the index of the token's sequence.
+        """Run the swapped model (the student); yield the loss at each compared token, and the token's sequence index.
 
         The loss is KL(original ‖ swapped) in nats, 1 − cosine of the states of headless models or, for the goal `text`,
         the cross-entropy of `targets`. The J² of primal layers are added to `penalties`. The student stays in place
-        inside the block, because the backward pass may recompute blocks.
+        inside the `with` block, because the backward pass can recompute modules.
         """
         model, options = self.loaded.model, output_options(self.task)
         text = targets if self.options.learn == "text" else None
@@ -264,7 +264,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the distance between the outputs at each real token, and the index of the token's sequence."""
+        """Compute the distance between both outputs at each token except padding, and the token's sequence index."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -285,7 +285,8 @@ def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | N
     """Return the factor of the optimiser's step in each column of a map; None if all are 1.
 
     For A and B of kernel `rank`, it is the column's length divided by the root mean square of all lengths, so that all
-    columns turn by equal angles. For primal's maps it is √σ, at most 1, because J has curvature C/σ in a column.
+    columns turn by equal angles. For primal's maps it is √σ, at most 1, because the curvature of J in a column is
+    proportional to 1/σ, where σ is the column's singular value.
     """
     if name not in ("query_map", "key_map"):
         return None
@@ -317,7 +318,8 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
     The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, averaged over sequences (Zhang
     et al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal
-    attention. Each module runs alone on its input in the original model, so that only one graph is in memory.
+    attention. Each module runs alone, on the input that it has in the original model, so that only one graph is in
+    memory.
     """
     total, terms = 0.0, 1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
     with torch.enable_grad():
@@ -380,7 +382,7 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances of several sequences from their training target."""
+    """Distances between the predictions on several sequences and their training target."""
 
     each: Tensor  # mean distance over the tokens of each sequence, float64
     counts: Tensor  # number of these tokens
@@ -398,7 +400,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the paired difference is below 0: its 95 % interval or, if pairs are few, its mean."""
+        """Return True if the 95 % interval of the paired difference from `before` (few pairs: its mean) is below 0."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -406,7 +408,7 @@ class Distances:
 
 
 def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
-    """Measure the distance that the stage minimises on each sequence of these batches, without the regulariser."""
+    """Measure, for each sequence of these batches, the distance that the stage minimises, without the regulariser."""
     if stage == "transfer":
         errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
         return Distances(errors, torch.ones_like(errors))
@@ -415,7 +417,7 @@ def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = 
     return Distances(means, counts)
 
 
-BETAS = 0.9, 0.95  # of AdamW; with few steps and β₂ = 0.999, the large first gradients would dominate
+BETAS = 0.9, 0.95  # β₁ and β₂ of AdamW; with few steps and β₂ = 0.999, the large first gradients would dominate
 LONGEST = 1.0  # maximum gradient norm, for clipping
 
 
@@ -452,16 +454,19 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
     "transfer": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
 }
-"""Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
+"""Learning rates tried in each stage, in ascending order, until one gains less than ENOUGH of the best gain."""
 SLOWER, LEAST = 0.1, 1e-7  # factor and lower bound of further rates, tried if no listed rate reduces the distance
 STEPS = 8  # steps per tried rate, over which the rate rises and falls; at most a tenth of all planned steps
-ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
+ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more in a longer run
 
 
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate with at least ENOUGH of the best fall in distance (0 if none), and all tried rates."""
+    """Return the largest rate whose gain is at least ENOUGH of the best (0: no rate gains), and all tried rates.
+
+    The gain is the fall of the distance on `held_out` over these steps.
+    """
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean
     half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others

@@ -54,7 +54,7 @@ from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
 SHARE, MOST, PER_HELD_OUT = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
-STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages in order
+STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages, in the order of training
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
 """Share of the work at which attention transfer ends at the latest, by goal (tuned on `demo`): per token, transfer
 gains more than end-to-end training, but it does not learn a new text."""
@@ -68,8 +68,8 @@ STATE = (
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
 PATIENCE, FEWEST = 0.3, 3
-"""A stage ends once its distance is not significantly below that of a check at least this share of the stage's work and
-this number of checks earlier."""
+"""A stage ends once its distance is not significantly below that of an earlier check: one that is at least PATIENCE, as
+a share of the stage's work, and FEWEST checks ago."""
 STEPS_WANTED = 400  # number of steps to aim at if the amount is in tokens; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
@@ -84,7 +84,7 @@ def heal(
     progress: Progress = silent,
     request: HealRequest,
 ) -> Report:
-    """Replace the kernel of a model's heads, train W_Q, W_K and the kernel's parameters, and measure both models.
+    """Replace the kernel of a model's heads, train W_Q, W_K and kernel parameters, and measure the resulting models.
 
     `kernel` is spelled as on the command line (default: `rbf`). If `model` is a name, finished work is stored, and a
     repeated call resumes from this work. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
@@ -113,7 +113,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Heal the last stage of a run and, if requested, train the control; measure both; add the stage `healed`."""
+    """Heal the last stage of a run as stage `healed`; train the control if requested; measure both models."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -218,7 +218,7 @@ def run_training(
 
 
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
-    """Split off held-out batches, spread over the texts; raise TextError if there are fewer than two batches."""
+    """Return training batches, and held-out batches spread over the texts; raise TextError for a single batch."""
     if len(batches) < 2:
         problem = (
             "Healing needs at least two batches of calibration text: one to train on, one to choose the best step."
@@ -231,7 +231,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     if amount.unit == "tokens":
         trained = amount.number / max(1, size * batches.tokens)  # number of training batches
-    else:  # assume that a time suffices for MOST_CHECKS steps
+    else:  # if the amount is a time, assume MOST_CHECKS steps
         steps = amount.number if amount.unit == "steps" else MOST_CHECKS
         trained = steps * max(1.0, (healer.options.batch or size) / size)
     count = max(1, round(min(MOST, len(batches) * SHARE, trained / PER_HELD_OUT)))
@@ -256,18 +256,18 @@ class Descent:
     """The training of a Healer: its learning-rate schedule, its checks and its records."""
 
     healer: Healer
-    train: Sequence[Fed]  # training text, in parts that run as one batch
+    train: Sequence[Fed]  # parts of the training text, each run as one batch
     per_step: int  # parts per step
     held_out: Sequence[Fed]  # batches on which distances are measured
     evaluate: Callable[[], float | None]
     progress: AddSteps
     state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
-    order: list[int] = field(default_factory=list)  # parts left in this epoch; the last is the next
+    order: list[int] = field(default_factory=list)  # numbers of the parts left in this epoch; the last is used next
     stage: HealingStage = "transfer"
     begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
     tokens: int = 0
-    spent: float = 0.0  # seconds of previous sessions
+    spent: float = 0.0  # training time of previous sessions, in seconds
     within: int = 0  # steps of this stage at the current rate
     rate: float = 0.0
     best: int = 0  # step with the smallest distance so far
@@ -306,7 +306,7 @@ class Descent:
 
     @property
     def end(self) -> float:
-        """Share of the total work at which the stage ends."""
+        """Share of the total work at which the stage ends at the latest."""
         return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
 
     @property

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: one per key head or shared, for keys after or before the rotation."""
+    """Return the forms of latents to compare: one per key head or site, of keys after or before the rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -106,10 +106,10 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 def fit_forms(
     setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: AddSteps
 ) -> Forms:
-    """Fit each form of latents in one pass of the original model over these batches; each batch has one text.
+    """Fit each form of latents in one pass of the original model over these batches, each from a single text.
 
-    If pairs are weighted by the output, the weights for a text come from gradients on that text alone: maps fitted
-    without a text do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
+    If pairs are weighted by the output, the weights for a text come from gradients on that text alone, so that maps
+    fitted to the other texts do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
@@ -168,7 +168,7 @@ LEVELS = 16  # number of evenly spaced ranks at which the loss is estimated; bet
 def sensitivities(
     setup: SwapSetup, bases: Mapping[Site, Basis], batches: Sequence[Fed], progress: AddSteps
 ) -> dict[Site, Float[Tensor, "latents ranks"]]:
-    """Estimate the rise in the loss, in nats per prediction, if a single latent is cut to each smaller rank.
+    """Estimate the rise in the loss, in nats per prediction, from cutting one latent at a time to each smaller rank.
 
     The output of query i changes by δo_i, computed through the softmax, and the loss changes by ⟨g_i, δo_i⟩, where g_i
     is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second

@@ -71,7 +71,7 @@ class RankSearch:
     chosen: Callable[[Plan], None] | None = None  # receives the plan before its rise is measured on the evaluated text
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
-        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
+        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss."""
         if session.task not in ("causal", "masked", "seq2seq"):
             reason = f"has {HEADLESS}" if session.task == "hidden" else "can only be compared with its own predictions"
             problem = f"A loss budget cannot be applied: this model {reason}."
@@ -114,7 +114,7 @@ class RankSearch:
         return self.choice.swaps
 
     def record(self, run: KernelRun) -> Plan:
-        """Return the record of the choice, with the rise in the loss on the evaluated text at each stage."""
+        """Build the plan with the chosen ranks, the savings, and the rise on the evaluated text at each stage."""
         choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
@@ -163,16 +163,16 @@ class RankSearch:
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """Sizes of one site's queries and keys."""
+    """Sizes of one site's queries and keys. A map folds into a weight if their product can replace the weight."""
 
-    query_width: int  # d_model: size of the inputs of the queries
-    key_width: int  # size of the inputs of the keys
+    query_width: int  # d_model: size of the vectors from which W_Q computes queries
+    key_width: int  # size of the vectors from which W_K computes keys
     head_dim: int  # size of a key
     value_dim: int  # size of a value
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
-    folds: bool  # True if maps can be multiplied into W_Q and W_K: no rotation or norm lies between
-    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: no norm lies between
+    folds: bool  # True if maps fold into W_Q and W_K: no other site uses these, no rotation or norm follows
+    folds_before: bool  # True if maps of keys before the rotation fold into W_K: no other site, no norm
     keys_seen: float  # keys that a query sees, mean over the sequence
     keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
@@ -186,7 +186,7 @@ class LatentSizes:
     heads: int  # query heads that read it
     keys: int  # key heads that share it
     rank: int  # numbers kept per token
-    before: bool = False  # True if it compresses keys before the rotation, which are rebuilt from it
+    before: bool = False  # True if it compresses keys before the rotation; full keys are rebuilt from it
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,12 @@ class Costs:
 def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of one latent's key heads and their query heads; full rank costs as much as the original.
 
-    An m × n matrix takes 2mn operations, and a score takes 2 per entry of its key. A cached token stores the latent and
-    its values. If maps fold into W_Q and W_K, keys need one W_K B (d_model × r) per latent, and queries the cheaper of
-    W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head), which is better if a shared latent is wider
-    than a head. Otherwise A and B are applied in addition, so only scores and cache shrink. Rank 0 needs none of these
-    matrices. If latents compress keys before the rotation, queries are unchanged, and keys are rebuilt from the latent.
+    An m × n matrix takes 2mn operations, and a score takes 2 per entry of the key. A cached token stores the latent and
+    its values. If the maps A of queries and B of keys fold into W_Q and W_K, keys need one W_K B (d_model × r) per
+    latent of rank r, and queries the cheaper of W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head);
+    the latter is cheaper if a shared latent is wider than a head. Otherwise A and B are applied in addition, so only
+    scores and cache shrink. Rank 0 needs none of these matrices. If latents compress keys before the rotation, queries
+    are unchanged, and keys are rebuilt from the latent.
     """
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
@@ -287,7 +288,7 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
 def compute_saving(
     choice: Choice, by_site: Mapping[Site, SiteSizes | str]
 ) -> tuple[dict[str, Pair | float | None], dict[str, str]]:
-    """Return the fields of a Plan that concern savings, and the reasons for unknown values."""
+    """Return the fields of a Plan that concern savings, and the reasons why values are unknown."""
     names = ("parameters", "flops_per_token", "cache_bytes_per_token")
     unknown = next((f"{site.name}: {size}" for site, size in by_site.items() if isinstance(size, str)), None)
     if unknown is not None:

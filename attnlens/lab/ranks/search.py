@@ -1,4 +1,4 @@
-"""Find the smallest ranks within a budget, using nested plans: fit, choose and estimate on separate windows."""
+"""Find the smallest ranks within a loss budget among nested plans; fit, choose and estimate on separate windows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from attnlens.runs.swap.sites import SwapSetup
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-SEQUENCES = 192  # number of calibration windows for a budget, over all texts and parts
+SEQUENCES = 192  # number of calibration windows of a search, over all texts and parts
 USES = ("fitting", "choosing ranks", "estimating the rise")  # use of each part of the calibration text
 PARTS = len(USES)
 DEFAULT_WINDOWS = 32  # a search reads SEQUENCES calibration windows if at least this many windows are evaluated
@@ -61,9 +61,9 @@ class Sample(NamedTuple):
 
 
 def count_windows(contents: Sequence[Content], evaluated: int) -> int:
-    """Return the number of calibration windows of a search: at least LEAST per text and part.
+    """Return the number of calibration windows of a search: SEQUENCES, but at least LEAST per text and part.
 
-    Otherwise it is SEQUENCES, or proportionally less if fewer than DEFAULT_WINDOWS windows are evaluated.
+    If fewer than DEFAULT_WINDOWS windows are evaluated, SEQUENCES is reduced in proportion.
     """
     share = min(1.0, evaluated / DEFAULT_WINDOWS)
     return max(round(share * SEQUENCES), PARTS * LEAST * len(contents))
@@ -80,8 +80,8 @@ def cut_samples(
     """Return the first `count` parts of the calibration text, leaving out windows used for evaluation.
 
     Part i has windows i, i + 3, i + 6 … of those chosen from each text. Raises TextError if a text has too few windows
-    that are not evaluated, or if a part repeats tokens of earlier parts. Raises UsageError for intervals over fewer
-    than five texts.
+    that are not evaluated, or if too much of a part also occurs in earlier parts. Raises UsageError for intervals over
+    fewer than five texts.
     """
     parts: list[Batches] = []
     for turn in range(count):
@@ -174,7 +174,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         return None
 
     def measure(rows: list[int], design: Design) -> tuple[float, tuple[float, float] | None]:
-        """Compute the rise over the sequences `rows`, and its 95 % interval; None if the spread is unknown."""
+        """Compute the rise over the sequences `rows`, and its 95 % interval (None if the spread is unknown)."""
         pair, counts = (before.means[rows], after[rows]), before.counts[rows]
         share, low, high = map(math.expm1, paired_difference(*pair, design, weights=counts, of=UNITS[unit], seed=seed))
         return share, None if math.isnan(low) else (low, high)
@@ -214,7 +214,7 @@ class Choice:
     ranks: dict[Site, list[int]]  # the rank of each latent
     swaps: hooks.Swaps  # the swaps with these ranks
     estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
-    promised: Rise | None = None  # rise on text not used to fit or choose; None if a loss is not finite
+    promised: Rise | None = None  # rise on text not used to fit or choose; None: ranks given, or loss not finite
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, from large to small ranks
     reason: str | None = None  # why no rank could be reduced
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
@@ -234,7 +234,7 @@ class BudgetSearch(SwapSetup):
     keep: Keep = keep_nothing  # stores the losses of measured plans, from which an interrupted search resumes
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
-        """Choose the smallest ranks among nested plans within the budget.
+        """Choose the plan with the smallest ranks among the nested plans that stay within the budget.
 
         The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and the rise on each
         single text must be within the budget. `promising` is used only for the promised rise. If there are several
@@ -297,13 +297,16 @@ class BudgetSearch(SwapSetup):
         return fit_forms(self, forms, fed, self.progress)
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Use this form as fitted to all texts and, if there are several texts, also as fitted without each of them."""
+        """Use the fit of this form to all texts and, for each of several texts, its fit to all other texts."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last step whose rise plus margin is within the budget; return its number, and all tried steps."""
+        """Find the last step whose rise plus margin is within the budget; return its number and all tried steps.
+
+        The search is a bisection of at most TRIES steps, guided by the predicted rise.
+        """
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=no_rise)}
@@ -323,7 +326,7 @@ class BudgetSearch(SwapSetup):
                 high = at
             if high - low < 2:
                 break
-            # the predicted step that meets the budget, at least an eighth of the range away from either end
+            # step predicted to meet the budget, but at least an eighth of the range away from either end
             least = max(1, (high - low) // 8)
             guess = self._count_steps(predicted * (budget / largest)) if largest > 0 else high
             at = min(max(guess, low + least), high - least)
@@ -399,7 +402,10 @@ class Trial:
         return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """Measure the rise for these ranks, with maps not fitted to the measured text; None if a loss is not finite."""
+        """Measure the rise for these ranks; None if a loss is not finite.
+
+        If there are several texts, each is measured with maps fitted to the others.
+        """
         search, means = self.search, []
         by_site = search.split_by_site(ranks)
         for name, pairs in groupby(split_by_text(self.fed, self.part), key=itemgetter(0)):

@@ -101,7 +101,7 @@ def build_cell(
     speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record from the chosen unit, the (rate, validation loss) pairs of its form, and its outcomes."""
+    """Build a cell's record from the chosen unit, the (rate, validation loss) pairs of its form, and its runs."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -178,7 +178,7 @@ def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Itera
 def _correlate_orders(
     cells: Sequence[studies.StudyCell], task: StudyTask, pairs: Sequence[studies.StudyPair]
 ) -> Iterator[studies.StudyOrdering]:
-    """Yield Kendall's τ over the published cells for each measure, if there are at least two such cells.
+    """Yield for each measure Kendall's τ with the published order, if two or more trained cells have published values.
 
     The interval of τ keeps the order of decided pairs and allows either order of undecided ones. It covers the true τ
     with a probability of 95 %, because Holm's correction bounds the probability of any false decision by 5 %.

@@ -120,7 +120,10 @@ POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, ba
 
 
 def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of `size` example indices endlessly, in a new order each epoch; incomplete batches are dropped."""
+    """Yield batches of `size` example indices endlessly, in a new order each epoch. An incomplete batch is dropped.
+
+    If there are fewer than `size` examples, all of them form one batch.
+    """
     draws = torch.Generator().manual_seed(seed)
     while True:
         order: list[int] = torch.randperm(len(lengths), generator=draws).tolist()
@@ -224,13 +227,13 @@ def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
-    """Compute Σ −log p of the targets in nats, ignoring targets that are NOTHING."""
+    """Compute Σ −log p of the targets in nats, ignoring targets equal to NOTHING."""
     flat = logits.flatten(0, -2).float()
     return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
 
 
 class _Generator(PreTrainedModel, GenerationMixin):
-    """Adapter with which transformers' `generate` calls the encoder and decoder of a study's model."""
+    """Adapter that lets transformers' `generate` call the encoder and decoder of a study's model."""
 
     def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
         super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnlens.lab.study.tables import Scale
 
 Rows: TypeAlias = list[tuple[str, ...]]  # Columns of each line of a file
-Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # ids (tokens,) or (steps, channels) of each example, and its label
+Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # each example's ids (tokens,) or steps (steps, channels); label
 LARGEST_CONTENT = 2**30  # maximum size of a file in bytes, both packed and unpacked
 
 
@@ -116,7 +116,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
 
 BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"  # in a checkout, but not in an installed package
 BLOCK_CHARACTERS = 2000  # minimum characters per held-out block; short texts are cut into fewer stretches
-LINE_CHARACTERS = 1000  # maximum distance after a cut within which an end of line is searched
+LINE_CHARACTERS = 1000  # number of characters after a cut in which to search for an end of line
 
 
 def language(contents: Sequence[tuple[str, str]], scale: Scale) -> StudyTask:

@@ -66,9 +66,9 @@ def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
-SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale that affect no single run
+SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale that do not affect an individual run
 DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the maximum gradient norm
-LAST = 0.05  # final share of the learning rate, at the end of the cosine
+LAST = 0.05  # learning rate at the end of the cosine, as a share of its peak
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
+    """Minimise the task's loss (deterministic on one CPU thread); keep the weights with the least validation loss.
 
     At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
     which a repeated call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
@@ -162,7 +162,7 @@ def _save_training(
 def _restore_training(
     state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
 ) -> tuple[RunOutcome, dict[str, Tensor]] | None:
-    """Restore what `_save_training` saved, if anything; return the outcome so far and the best weights."""
+    """Restore the state saved by `_save_training`; return the outcome and best weights so far, or None."""
     if (saved := state.load("state")) is None:
         return None
     model.load_state_dict(saved["model"])
@@ -265,8 +265,8 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
     """Compute the median of each measure over heads; primal layers are omitted.
 
-    tokens.* are averaged over the sequences, with log k instead of s⟨q, k⟩, and omitted if a kernel can be negative.
-    The selection's SVM is posed only for kernels of the inner product without a position bias.
+    tokens.* are averaged over the sequences; their logits are log k. They are omitted if a kernel can be negative. The
+    comparison with the SVM needs a kernel of an inner product, without a tie or a position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
@@ -309,7 +309,7 @@ def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequ
 
 
 def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
-    """Return the factors of s W_Q W_Kᵀ of a module with a kernel, in float64."""
+    """Return the factors of W_Q W_Kᵀ/√head_dim of a module that has a kernel, in float64."""
     query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
         part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
         for part in (module.query, module.key or module.query)
@@ -320,7 +320,7 @@ def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
 
 
 def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
-    """Run one sequence; return for every module that has a kernel a QueryKey whose logits are log k."""
+    """Run the model on one sequence; return, for each module that has a kernel, a QueryKey whose logits are log k."""
     query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:
