@@ -46,7 +46,7 @@ class Linear:
     v: Float[Tensor, "trials d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the score differences γ_t − γ_α, where γ_t = vᵀx_t."""
+        """Return the output f and the score differences γ_t − γ_α from the anchor α, where γ_t = vᵀx_t."""
         v = self.v[:, None, :, None]
         rises = (anchored.differences @ v).squeeze(-1)
         return (anchored.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
@@ -59,7 +59,7 @@ class Relu:
     V: Float[Tensor, "trials hidden d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the score differences γ_t − γ_α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
+        """Return f and the score differences γ_t − γ_α from the anchor α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
         mean = anchored.token + (weights[..., None, :] @ anchored.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
@@ -73,7 +73,7 @@ class Scores:
     scores: Float[Tensor, "trials n T"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the differences γ_t − γ_α of the given scores γ."""
+        """Return the output f and the differences γ_t − γ_α of the given scores γ from that of the anchor α."""
         chosen = self.scores.gather(-1, anchored.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises

@@ -53,10 +53,11 @@ NOTICED = 1e-6  # Least slack, relative to |b| + |score|, that counts as a viola
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
-    This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ over a working
-    set of constraints, and adds each query's most violated constraints, at most `limit` times. If that is too few, the
-    status is `inaccurate`, and the solution has the gap reached. Raises UsageError for a tolerance ≤ 0, a limit < 1,
-    and sizes outside [1e-50, 1e50]; raises UnposedError for a problem without constraints.
+    This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ (G is the Gram
+    matrix of the u zᵀ) over a working set of constraints, and adds each query's most violated constraints, at most
+    `limit` times. If that is too few, the status is `inaccurate`, and the solution has the gap reached. Raises
+    UsageError for a tolerance ≤ 0, a limit < 1, and sizes outside [1e-50, 1e50]; raises UnposedError for a problem
+    without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -98,7 +99,7 @@ class Separability:
 
     verdict: bool | None  # True if a W exists, False if none does; None if nothing was proven within the limit
     distance: float | None
-    """Least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or about 0 if no W exists; None if unknown."""
+    """Least ‖Σλ u zᵀ‖ over λ ≥ 0 with Σλb = 1: the max-margin 1/‖W‖_F, or about 0 if no W exists; None if unknown."""
     multipliers: Float[Tensor, " constraints"]  # λ of the proof; if no W exists, Σλ = 1 over the inequalities
 
 
@@ -161,8 +162,9 @@ class UnitConstraints:
 class Constraints(UnitConstraints):
     """The inequalities a_c of a problem, each without its component in the span of the equalities.
 
-    G_EE = LLᵀ is factored once with pivoting, so that dependent equalities drop out. Inequalities then have the inner
-    products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E, and no equality remains.
+    The equalities' Gram matrix G_EE = LLᵀ is factored once with pivoting, so that dependent equalities drop out.
+    Inequalities c and d then have the inner products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E,
+    and no equality remains.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -185,14 +187,14 @@ class Constraints(UnitConstraints):
         self.columns = np.empty((len(self.u) - rank, rank))
 
     def solve_root(self, right: Float[ndarray, "rank ..."], transposed: bool = False) -> Float[ndarray, "rank ..."]:
-        """Return L⁻¹ or, if transposed, L⁻ᵀ times the right-hand side."""
+        """Return L⁻¹ or, if `transposed`, L⁻ᵀ times `right`, where LLᵀ is the Gram matrix of the equalities."""
         if not len(self.independent):
             return right
         answer: Float[ndarray, "rank ..."] = dtrtrs(self.factor, right, lower=1, trans=int(transposed))[0]
         return answer.reshape(right.shape)
 
     def inner_products(self, rows: Rows) -> Float[ndarray, "k rank"]:
-        """Return (L⁻¹G_Ec)ᵀ for every c in rows; each is computed only once."""
+        """Return inner products (L⁻¹G_Ec)ᵀ of c in rows with the orthonormalised equalities; compute each only once."""
         new = rows[self.position[rows] < 0]
         if len(new):
             self.position[new] = self.count + np.arange(len(new))
@@ -228,7 +230,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add the λ of the equalities that make each equality's score b, or 0 if `meet_bounds` is false."""
+        """Add λ of the equalities such that each equality has the score b, or the score 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -494,7 +496,7 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return True if P − D, the maximum of ∇·(λ' − λ) over λ' in the box, is at most `tolerance` times P."""
+        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box is at most `tolerance` times P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))

@@ -123,7 +123,7 @@ def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor,
 def choose(
     scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
 ) -> Selections:
-    """Select at most `most` queries with the largest p_max of the head, and the tokens that they select.
+    """Select up to `most` queries, those with the largest weight p_max on a token, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight. A
     query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another query of
@@ -168,15 +168,15 @@ def choose(
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
-    """Return the share of one sequence's queries with p_max ≥ ½; NaN if no query sees a token."""
+    """Return the share of one sequence's queries whose largest weight is at least ½; NaN if no query sees a token."""
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for one visible token, NaN for none.
 
-    `masked` contains the scores, and `log_weights` the softmax logits with the log number of copies added. Both are −∞
-    for hidden tokens.
+    p_max is the query's largest weight. `masked` contains the scores, and `log_weights` the softmax logits with the log
+    number of copies added. Both are −∞ for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -190,8 +190,8 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
     """Build the problem whose solutions W select the head's tokens: the generalised SVM of Tarzanagh et al. 2023.
 
-    The constraints are u W z ≥ 1 for differences u between a token of O_i and any other token, and u W z = 0 for
-    differences inside O_i. Raises UnposedError if no query was chosen.
+    O_i are the tokens that query i selects. The constraints are u W z ≥ 1 for differences u between a token of O_i and
+    any other token, and u W z = 0 for differences inside O_i. Raises UnposedError if no query was chosen.
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
@@ -242,7 +242,7 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins over the best margin; their minimum, the efficiency, is 1 iff the head is the SVM, else less."""
+        """Margins divided by the best one; their minimum, the efficiency, is 1 iff the head is the SVM, else less."""
         return self.margins / self.best
 
 
@@ -288,7 +288,10 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:
-    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z); queries are already coordinates in span(Z)."""
+    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z), the spans of the token differences and of the queries.
+
+    The queries are already coordinates in span(Z).
+    """
     left = row_span(problem.differences).mT @ form.left
     return float((left @ form.right.mT).norm())
 

@@ -101,7 +101,7 @@ class Point:
 
 
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
-    """Return the best W and λ, and the number of steps to the last better bound.
+    """Return the best W and λ, and the number of steps until a bound last improved.
 
     `size` is the expected norm of W, and `limit` is the largest number of steps. The method stops early if rounding
     prevents better bounds. It is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
@@ -202,7 +202,10 @@ def symmetrise(matrix: Block) -> Block:
 
 
 def to_border(whitener: Block, change: Block, share: float) -> float:
-    """Return min(1, share · s), where s is the largest step for which L Lᵀ + s · change is positive semidefinite."""
+    """Return min(1, share · s) for the largest step s that leaves L Lᵀ + s · change positive semidefinite.
+
+    `whitener` is L⁻¹.
+    """
     least = np.linalg.eigvalsh(symmetrise(whitener @ change @ whitener.T))[0]
     return 1.0 if least >= -share else float(-share / least)
 

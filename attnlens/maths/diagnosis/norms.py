@@ -21,8 +21,9 @@ FOLDED = "norm folded"
 def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that a norm's gain g moved into the matrices that read its output, and its bias b into their biases.
 
-    Then W (g n + b) + c = W' (g' n + b') + c', where W' = W diag(g/g') and c' = c + W (b − b' g/g'). If the norm is
-    unchanged (g' = g) although W' = W diag(g), the gain is applied twice.
+    For normalised inputs n and a matrix W with bias c, W (g n + b) + c then equals W' (g' n + b') + c' of the second
+    layer, where W' = W diag(g/g') and c' = c + W (b − b' g/g'). If the norm is unchanged (g' = g) although W' = W
+    diag(g), the gain is applied twice.
     """
     norms = [name for name in first.gains if name not in {f"{role}.gain" for role in PERMUTED}]
     for norm in sorted(norms):

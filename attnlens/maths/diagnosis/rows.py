@@ -61,7 +61,7 @@ def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
 
 
 def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, second: Layer) -> dict[str, Tensor]:
-    """Return the role's parts with the rows of `heads` reordered; a bias or gain only if it comes nearer to B."""
+    """Return the role's parts with the rows of `heads` reordered; a bias or gain only if that brings it nearer to B."""
     parts: dict[str, Tensor] = {}
     for kind in KINDS:
         name = f"{role}.{kind}"
@@ -153,7 +153,7 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
 def _row_step(
     name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, second: Layer, roles: tuple[str, str]
 ) -> Step:
-    """Build the step that reorders rows within heads: harmless if both roles agree and nothing acts between them."""
+    """Build the step that reorders rows within heads: harmless if both roles' orders agree and nothing acts between."""
     parts: dict[str, Tensor] = {}
     concerned = set[int]()
     for role, orders in by_role.items():
@@ -223,7 +223,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
 def _match_across_heads(
     first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
 ) -> Tensor | None:
-    """Return the row of A that matches each row of B, over all heads; None if no match improves on the order."""
+    """Return the row of A that matches each row of B, over all heads; None if no match is better than the order."""
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))
     moved = (before != after).any(1).nonzero().flatten()

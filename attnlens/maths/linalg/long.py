@@ -92,7 +92,7 @@ class TiledMatrix:
 
 @dataclass(frozen=True)
 class Ritz:
-    """Ritz pairs of A, descending: Σ_{l≤k} values ≤ Σ_{l≤k} λ_l(A) (Ky Fan)."""
+    """Ritz pairs of A = PᵀP, descending: Σ_{l≤k} values ≤ Σ_{l≤k} λ_l(A) (Ky Fan)."""
 
     values: Float[Tensor, " basis"]  # VᵀAV = diag(values)
     residuals: Float[Tensor, " basis"]  # ‖A v_i − values_i v_i‖
@@ -111,12 +111,12 @@ class Ritz:
 
 
 def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
-    """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A, proven from both sides; NaN if unproven, or if A = 0.
+    """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A for A = PᵀP, proven from both sides; NaN if unproven.
 
     The Ritz values of block Lanczos with full reorthogonalisation (Golub & Underwood 1977) bound Σ_{l≤k} λ_l from
     below; their residuals and the norm of the deflated A bound it from above. That norm is bounded by powers of A
     applied to Gaussian vectors; the bound fails for one seed in 10^14. If A has at most SMALL columns, it is decomposed
-    as a whole.
+    as a whole. NaN if A = 0.
     """
     generator = torch.Generator().manual_seed(seed)
     energy = float(matrix.energy())
@@ -204,9 +204,10 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores that b explains, and that c adds; NaN if unconverged.
+        """Return the sums of squares of row-centred scores that key terms b explain, and that distance terms c add.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
+        The sums are NaN if conjugate gradients do not converge.
         """
         n, size = len(self.keys[0]), len(by_key)
         query, key = (torch.arange(count, device=by_key.device) for count in (n, size))
@@ -257,7 +258,10 @@ def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
 
 
 def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
-    """Return gᵀN⁺g for g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
+    """Return gᵀN⁺g for g = `right` in the range of N, which `multiply` applies; NaN if unconverged.
+
+    Conjugate gradients are applied to N scaled to unit diagonal.
+    """
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
     squared = start = goal @ goal

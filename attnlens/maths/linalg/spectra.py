@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     PerHead = Float[Tensor, "*batch heads"]
 
 EPS = torch.finfo(torch.float64).eps
-STEPS = 20  # Number of Newton steps and of subspace iterations; 60 would find up to a sixth fewer features on demo
-RIDGE = 1e-9  # Added per query to Newton's equations, which are singular: a constant added to b has no effect
+STEPS = 20  # Number of Newton steps and of subspace iterations; 60 would find up to a sixth fewer features on `demo`
+RIDGE = 1e-9  # Added per query to Newton's equations for key scores b, which are singular: b + constant fits equally
 BOUND = 3.0  # Bound on each entry of a Newton step: if a weight is 1, b is unbounded and Newton's steps diverge
 PIECE = 1 << 18  # Most numbers per call of a worker: 2 MB of float64 fit in the second-level cache
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
-    """Return the least even N ≤ `largest` for which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
+    """Return the least even N ≤ `largest` for which Σ_{n≤N} xⁿ/n! gives the head's attention within `error`; else NaN.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
     is the softmax input (score and bias) minus its mean over the keys that query i sees, which attention determines.
@@ -126,7 +126,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
 
 
 def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
-    """Return True if subspace iteration finds a matrix within the error, with the rank of `directions`."""
+    """Return True if subspace iteration finds a matrix within `error` of attention, with the rank of `directions`."""
     filled = start
     for _ in range(STEPS):
         basis = torch.linalg.qr(filled @ directions).Q
@@ -302,13 +302,13 @@ def product_singular_values(
 
 
 def root_singular_values(left_root: Tensor, right_root: Tensor) -> Tensor:
-    """Return σ of A Bᵀ from the roots of AᵀA and BᵀB."""
+    """Return σ of A Bᵀ from roots R of the Gram matrices, RᵀR = AᵀA and RᵀR = BᵀB."""
     values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
     return values
 
 
 def stable_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 of descending singular values; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
+    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 from descending σ of M; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
     return (values / values[..., :1]).square().sum(-1)
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 RIDGE = 1e-10
 """Number added to the unit diagonal of the normal equations, which are singular because constant and linear terms can
-be moved between b and c. It is above rounding, as Cholesky needs, and below the least non-zero eigenvalue."""
+be moved between key terms b and distance terms c. It is above rounding, as Cholesky needs, and below the least
+non-zero eigenvalue."""
 REFINEMENTS = 2  # Steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue
 
 
@@ -83,11 +84,11 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normal equations of c for the distances that occur.
+    """Return the normal equations of the distance term c for the distances that occur.
 
     The results are the number of pairs at each distance, the normal matrix minus the diagonal matrix of these numbers,
-    the coupling of c with b, and the indices of the distances. `scaled` is the mask divided by the square root of each
-    query's number of keys, which eliminates the row constants.
+    the coupling of c with the key term b, and the indices of the distances. `scaled` is the mask divided by the square
+    root of each query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -144,7 +145,7 @@ class VisibleShares:
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
-    """Compute the three shares of every head for any mask; NaN for a long head whose mask has gaps.
+    """Compute the three shares of every head under any mask; NaN if the head `is_long` and its mask has gaps.
 
     The normal equations depend on the mask alone and are factored once per mask; long heads use conjugate gradients.
     """
