@@ -139,7 +139,7 @@ class Grams:
 
 
 def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return an index for each query head by name of a parameter: heads with equal indices share the parameter.
+    """Return, by name of each shared parameter, an index per query head; heads with equal indices share the parameter.
 
     The result is empty if no heads share parameters.
     """
@@ -378,7 +378,7 @@ STEPS, ENOUGH = 500, 1e-9  # limits of the search for the nearest positive form:
 
 
 def score_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
-    """Return N₀ = [[0, I], [0, 0]] for each head: uᵀN₀u' = ⟨q, k'⟩."""
+    """Return N₀ = [[0, I], [0, 0]] for each head, so that uᵀN₀u' = ⟨q, k'⟩ for u = [q; k] and u' = [q'; k']."""
     size = like.shape[-1] // 2
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
 

@@ -143,7 +143,7 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ (`core`); NaN if JLJ is not finite, because LAPACK would fail."""
+    """Compute the positive part Σ μ₊uuᵀ of sym JLJ (JLJ: `core`); NaN if JLJ is not finite: LAPACK would fail."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 
@@ -192,7 +192,10 @@ class KeyFilter:
 def _build_sequence_tie(
     name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]
 ) -> Modifier:
-    """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep."""
+    """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep.
+
+    L is log k of a sequence's n tokens, J is I − 11ᵀ/n, and c contains the column means of LJ.
+    """
 
     def part(log_k: Pairs) -> Pairs:
         seen = log_k - log_k.mean(-1, keepdim=True)

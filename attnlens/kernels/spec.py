@@ -149,12 +149,12 @@ class Kernel:
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| exactly for the queries `rows` and the keys `columns`; `key` has a head per query head.
+        """Compute log|k(q, k)| exactly for queries `rows` and keys `columns`; `key` has one head per query head.
 
         Terms that depend on the query alone are included, except under a tie of whole sequences. Score kernels use
         softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
-        unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises
-        UsageError if a tie combines different tokens, or if the kernel must be fitted first.
+        unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises UsageError if a tie
+        combines different tokens, or if the kernel must be fitted first.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:

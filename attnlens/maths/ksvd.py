@@ -17,12 +17,13 @@ True
 
 Three functions handle long sequences. No command uses the last two; they are for programs that import attnlens.
 
-- `dual`, for a kernel with finitely many features (cosine, random features): exact, O(tokens · features²), without K.
+- `dual`, for a kernel with finitely many features (cosine, random features): exact, in O(tokens · features²), without
+  forming K.
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
   the s leading components, each exact to rounding.
 - `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
-  its rows at a few queries. It divides by the block's s-th σ, so it is more stable if s is half the number of
-  sampled keys.
+  its rows at a few queries. It divides by the block's s-th singular value, so it is more stable if s is half the number
+  of sampled keys.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -213,7 +214,7 @@ def dual(query_features: Queries, key_features: Keys, s: int, projection: Sample
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
-    """Compute the s leading singular triplets of a dense K, such as an attention matrix, by full SVD; s ≤ min(n, m).
+    """Compute the s ≤ min(n, m) leading singular triplets of a dense K, such as an attention matrix, by a full SVD.
 
     σ up to eps · max(n, m) · σ₁ count as 0. Raises UsageError if s < 1 or if K contains NaN or Inf. `truncated` is
     faster for large n.
@@ -356,7 +357,7 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
 @dataclass(frozen=True)
 class Primal:
-    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head. Scores need no training tokens other than F."""
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head: with F they give scores of any token."""
 
     query_weight: Float[Tensor, "*batch sampled s"]
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
@@ -366,11 +367,11 @@ class Primal:
     projection: Sampled | None = None  # F; None is the identity
 
     def e_scores(self, query_features: Queries) -> Left:
-        """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
+        """Return the scores e_i = W_eᵀ F φ_q(x_i) of any queries from their features φ_q."""
         return query_features.double() @ self._apply_projection(self.query_weight)
 
     def r_scores(self, key_features: Keys) -> Right:
-        """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
+        """Return the scores r_j = W_rᵀ F φ_k(x_j) of any keys from their features φ_k."""
         return key_features.double() @ self._apply_projection(self.key_weight)
 
     def _apply_projection(self, weight: Float[Tensor, "*batch sampled s"]) -> Float[Tensor, "*batch features s"]:

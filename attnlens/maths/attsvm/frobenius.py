@@ -345,7 +345,7 @@ class WorkingSet:
 
 
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
-    """Minimise ½λᵀGλ − bᵀλ, λ ≥ 0, by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
+    """Minimise ½λᵀGλ − bᵀλ over λ ≥ 0 by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
     `support` is the first guess. Returns None if a block of G is singular, or if the exchanges do not settle; the
     caller then uses `damped_step`.
@@ -374,7 +374,7 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
 
 
 def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, damping: float) -> tuple[Loads, float]:
-    """Return a better λ for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
+    """Return a better λ ≥ 0 for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
 
     The step uses G + damping · I, which is not singular if constraints are repeated. The objective never rises, so
     steps cannot cycle. If no step lowers the objective, λ is unchanged and the damping grows.

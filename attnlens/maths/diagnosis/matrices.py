@@ -92,7 +92,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that tensors other than W_Q, W_K, W_V and W_O are exchanged (gate and up) or are copies of others."""
+    """Propose that tensors other than W_Q, W_K, W_V and W_O are exchanged (such as gate and up) or copies of others."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}

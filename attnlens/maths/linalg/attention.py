@@ -253,7 +253,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Return `definite` of each head: search a block, then the matrix for an entry above 1, else use Cholesky."""
+    """Return `definite` of each head: search a block, then the matrix, for an entry above 1; if none, use Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)

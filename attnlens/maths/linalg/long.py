@@ -28,7 +28,7 @@ spectra, which take 7 s per head and core at 2,048 tokens and 64 times as long a
 TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
 BLOCK = 64  # Vectors per product; they are multiplied together, because each product computes all tiles again
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
-LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
+LARGEST_BASIS = 1024  # Most vectors of the Krylov space; ranks up to about a quarter of it can be proven
 POWERS = 8  # Largest power of the deflated matrix used to bound its norm: higher powers give tighter bounds
 SLACK = 1.3  # First guess of the ratio of the bound on the deflated norm to the next Ritz value
 ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: it exceeds their rounding
@@ -78,7 +78,7 @@ class TiledMatrix:
     size: int  # Number of columns m
 
     def multiply_gram(self, x: Vectors) -> Vectors:
-        """Return A x."""
+        """Return A x = PᵀP x."""
         product = torch.zeros_like(x)
         for rows in self.tiles():
             end = rows.shape[1]

@@ -91,7 +91,7 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
-    """Find the least m at which a fit succeeds for one head, by bisection between 1 and full rank."""
+    """Find the least rank m at which a fit to one head succeeds, by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
     by_key = _fit_by_key(attention, visible)
@@ -139,7 +139,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation between attention and the visible entries of a kernel divided by row sums."""
+    """Return the mean total variation between attention and the kernel, normalised over visible pairs and any sink."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -182,7 +182,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average the total variation over queries with two keys or more; NaN if there are none.
+    """Average the total variation between two attentions over queries with two keys or more; NaN if there are none.
 
     A sink's weight counts as that of a key. The total variation of a NaN row is 1.
     """
@@ -195,8 +195,8 @@ def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     """Return the steps that reduce the ranks of key heads from full to 0, cheapest per direction first.
 
     `costs` contains the cost ≥ 0 of each rank of each key head: 0 at full rank, infinite beyond head_dim. Each head
-    follows the lower convex hull of its costs, along which the cost per removed direction never falls. Therefore the
-    ranks after each step are the cheapest with their sum (Fox 1966).
+    follows the lower convex hull of its costs, along which the cost per removed direction never falls. Therefore, after
+    each step, no other ranks with the same sum are cheaper (Fox 1966).
     """
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):

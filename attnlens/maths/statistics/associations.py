@@ -151,7 +151,7 @@ def rank_correlation(
 
 
 def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws"]:
-    """Return ρ of each sample; `times` contains how often each head occurs in a sample."""
+    """Return Spearman's ρ of x and y in each sample; `times` contains how often each head occurs in a sample."""
     total = times.sum(1, keepdim=True)
     centred = []
     for side in (x, y):
