@@ -189,7 +189,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Count the decided queries of one sequence; store the sequence unless there would be too many tokens."""
+        """Record each head's share of decided queries in a sequence; store the sequence if the tokens fit."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])

@@ -114,7 +114,7 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of both moments; if `equal`, `other` is first scaled to the total weight of these moments."""
+        """Return these moments plus `other`; if `equal`, `other` is first scaled to the same total weight."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
@@ -386,10 +386,10 @@ def score_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size s
 def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
     """Compute P, X and weights such that N = PXPᵀ is the symmetric N with the least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
-    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_kP = 1 and PᵀC_qP = diag λ, the error is Σ_ab λ_a
-    (X−X₀)²_ab for X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (λ_a X₀_ab + λ_b X₀_ba)/(λ_a+λ_b). X is 0 outside the span of the tokens.
-    If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights are (λ_a+λ_b)/2: the error of any other X' is that
-    of X plus Σ weights (X'−X)².
+    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_qP = diag λ and PᵀC_kP = 1 − diag λ, the error is
+    Σ_ab w_ab (X−X₀)²_ab for w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba). X is
+    0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights returned are
+    (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)

@@ -148,7 +148,7 @@ def _positive(core: Pairs) -> Pairs:
 
 
 def positive_part(form: Pairs) -> Pairs:
-    """Set the negative eigenvalues of a symmetric X to 0. The result has no gradient if eigenvalues are equal."""
+    """Set negative eigenvalues of the symmetric `form` to 0. The result has no gradient if eigenvalues are equal."""
     values, vectors = torch.linalg.eigh(form)
     positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return positive
@@ -173,7 +173,7 @@ class Modifier:
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """A filter with its parameters; it defines the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
+    """A filter with its parameters; the keys that it keeps are the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
 
     modifier: Modifier
     parameters: Mapping[str, int]

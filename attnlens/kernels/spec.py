@@ -256,7 +256,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """Fit of a hybrid: the far part is fitted as a kernel of its own, and the weight γ of near keys starts at 1."""
+    """Fit of a hybrid: the far part is fitted as a separate kernel, and the weight γ of near keys starts at 1."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far

@@ -92,7 +92,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Whether a W with u W z ≥ b exists, with a proof.
+    """Answer to whether a W with u W z ≥ b exists, with a proof.
 
     The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
     """
@@ -104,7 +104,7 @@ class Separability:
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:
-    """Decide whether any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
+    """Decide whether any W meets the constraints, from the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
     `limit` and the errors are those of `solve`.
     """
@@ -144,13 +144,13 @@ class UnitConstraints:
         """Queries that have constraints, and the positions of these constraints in `order`."""
 
     def unit_gram(self, rows: Rows, columns: Int[ndarray, " columns"]) -> Float[ndarray, "k columns"]:
-        """Return ⟨a_c, a_e⟩ for c in rows and e in columns."""
+        """Return the inner products ⟨a_c, a_e⟩ of unit constraints a, for c in rows and e in columns."""
         pairs = self.products[np.ix_(self.query_of[rows], self.query_of[columns])]
         pairs *= self.u[rows] @ self.u[columns].T
         return pairs
 
     def unit_scores(self, rows: Rows, loads: Loads) -> Each:
-        """Return ⟨a_c, Σ_r loads_r a_r⟩ for every constraint c."""
+        """Return ⟨a_c, Σ_r loads_r a_r⟩ for every unit constraint a_c, where r runs over rows."""
         shares = csr_array((loads, (self.query_of[rows], rows)), shape=(len(self.z), len(self.u)))
         directions = self.products @ (shares @ self.u)
         values = np.empty(len(self.u))
@@ -254,7 +254,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row that most clearly contradicts the equalities, and its residual's sign; empty if none does."""
+        """Return the row that most clearly contradicts the equalities, and its residual's sign; empty arrays if none."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -272,7 +272,7 @@ def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
 
 
 class WorkingSet:
-    """Working set of constraints, with their λ."""
+    """Constraints that the solver currently takes into account, with their multipliers λ."""
 
     def __init__(self, constraints: Constraints, tolerance: float) -> None:
         inequalities = np.flatnonzero(~constraints.equal)
@@ -334,7 +334,7 @@ class WorkingSet:
         return np.concatenate(joining)
 
     def solve_nnls(self) -> Loads:
-        """Compute λ by NNLS, which is slow and uses no first guess, but works for any constraints."""
+        """Compute λ by nonnegative least squares, which is slow, but works for any constraints without a first guess."""
         return solve_by_nnls(self.constraints.vectors(self.rows), self.bounds)
 
     def _rounding(self, bounds: Loads) -> Loads:
@@ -438,7 +438,7 @@ def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, flo
 
 @dataclass(frozen=True)
 class SoftMargin:
-    """The W that minimises ½‖W‖² + C Σ violation: max(0, b − u W z) at inequalities, |b − u W z| at equalities."""
+    """The W that minimises ½‖W‖² + C Σ v; the violation v is max(0, b − u W z), or |b − u W z| at equalities."""
 
     W: Float[Tensor, "d d_query"]  # W(λ), not rescaled
     multipliers: Float[Tensor, " constraints"]  # λ in [0, C]; at equalities in [−C, C]
@@ -449,7 +449,7 @@ class SoftMargin:
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
-    """Compute the soft margin: maximise bᵀλ − ½‖W(λ)‖² over 0 ≤ λ ≤ C, or |λ| ≤ C at equalities.
+    """Compute the soft-margin W by maximising bᵀλ − ½‖W(λ)‖² over 0 ≤ λ ≤ C, or |λ| ≤ C at equalities.
 
     This is the SVM of Cortes and Vapnik 1995. L-BFGS-B and Newton steps are taken until the relative gap is at most
     `tolerance`, or for `limit` steps of L-BFGS-B; the result contains the gap reached. Raises the errors of `solve`,
@@ -502,7 +502,7 @@ class Box(UnitConstraints):
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
 
     def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Minimise by L-BFGS-B, with `polish` every few steps; return λ and the number of L-BFGS-B steps."""
+        """Minimise ½λᵀGλ − bᵀλ by L-BFGS-B and, every few steps, `polish`; return λ and the number of L-BFGS-B steps."""
 
         def objective(loads: Loads) -> tuple[float, Loads]:
             downhill = -self.uphill(loads)

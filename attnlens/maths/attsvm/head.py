@@ -39,11 +39,11 @@ class FactoredForm:
     right: Float[Tensor, "d_query rank"]  # R, on the queries' side, including the scale
 
     def scores(self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]) -> Scores:
-        """Return xᵀ M z of every query and token."""
+        """Return the score xᵀ M z of every query z and token x."""
         return (queries @ self.right) @ (tokens @ self.left).mT
 
     def rotate_randomly(self, seed: int) -> FactoredForm:
-        """Return O₁ M O₂ᵀ with Haar-random O₁ and O₂, which has the singular values of M in random directions."""
+        """Return O₁ M O₂ᵀ for Haar-random orthogonal O₁ and O₂: the singular values of M in random directions."""
         generator, factors = torch.Generator().manual_seed(seed), []
         for factor in (self.left, self.right):
             frame, core = torch.linalg.qr(factor)
@@ -55,7 +55,7 @@ class FactoredForm:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sequence as a head sees it."""
+    """One sequence as a head sees it: tokens, queries and visible copies."""
 
     tokens: Float[Tensor, "keys d"]  # Tokens x from which queries select
     queries: Float[Tensor, "queries d_query"]  # Queries z, which select tokens
@@ -94,7 +94,7 @@ class Selections:
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
-        """Iterator over the queries: scene, position, and selected tokens O_i of each."""
+        """Scene, position and selected tokens O_i of each query, as an iterator."""
         return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
 
 
@@ -230,7 +230,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; it does not depend on M's scale."""
+    """Comparison of a head with the max-margin form that selects the same tokens; the head's scale has no effect."""
 
     chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem
@@ -297,7 +297,7 @@ def projected_norm(problem: Problem, form: FactoredForm) -> float:
 
 
 def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
-    """Return an orthonormal basis of the rows' span from their Gram matrix, without directions below SPAN."""
+    """Return an orthonormal basis of the rows' span from their Gram matrix; relative σ below SPAN count as 0."""
     values, vectors = torch.linalg.eigh(rows.mT @ rows)
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: equal tokens span nothing
     return basis

@@ -152,7 +152,7 @@ def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Pr
 
 
 def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None = None) -> Problem:
-    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); the default is z = x.
+    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
     Raises the same errors as `selection`, including UnposedError for a sequence of one token.
     """

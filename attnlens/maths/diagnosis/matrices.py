@@ -42,8 +42,8 @@ def _take_roles(
 ) -> dict[str, Tensor]:
     """Return each role's parts, taken from the role to which `sources` maps it.
 
-    Biases and gains are taken only if they come nearer to the second layer. If `heads` is given, only these heads are
-    taken, and no gains.
+    Biases and gains are taken only if that brings them nearer to the second layer. If `heads` is given, only these
+    heads are taken, and no gains.
     """
     parts: dict[str, Tensor] = {}
     for role, source in sources.items():
@@ -200,7 +200,7 @@ CLOSE = 1e-3  # largest relative error of A · A⁻¹ from the identity
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ in each head, so the product is kept."""
+    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ per head, so their product is the same."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)
@@ -276,7 +276,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a change of basis commutes with RoPE: it rotates and scales each rotated pair."""
+    """Return True if a change of basis commutes with RoPE, so it only rotates and scales each rotated pair."""
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False

@@ -40,7 +40,7 @@ NAMED: dict[str, tuple[str, str | None]] = {
 
 
 def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
-    """Return named orders of `size` rows: row i of B is row order[i] of A."""
+    """Return orders of `size` rows by name: row i of the second layer is row order[i] of the first."""
     rows = torch.arange(size)
     orders = {"reversed rows": rows.flip(0)}
     if size % 2 == 0:
@@ -88,7 +88,7 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Match each row of B with a different row of A so that directions agree best; return the indices in A."""
+    """Match each row of `second` with a different row of `first` so that directions agree best; return the latter."""
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
     similar = units[0] @ units[1].mT
     return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])

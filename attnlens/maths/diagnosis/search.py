@@ -168,8 +168,8 @@ class Search:
     def run(self, step: Step | None = None) -> bool:
         """Search for single causes, then for pairs of a structural cause and causes on single tensors.
 
-        If `step` is given, adopt it first, and search for no pairs. Return False if no other structural step explains
-        anything after `step`.
+        If `step` is given, adopt it first, and do not search for pairs. Return False if no other structural step
+        explains anything after `step`.
         """
         if step is not None:
             self.adopt(step)
@@ -319,7 +319,7 @@ class Search:
         return not bool(self.still_open({name: self._predict(layer, name, fit, chosen)}, name)[chosen].any())
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
-        """Add the hypothesis to the causes; in the current layer, replace the tensors it explains by predictions."""
+        """Add the hypothesis of these fits to the causes; replace the fitted tensors of `current` by predictions."""
         names, fit = tuple(name for name, *_ in fits), fits[0][1]
         numbers = {name: torch.arange(len(self.open[name])) for name in names}
         heads = self._query_heads({name: torch.isin(numbers[name], chosen.cpu()) for name, _, chosen in fits})

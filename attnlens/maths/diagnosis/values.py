@@ -146,7 +146,7 @@ LEAST_VALUES = 8  # values of a row, column or head from which a grid or a facto
 
 @dataclass(frozen=True)
 class Grid:
-    """Equally spaced levels of each group of values; all fields are (groups, 1)."""
+    """Equally spaced levels of each group of values; all fields have the shape (groups, 1)."""
 
     low: Tensor  # lowest level
     step: Tensor  # distance between levels

@@ -233,7 +233,7 @@ def rotation_traces(rotation: Rotation, left: Terms, right: Terms) -> Curves:
 
 
 def _order(rotation: Rotation) -> Int[Tensor, " even"]:
-    """Return the order of coordinates with the first members of all pairs, then the second members in the same order.
+    """Return an order of a head's coordinates: the first members of all pairs, then the second members of these pairs.
 
     Unrotated coordinates are paired too; if their number is odd, a coordinate of zeros completes the last pair.
     """
@@ -256,7 +256,7 @@ def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
 
 
 def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
-    """Reorder the rows and columns of a matrix; an order that changes nothing (as in Llama) returns it uncopied."""
+    """Reorder the rows and columns of a matrix; return it uncopied if the order changes nothing (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
     return matrix[..., order[:, None], order]

@@ -46,7 +46,7 @@ def is_long(query_key: QueryKey) -> bool:
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield the slice and the QueryKey of each block of queries, with the keys it can see; one block if not long."""
+    """Yield each block of queries: its slice, and its QueryKey with the keys it can see; one block unless `is_long`."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key

@@ -169,7 +169,7 @@ def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
-    """Return True for heads whose mask hides no pair; attention then determines all of L up to row constants."""
+    """Return True for heads whose mask hides no pair; attention then determines all scores up to row constants."""
     lead = query_key.query.shape[:-2]
     if query_key.allowed is None:
         return torch.ones(lead, dtype=torch.bool, device=query_key.query.device)

@@ -81,7 +81,7 @@ def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> Q
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Return mean and sd of the median over heads whose values are independent and normal with these means and sds."""
+    """Return the mean and sd of the median over heads with independent normal values of these means and sds."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
     medians = (means.double() + sds.double() * normal).quantile(0.5, dim=1)
@@ -253,7 +253,7 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
 
 def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
-    """Return the two-sided p-values of Student's t; NaN without degrees of freedom."""
+    """Return the two-sided p-values of these scores by Student's t; NaN without degrees of freedom."""
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
