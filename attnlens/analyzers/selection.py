@@ -78,11 +78,11 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         high=1,
         series=4,
-        use="A single near-tie can bring it to 0: compare it with selection.efficiency_q05.",
+        use="A single query with two almost equal scores can bring it to 0: compare it with selection.efficiency_q05.",
     ),
     selection_measure(
         "efficiency_q05",
-        "efficiency {where}, ignoring the 5 % of queries nearest to a tie",
+        "efficiency {where}, ignoring the 5 % of queries nearest to a tie between tokens",
         "5 % quantile over queries of their least margin, times the norm ‖W_mm‖ of the SVM",
         scale=("choices are hardly separated from other tokens", "choices are separated as well as an SVM could"),
         headline=True,
@@ -116,7 +116,8 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
         steps="query of the problem (ratios can exceed 1)",
-        use="A curve that starts near 0 and soon rises has few near-ties; an SVM's curve is flat near 1.",
+        use="A curve that starts near 0 and soon rises has few queries with almost equal scores; an SVM's curve is flat "
+        "near 1.",
     ),
 )
 

@@ -214,7 +214,8 @@ class Latents:
 def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
     """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ from C_q^½ C_k^½ = UΣVᵀ, leading directions first.
 
-    The first r columns of A and B are the best maps of rank r, so that the logits of all ranks are nested.
+    C_q is `queries` and C_k is `keys`. The first r columns of A and B are the best maps of rank r, so that the logits
+    of all ranks are nested.
     """
     query_root, query_inverse = matrix_roots(queries)
     key_root, key_inverse = matrix_roots(keys)
@@ -386,7 +387,7 @@ def score_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size s
 def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
     """Compute P, X and weights such that N = PXPᵀ is the symmetric N with the least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
-    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_qP = diag λ and PᵀC_kP = 1 − diag λ, the error is
+    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_qP = diag λ and PᵀC_kP = I − diag λ, the error is
     Σ_ab w_ab (X−X₀)²_ab for w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba). X is
     0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights returned are
     (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².

@@ -92,7 +92,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Answer to whether a W with u W z ≥ b exists, with a proof.
+    """Answer to the question whether a W with u W z ≥ b exists, and its proof.
 
     The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
     """
@@ -254,7 +254,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row that most clearly contradicts the equalities, and its residual's sign; empty arrays if none."""
+        """Find the row that most clearly contradicts the equalities, and its residual's sign; empty if none does."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -334,7 +334,7 @@ class WorkingSet:
         return np.concatenate(joining)
 
     def solve_nnls(self) -> Loads:
-        """Compute λ by nonnegative least squares, which is slow, but works for any constraints without a first guess."""
+        """Compute λ by nonnegative least squares, which is slow but works for any constraints without a first guess."""
         return solve_by_nnls(self.constraints.vectors(self.rows), self.bounds)
 
     def _rounding(self, bounds: Loads) -> Loads:
@@ -502,7 +502,7 @@ class Box(UnitConstraints):
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
 
     def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Minimise ½λᵀGλ − bᵀλ by L-BFGS-B and, every few steps, `polish`; return λ and the number of L-BFGS-B steps."""
+        """Minimise ½λᵀGλ − bᵀλ by L-BFGS-B with `polish` every few steps; return λ and the number of L-BFGS-B steps."""
 
         def objective(loads: Loads) -> tuple[float, Loads]:
             downhill = -self.uphill(loads)

@@ -118,7 +118,7 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                 text = (
                     f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {count} heads"
                 )
-                text += f", but it has {counts[role]}"
+                text += f", but {symbol} has {counts[role]}"
                 yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
 
 
