@@ -116,8 +116,8 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
         steps="query of the problem (ratios can exceed 1)",
-        use="A curve that starts near 0 and soon rises has few queries with almost equal scores; an SVM's curve is flat "
-        "near 1.",
+        use="A curve that starts near 0 and soon rises has few queries with almost equal scores; an SVM's curve is "
+        "flat near 1.",
     ),
 )
 

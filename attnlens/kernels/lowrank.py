@@ -452,7 +452,7 @@ class NearestFit:
     queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
     ignores. C_q = Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
     head's own attention. If queries and keys are independent, this trace is the variance of the logits' error under p,
-    which is twice the KL to second order.
+    which is twice the KL divergence to second order.
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:

@@ -92,8 +92,8 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
     The sums are in float32 or better. As in Kernel.log, `smallest_kernel` is added to φ(q_i)φ(k_j), so that queries
-    whose features underflow attend uniformly; for a signed kernel, queries whose sums are all zero do. The output is
-    zero for a query that sees no key, and not finite if a signed denominator is zero.
+    whose features underflow attend uniformly; for a signed kernel, queries whose sums are all zero attend uniformly.
+    The output is zero for a query that sees no key, and not finite if a signed denominator is zero.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route

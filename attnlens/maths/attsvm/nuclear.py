@@ -261,7 +261,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     spaces of u and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default of 1e-4, the
     norm is accurate to 1e-4, but not W; 1e-10 gives a W that is exact to rounding. `limit` is the largest number of
     interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no norm. Raises the
-    errors of `solve`.
+    same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
@@ -311,7 +311,7 @@ def certify_nuclear(
 
     P is ‖W‖_* of the feasible W. D = bᵀλ / ‖M‖₂ with M = Σλ u zᵀ is a lower bound on ‖W‖_* of every feasible W, because
     bᵀλ ≤ ⟨M, W⟩ ≤ ‖M‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be made feasible, the solution's W and
-    norm are None and its gap is infinite. Raises the errors of `solve`.
+    norm are None and its gap is infinite. Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))

@@ -43,9 +43,9 @@ def gaussian_null(
     """Return the mean and sd of each scalar measure over random heads with the shape and rotation of `like`.
 
     The factors of a random head are independent and Gaussian, with unit Frobenius norm: the caller must rescale
-    measures that are proportional to ‖W_Q‖‖W_K‖. Analyzers have a `function` of a QueryKey, and `measures` with `name`,
-    `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count; a measure
-    with fewer than two values is left out.
+    measures that are proportional to ‖W_Q‖‖W_K‖. Each analyzer needs a `function` of a QueryKey, and `measures` with
+    `name`, `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count; a
+    measure with fewer than two values is left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
