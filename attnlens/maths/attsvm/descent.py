@@ -255,7 +255,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K or Q is 0: their gradient is then 0, and training cannot start.", "Pass nonzero K and Q.")
+        raise UsageError("K or Q is 0: the gradient of the other factor is then 0.", "Pass nonzero K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
