@@ -69,14 +69,15 @@ TOKENS = (
     ),
     cosine_measure(
         "ksvd.rank90",
-        "components that carry 90 % of the cosine kernel's squared norm; at most head_dim (not identified)",
+        "number of components that carry 90 % of the cosine kernel's squared norm; at most head_dim (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
         low=1,
         use="A first guess for s of a primal kernel: swap-kernel --kernel primal:8 measures the loss at s = 8.",
     ),
     cosine_measure(
         "ksvd.centred_rank90",
-        "components that carry 90 % of the squared norm of the cosine kernel without its row-sum mode (not identified)",
+        "number of components that carry 90 % of the cosine kernel's squared norm once its row means are subtracted "
+        "(not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
         missing=ONE_KEY,
         low=1,
@@ -84,8 +85,8 @@ TOKENS = (
     ),
     cosine_measure(
         "ksvd.value_alignment",
-        "share of the values' variance in the s leading right singular directions of the cosine kernel without its "
-        "row-sum mode, s = centred_rank90; by chance s/(n − 1) for n keys (not identified)",
+        "share of the values' variance in the s leading right singular directions of the cosine kernel minus its "
+        "row means, s = centred_rank90; by chance s/(n − 1) for n keys (not identified)",
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): both K and V are centred",
         missing=f"the values are unknown or all equal; {ONE_KEY}",
         high=1,
@@ -119,9 +120,9 @@ TOKENS = (
     ),
     replace(ATTENTION, headline=True, by_depth=True, paper=FIGURE),
     ATTENTION_ENERGY,
-    *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),
+    *_curves("centred_attention", "P minus its row means", "P(I − 11ᵀ/n)"),
     *_curves("cosine", COSINE, "K"),
-    *_curves("centred_cosine", f"{COSINE}, without its row-sum mode", "K(I − 11ᵀ/n)"),
+    *_curves("centred_cosine", f"{COSINE}, minus its row means", "K(I − 11ᵀ/n)"),
 )
 
 
@@ -137,7 +138,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 
     P contains a window's attention weights, and K contains the cosines of all its queries and keys, as in the paper: K
     is a model of attention, not attention itself. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
-    multipliers; e_i and r_j are projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
+    multipliers; e_i and r_j are projections of queries and keys. K(I − 11ᵀ/n) is K minus its row means.
     """
     attention = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)

@@ -62,7 +62,7 @@ class MeasureInfo:
     wholes: tuple[str, ...] = ()  #: Names of the totals to which the measure belongs; parts of a total sum to 1
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
     ends: Literal["", "largest", "both"] = ""  #: Which of the largest and smallest values count as extreme heads
-    beside: str = ""  #: Measure with the value under uniform attention, if needed for interpretation
+    beside: str = ""  #: Name of the measure that gives the value under uniform attention, if needed to read this one
     matrix: str = ""  #: Matrix of the measure, if measures of the same name use other matrices: `M`
     series: int = 0  #: Rank from 1 among the measures shown for a series of checkpoints; 0: listed last
     space: str = ""  #: Space in which the measure is defined, if there are several; tables and plots separate them
@@ -180,7 +180,7 @@ class GatheringPlace:
     """M on the module's inputs x, extended by a 1: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
     are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: the one of most weight
+    top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: only the top token
     shown: bool = False  # True if the report must contain the problem in addition to its measures
 
 

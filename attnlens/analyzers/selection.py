@@ -28,7 +28,7 @@ else:
     head_svm = LazyModule("attnlens.maths.attsvm.head")
     torch = LazyModule("torch")
 
-MOST_QUERIES = 64  # most queries posed per head
+MOST_QUERIES = 64  # most queries in a head's SVM problem
 WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces in SPACE_MEASURES
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
@@ -51,15 +51,15 @@ DECIDED = selection_share(
 PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen once for all spaces
     posed_measure(
         "selection.queries",
-        "number of posed queries: the most decided ones of all sequences",
+        "number of queries in the SVM problem: those with the largest attention weights, from all sequences",
         "|{i: p_max largest}|",
         high=MOST_QUERIES,
         use="The sample size of the head's other selection measures; compare heads with similar counts.",
     ),
     posed_measure(
         "selection.least_decided",
-        "largest attention weight of the least decided posed query",
-        "min over posed queries of p_max",
+        "least value, over the queries in the SVM problem, of a query's largest attention weight",
+        "min over queries of p_max",
         high=1,
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
     ),
@@ -78,11 +78,11 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         high=1,
         series=4,
-        use="A single near-tie can bring it to 0: compare it with selection.efficiency_q05.",
+        use="A single query with two almost equal scores can bring it to 0: compare it with selection.efficiency_q05.",
     ),
     selection_measure(
         "efficiency_q05",
-        "efficiency {where}, ignoring the 5 % of queries nearest to a tie",
+        "efficiency {where}, ignoring the 5 % of queries nearest to a tie between tokens",
         "5 % quantile over queries of their least margin, times the norm ‖W_mm‖ of the SVM",
         scale=("choices are hardly separated from other tokens", "choices are separated as well as an SVM could"),
         headline=True,
@@ -112,11 +112,12 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
     ),
     selection_measure(
         "margins",
-        "ratio of each posed query's least margin to the best possible {where}, ascending",
+        "least margin of each query in the SVM problem, divided by the best possible {where}, ascending",
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
-        steps="posed query; one may exceed 1",
-        use="A curve that starts near 0 and soon rises has few near-ties; an SVM's curve is flat near 1.",
+        steps="query of the problem (ratios can exceed 1)",
+        use="A curve that starts near 0 and soon rises has few queries with almost equal scores; an SVM's curve is "
+        "flat near 1.",
     ),
 )
 
@@ -131,7 +132,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in SPACE_MEASURES) * SPACES.index(space)
     name, series = qualify_name(info.name, space), info.series and info.series + behind
-    sized_by = "d_model and the number of posed queries"
+    sized_by = "d_model and the number of queries in the problem"
     return replace(info, name=name, series=series, space=space, null="rotations", sized_by=sized_by, **texts)
 
 
@@ -145,11 +146,11 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 class Solved:
     """The results of one selection problem, without its tensors."""
 
-    values: dict[str, float]  # values by name of the measure without source and space
+    values: dict[str, float]  # values by measure; names omit the source and the space
     reason: str | None  # reason why other measures are missing; None if none is
     margins: list[float] = field(default_factory=list)  # each query's least margin / best possible margin, ascending
     best: float = 0.0  # best possible margin, 1/‖W_mm‖
-    picks: list[records.Pick] = field(default_factory=list)  # posed queries and their selections, if they are shown
+    picks: list[records.Pick] = field(default_factory=list)  # queries and their selections, if they are shown
 
 
 SolvedBySpace = dict[Space, Solved]  # results of one head's problems, or of one draw of its null, by space
@@ -172,9 +173,9 @@ class StoredSequence:
 
 
 class Selector:
-    """Gatherer of one site's sequences that solves every head's selection problem in all available spaces.
+    """Gatherer that stores sequences of one site and solves each head's selection problem in all available spaces.
 
-    It stores up to MOST_TOKENS tokens of a site: the module's inputs if M acts on them, otherwise queries and keys. The
+    It stores up to MOST_TOKENS tokens: the module's inputs if M acts on them, otherwise queries and keys. The
     null rotates each space's form randomly on both sides, and then chooses queries and tokens again.
     """
 
@@ -189,7 +190,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Count the decided queries of one sequence; store the sequence unless there would be too many tokens."""
+        """Record each head's share of decided queries in a sequence; store the sequence if the tokens fit."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])

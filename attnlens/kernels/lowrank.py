@@ -114,7 +114,7 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of both moments; if `equal`, `other` is first scaled to the total weight of these moments."""
+        """Return these moments plus `other`; if `equal`, `other` is first scaled to the same total weight."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
@@ -139,7 +139,7 @@ class Grams:
 
 
 def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return an index for each query head by name of a parameter: heads with equal indices share the parameter.
+    """Return, by name of each shared parameter, an index per query head; heads with equal indices share the parameter.
 
     The result is empty if no heads share parameters.
     """
@@ -214,7 +214,8 @@ class Latents:
 def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
     """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ from C_q^½ C_k^½ = UΣVᵀ, leading directions first.
 
-    The first r columns of A and B are the best maps of rank r, so that the logits of all ranks are nested.
+    C_q is `queries` and C_k is `keys`. The first r columns of A and B are the best maps of rank r, so that the logits
+    of all ranks are nested.
     """
     query_root, query_inverse = matrix_roots(queries)
     key_root, key_inverse = matrix_roots(keys)
@@ -378,7 +379,7 @@ STEPS, ENOUGH = 500, 1e-9  # limits of the search for the nearest positive form:
 
 
 def score_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
-    """Return N₀ = [[0, I], [0, 0]] for each head: uᵀN₀u' = ⟨q, k'⟩."""
+    """Return N₀ = [[0, I], [0, 0]] for each head, so that uᵀN₀u' = ⟨q, k'⟩ for u = [q; k] and u' = [q'; k']."""
     size = like.shape[-1] // 2
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
 
@@ -386,10 +387,10 @@ def score_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size s
 def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
     """Compute P, X and weights such that N = PXPᵀ is the symmetric N with the least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
-    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_kP = 1 and PᵀC_qP = diag λ, the error is Σ_ab λ_a
-    (X−X₀)²_ab for X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (λ_a X₀_ab + λ_b X₀_ba)/(λ_a+λ_b). X is 0 outside the span of the tokens.
-    If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights are (λ_a+λ_b)/2: the error of any other X' is that
-    of X plus Σ weights (X'−X)².
+    N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_qP = diag λ and PᵀC_kP = I − diag λ, the error is
+    Σ_ab w_ab (X−X₀)²_ab for w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba). X is
+    0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights returned are
+    (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
@@ -451,7 +452,7 @@ class NearestFit:
     queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
     ignores. C_q = Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
     head's own attention. If queries and keys are independent, this trace is the variance of the logits' error under p,
-    which is twice the KL to second order.
+    which is twice the KL divergence to second order.
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:

@@ -30,9 +30,9 @@ def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
 def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen.
 
-    All queries have a total weight of 1 if there are no sinks, whose attention is left out. To second order, the KL
-    divergence of a change of logits is half its variance under the attention. The uniform half limits errors at keys
-    with little attention, whose logits a wrong fit could raise.
+    The weights of a query that sees two keys or more sum to 1, or to less with a sink, whose attention is left out. To
+    second order, the KL divergence of a change of logits is half its variance under the attention. The uniform half
+    limits errors at keys with little attention, whose logits a wrong fit could raise.
     """
     seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
@@ -62,7 +62,7 @@ def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim
 
 
 def sample_rows(call: Call) -> tuple[Query, Seen]:
-    """Return up to MOST_ROWS evenly spaced queries per sequence (float64, including the last) and the keys seen."""
+    """Return up to MOST_ROWS evenly spaced queries per sequence in float64, the last included, and the keys seen."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
     return call.query[..., rows, :].double(), pairs_seen(call, rows)

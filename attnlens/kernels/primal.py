@@ -1,4 +1,4 @@
-"""The kernel `primal`: Primal-Attention fitted in closed form: scores by kernel SVD, outputs by least squares."""
+"""The kernel `primal`, Primal-Attention fitted in closed form: scores by kernel SVD, outputs by least squares."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D is the diagonal of the scores' sds."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D is diagonal: the scores' sds."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT

@@ -46,7 +46,8 @@ def exponential(score: Score) -> Score:
 class OffsetFit:
     """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)², row-centred, over a grid of both signs.
 
-    The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines the best value.
+    p is the degree. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines
+    the best value.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -65,7 +66,7 @@ class OffsetFit:
         self.errors = self.errors + torch.stack(errors)
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
-        """Return `offset_of_head`, (heads,)."""
+        """Return the fitted offsets as `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets, best = errors.new_tensor(self.offsets), errors.argmin(0)
         size = len(self.offsets) // 2
@@ -154,10 +155,10 @@ def hard(score: Score) -> Score:
 
 
 class OriginFit:
-    """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k)², row-centred.
+    """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
 
-    Pairs are weighted half by attention, half uniformly. For a given γ this is the regression of ½‖k‖² + (1 −
-    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
+    Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ this is the
+    regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -181,7 +182,7 @@ class OriginFit:
         self.target = self.target + (key * by_key).sum((0, 2)) - (mean * by_query).sum((0, 2))
 
     def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
-        """Return `origin`, (heads, head_dim)."""
+        """Return the fitted origins as `origin`, (heads, head_dim)."""
         # the slope is 0 in directions in which keys vary by rounding alone
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
         inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
@@ -189,7 +190,7 @@ class OriginFit:
 
 
 def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
-    """Compute ⟨b, k⟩ − ½‖k‖²."""
+    """Compute ⟨b, k⟩ − ½‖k‖² of each key k, where b is the `origin` (None: 0)."""
     key = wide(key)
     term = -key.square().sum(-1) / 2
     return term if origin is None else term + (key * origin.to(key)[:, None]).sum(-1)
@@ -284,7 +285,7 @@ class BetaFit:
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
-        """Return `beta_of_head`, (heads,)."""
+        """Return the fitted β as `beta_of_head`, (heads,)."""
         tiny = torch.finfo(self.square.dtype).tiny  # a head whose cosines do not vary has β = 0, not 0/0
         return {"beta_of_head": (self.product / self.square.clamp_min(tiny)).clamp_min(0.0)}
 

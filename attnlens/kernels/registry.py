@@ -143,12 +143,12 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ (`core`); NaN if JLJ is not finite, because LAPACK would fail."""
+    """Compute the positive part Σ μ₊uuᵀ of sym JLJ (JLJ: `core`); NaN if JLJ is not finite: LAPACK would fail."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 
 def positive_part(form: Pairs) -> Pairs:
-    """Set the negative eigenvalues of a symmetric X to 0. The result has no gradient if eigenvalues are equal."""
+    """Set negative eigenvalues of the symmetric `form` to 0. The result has no gradient if eigenvalues are equal."""
     values, vectors = torch.linalg.eigh(form)
     positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return positive
@@ -173,7 +173,7 @@ class Modifier:
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """A filter with its parameters; it defines the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
+    """A filter with its parameters; the keys that it keeps are the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
 
     modifier: Modifier
     parameters: Mapping[str, int]
@@ -192,7 +192,10 @@ class KeyFilter:
 def _build_sequence_tie(
     name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]
 ) -> Modifier:
-    """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep."""
+    """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep.
+
+    L is log k of a sequence's n tokens, J is I − 11ᵀ/n, and c contains the column means of LJ.
+    """
 
     def part(log_k: Pairs) -> Pairs:
         seen = log_k - log_k.mean(-1, keepdim=True)

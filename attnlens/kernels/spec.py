@@ -149,12 +149,12 @@ class Kernel:
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| exactly for the queries `rows` and the keys `columns`; `key` has a head per query head.
+        """Compute log|k(q, k)| exactly for queries `rows` and keys `columns`; `key` has one head per query head.
 
         Terms that depend on the query alone are included, except under a tie of whole sequences. Score kernels use
         softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
-        unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises
-        UsageError if a tie combines different tokens, or if the kernel must be fitted first.
+        unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises UsageError if a tie
+        combines different tokens, or if the kernel must be fitted first.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -256,7 +256,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """Fit of a hybrid: the far part is fitted as a kernel of its own, and the weight γ of near keys starts at 1."""
+    """Fit of a hybrid: the far part is fitted as a separate kernel, and the weight γ of near keys starts at 1."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far

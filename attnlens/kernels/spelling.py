@@ -231,8 +231,9 @@ def cached_numbers(kernel: Kernel) -> float | None:
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    The keys are the first 4 tokens (at most half of the keys) and the nearest ones; if `state` is None, the first 4
-    and the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so there can be one first token less.
+    The keys are the first 4 tokens (at most half of the keys) and the nearest ones; if `state` is None, the first 4 and
+    the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so the number of first tokens can be one
+    smaller.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # `state` holds at least one token
     if keys >= shape.tokens:
@@ -246,7 +247,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in its window, and itself without the window."""
+    """Split a hybrid or filtered kernel into the model's own kernel in its window, and the kernel without window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

@@ -17,12 +17,13 @@ True
 
 Three functions handle long sequences. No command uses the last two; they are for programs that import attnlens.
 
-- `dual`, for a kernel with finitely many features (cosine, random features): exact, O(tokens · features²), without K.
+- `dual`, for a kernel with finitely many features (cosine, random features): exact, in O(tokens · features²), without
+  forming K.
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
   the s leading components, each exact to rounding.
 - `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
-  its rows at a few queries. It divides by the block's s-th σ, so it is more stable if s is half the number of
-  sampled keys.
+  its rows at a few queries. It divides by the block's s-th singular value, so it is more stable if s is half the number
+  of sampled keys.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -69,7 +70,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return φ(x) = x/‖x‖ in float64, so that K is a cosine (Chen et al. 2023, section 4.1); 0 stays 0."""
+    """Return φ(x) = x/‖x‖ in float64: ⟨φ(q), φ(k)⟩ is the cosine kernel (Chen et al. 2023, section 4.1); 0 stays 0."""
     return unit(x.double())
 
 
@@ -86,7 +87,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 def centre_rows(x: Queries) -> Queries:
     """Subtract the mean row in float64; the result is exactly 0 if rows differ only by rounding.
 
-    Centred key features give the kernel K(I − 11ᵀ/n).
+    If the rows are the key features of a kernel matrix K, centring turns K into K(I − 11ᵀ/n).
     """
     x = x.double()
     deviations = x - x.mean(-2, keepdim=True)
@@ -114,7 +115,7 @@ def random_features(
 def sampled_rows(x: Queries, count: int) -> Sampled:
     """Return `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
 
-    They are the data-dependent F = X' of Chen et al. 2023, Eq. 6. Raises UsageError if count < 1.
+    In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F = X'. Raises UsageError if count < 1.
     """
     require_positive("count", count)
     return evenly_spaced(x.double(), min(count, x.shape[-2]))
@@ -144,7 +145,7 @@ def require_positive(name: str, number: int) -> None:
 
 @lru_cache(maxsize=16)
 def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
-    """Draw blocks of orthogonal rows, uniform in direction, with the lengths of independent Gaussian rows."""
+    """Draw blocks of orthogonal rows with uniform directions and the lengths of independent Gaussian vectors."""
     # The draws are cached, and gradients cannot pass through a tensor made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -159,9 +160,9 @@ def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "cou
 
 @dataclass(frozen=True)
 class Dual:
-    """H_e, Σ and H_r of Chen et al. 2023, Theorem 3.2: the s leading singular triplets of K, per head, in float64.
+    """H_e, Σ and H_r of Chen et al. 2023, Theorem 3.2: s leading singular triplets of each head's kernel matrix K.
 
-    Components beyond K's rank have σ = 0 and columns of zeros, because their singular vectors would be arbitrary.
+    A component beyond K's rank has σ = 0 and columns of zeros, because its singular vectors would be arbitrary.
     """
 
     left: Left  # H_e, one row per query; its non-zero columns are orthonormal
@@ -175,7 +176,7 @@ class Dual:
 
     @property
     def multipliers(self) -> Float[Tensor, "*batch s"]:
-        """Λ = Σ⁻¹, 0 where σ is 0."""
+        """Λ = Σ⁻¹; 0 for each σ that is 0."""
         return torch.where(self.values > 0, 1 / torch.where(self.values > 0, self.values, 1.0), 0.0)
 
     @property
@@ -213,7 +214,7 @@ def dual(query_features: Queries, key_features: Keys, s: int, projection: Sample
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
-    """Compute the s leading singular triplets of a dense K, such as an attention matrix, by full SVD; s ≤ min(n, m).
+    """Compute the s ≤ min(n, m) leading singular triplets of a dense K, such as an attention matrix, by a full SVD.
 
     σ up to eps · max(n, m) · σ₁ count as 0. Raises UsageError if s < 1 or if K contains NaN or Inf. `truncated` is
     faster for large n.
@@ -231,7 +232,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
 
 
 def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:
-    """Return √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖), without forming K; NaN if K is zero."""
+    """Return the relative residual √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖) without forming K; NaN if K = 0."""
     left, right = _factors(query_features, key_features, projection)
     return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
 
@@ -250,7 +251,7 @@ def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHe
 
 
 def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:
-    """Return A and B with K = A Bᵀ. An F with more rows than columns is first replaced by a root R with RᵀR = FᵀF."""
+    """Return the factors of K = A Bᵀ. If F has more rows than columns, a root R with RᵀR = FᵀF first replaces it."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
         return left, right
@@ -307,7 +308,7 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
 
 
 def _sparse_svd(matrix: Float[ndarray, "n m"], s: int) -> Float[ndarray, "n+m+2 s"]:
-    """Return the s leading components, packed as by `_pack`."""
+    """Return the s leading singular components of a matrix, packed as by `_pack`."""
     n, m = matrix.shape
     if not matrix.any():
         return np.zeros((n + m + 2, s))
@@ -338,7 +339,7 @@ class Nystrom:
 
 
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
-    """Compute feature maps from a block W = K(x_I, y_J), with which `dual` approximates the whole sequence's SVD.
+    """Compute feature maps from a block W = K(x_I, y_J); `dual` of the features approximates the SVD of all of K.
 
     Use it for sequences whose K does not fit in memory; no command calls it. Build the block from `sampled_rows` of
     queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`, as
@@ -356,7 +357,7 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
 @dataclass(frozen=True)
 class Primal:
-    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head. Scores need no training tokens other than F."""
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head: with F they give scores of any token."""
 
     query_weight: Float[Tensor, "*batch sampled s"]
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
@@ -366,11 +367,11 @@ class Primal:
     projection: Sampled | None = None  # F; None is the identity
 
     def e_scores(self, query_features: Queries) -> Left:
-        """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
+        """Return the scores e_i = W_eᵀ F φ_q(x_i) of any queries from their features φ_q."""
         return query_features.double() @ self._apply_projection(self.query_weight)
 
     def r_scores(self, key_features: Keys) -> Right:
-        """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
+        """Return the scores r_j = W_rᵀ F φ_k(x_j) of any keys from their features φ_k."""
         return key_features.double() @ self._apply_projection(self.key_weight)
 
     def _apply_projection(self, weight: Float[Tensor, "*batch sampled s"]) -> Float[Tensor, "*batch features s"]:
@@ -380,7 +381,7 @@ class Primal:
 def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
     """Compute the primal weights W_e and W_r from the `dual` solution of the same features and projection.
 
-    J is stationary at these weights, and their e- and r-scores equal those of the dual.
+    The objective J is stationary at these weights, whose e- and r-scores equal those of the dual.
     """
     through_keys = key_features.double().mT @ solution.right
     through_queries = query_features.double().mT @ solution.left
@@ -397,12 +398,12 @@ def objective(
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> PerHead:
-    """Return J of every head under the convention "paper" (Eq. 6) or "code"; J has the kernel's unit and either sign.
+    """Return the objective J of every head under the convention "paper" (Eq. 6) or "code".
 
-    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every stationary point, where e and r contribute
-    ½Σσ each. J is indefinite, so J = 0 does not prove that a point is stationary: check `residual` too. code:
-    ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r), which is 0 if Λ² = n/σ instead of Λ = 1/σ. J is differentiable in
-    every argument. Raises UsageError for another convention.
+    J has the kernel's unit and either sign. paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every
+    stationary point, where e and r contribute ½Σσ each. J is indefinite, so J = 0 does not prove that a point is
+    stationary: check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r), which is 0 if Λ² = n/σ
+    instead of Λ = 1/σ. J is differentiable in every argument. Raises UsageError for another convention.
     """
     _check_convention(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
@@ -414,7 +415,7 @@ def objective(
 
 
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
-    """Return the penalty ≥ 0 that η multiplies in the loss.
+    """Return the penalty ≥ 0 computed from the objectives J; the loss contains η times this penalty.
 
     paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)². The paper does not mention heads; under "paper" each
     head is treated as a separate problem. Under "code" a negative J of one head can cancel a positive J of another.
@@ -448,10 +449,10 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
 
 
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
-    """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
+    """Return the mean principal angle in radians between the spans of the first `sizes` columns of both bases.
 
-    0: equal spans, as for a symmetric K; π/2: orthogonal spans. The spans are not unique if `sizes` cuts through a
-    group of equal singular values.
+    0: equal spans, as for a symmetric K; π/2: orthogonal spans; NaN: `sizes` is 0. The spans are not unique if `sizes`
+    cuts through a group of equal singular values.
     """
     first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
     angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))
@@ -459,11 +460,12 @@ def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHea
 
 
 def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
-    """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], where V is centred over tokens and H_r is the first `sizes` columns of `basis`.
+    """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], the share of the values' variance in the span of H_r.
 
-    Independent normal values have an expected share of sizes/(n − 1) if H_r is orthogonal to the vector of ones, as the
-    right singular vectors of K(I − 11ᵀ/n) are; otherwise the expected share is smaller, down to (sizes − 1)/(n − 1).
-    The share is NaN if all values are equal.
+    V contains the values centred over tokens, and H_r the first `sizes` columns of `basis`. Independent normal values
+    have an expected share of sizes/(n − 1) if H_r is orthogonal to the vector of ones, as the right singular vectors of
+    K(I − 11ᵀ/n) are; otherwise the expected share is smaller, down to (sizes − 1)/(n − 1). The share is NaN if all
+    values are equal.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

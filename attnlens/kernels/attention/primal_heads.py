@@ -59,7 +59,7 @@ class PrimalHeads(nn.Module):
     def forward(
         self, query: Tokens, key: Tokens, *, causal: bool = False, real: Real = None, rows: Tokens | None = None
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """Compute the output; `real` marks tokens that are not padding, and X' is sampled from the inputs `rows`.
+        """Compute the output; `real` marks tokens that are not padding, and F = X' is sampled from the inputs `rows`.
 
         If `causal`, means over the tokens 0 … i replace queries and keys. Raises UsageError if `samples` > 0 and `rows`
         is missing or `causal` is true.
@@ -72,7 +72,7 @@ class PrimalHeads(nn.Module):
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
 
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
-        """Compute J of the last forward pass for each sequence and head.
+        """Compute the objective J of the last forward pass for each sequence and head.
 
         Raises UsageError if no forward pass is stored (`regulariser` deletes it after training passes), or if the pass
         recorded no gradients although gradients are enabled now.
@@ -110,7 +110,7 @@ class PrimalAttention(nn.Module):
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
-        """Build the layer; warn if head_dim or `samples` bounds the scores; raise UsageError for invalid sizes."""
+        """Build the layer; warn if `scores` exceeds the bound on the rank; raise UsageError for invalid sizes."""
         super().__init__()
         if heads < 1 or d_model % heads:
             problem = f"heads must be a positive divisor of d_model={d_model}, not {heads}."

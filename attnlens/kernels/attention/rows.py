@@ -68,7 +68,8 @@ def near_scores(
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
     """Compute s_ij − max_near s_ij + log γ, and max_near s_ij (0 if no key is near); s are the model's own scores.
 
-    The scores include the bias (Zhang et al. 2024, LoLCATs). `key` has one head per query head.
+    The scores include the bias, and γ is the fitted weight of near keys (Zhang et al. 2024, LoLCATs). `key` has one
+    head per query head.
     """
     scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
     scores = scores if call.bias is None else scores + call.bias[..., rows, columns]
@@ -143,9 +144,9 @@ def position_error(reason: str) -> UsageError:
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
-    """Compute softmax(part of log k + bias) v of each sequence's real tokens, in O(T²) memory; padded rows are zero.
+    """Compute softmax(X) v of each sequence's real tokens, in O(T²) memory; padded rows are zero.
 
-    The part of log k + bias is the one that the kernel's tie of whole sequences keeps.
+    X is the part of log k + bias that the kernel's tie of whole sequences keeps.
     """
     value = call.paired_value
     output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
@@ -213,7 +214,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
 
 def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
-    """Compute the output in tiles of rows; if `banded`, each tile uses only the keys within reach of the filter."""
+    """Compute the output in tiles of query rows; if `banded`, each tile uses only keys within reach of the filter."""
     key, value, where = call.paired_key, call.paired_value, _positions(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
 

@@ -92,8 +92,8 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
     The sums are in float32 or better. As in Kernel.log, `smallest_kernel` is added to φ(q_i)φ(k_j), so that queries
-    whose features underflow attend uniformly; for a signed kernel, queries whose sums are all zero do. The output is
-    zero for a query that sees no key, and not finite if a signed denominator is zero.
+    whose features underflow attend uniformly; for a signed kernel, queries whose sums are all zero attend uniformly.
+    The output is zero for a query that sees no key, and not finite if a signed denominator is zero.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -139,7 +139,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i; a single chunk of queries multiplies φ(q_i)φ(k_j)ᵀ first."""
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i; for a single chunk of queries, multiply φ(q_i)φ(k_j)ᵀ first."""
     size = _chunk_size(query)
     queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:
@@ -170,10 +170,10 @@ def find_reach(call: Call) -> Reach | None:
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
-    The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first
-    tokens (sinks) and with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. The sums are in
-    float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in Kernel.log. The output is zero for a
-    query that sees no key.
+    γ is the weight of near keys. The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of
+    queries is multiplied with the first tokens (sinks) and with the chunks of keys in its window; other keys enter by
+    Σ_j φ(k_j) v_jᵀ. The sums are in float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in
+    Kernel.log. The output is zero for a query that sees no key.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -270,14 +270,17 @@ def whole_reach(call: Call) -> Reach:
 
 
 def by_primal(call: Call, kernel: Kernel) -> Sums:
-    """Compute W_c[e_i; r_i] + b for every token; values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
+    """Compute W_c[e_i; r_i] + b from the e- and r-scores of every token i, without values.
+
+    See Chen et al. 2023, Eq. 6 and section 3.3.
+    """
     query, key, _ = features(call, int(kernel.parameters.get("samples", 0)))
     output: Tensor = kernel.info.function(query, key, **kernel.parameters, **kernel.fitted)
     return output.to(call.query.dtype)
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute one primal layer's term of the loss, which η multiplies, averaged over sequences."""
+    """Compute one primal layer's penalty, averaged over sequences; the loss contains η times the penalty."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
@@ -289,7 +292,7 @@ def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Ten
 def objectives(
     e: Scores, r: Scores, query_map: Map, key_map: Map, multipliers: Multipliers, real: Real, convention: Convention
 ) -> Float[Tensor, "batch heads"]:
-    """Compute J of every sequence and head (ksvd.objective) over the tokens that are not padding."""
+    """Compute the objective J (ksvd.objective) of every sequence and head over the tokens that are not padding."""
     if real is not None:
         # under "code", ksvd.objective divides by the number of all tokens: rescale to the number of real ones
         count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]

@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
-    """Tokens relative to an anchor, the token α of the largest weight, so that small differences keep their digits."""
+    """Tokens as differences from an anchor, the token α of largest weight: small differences keep their digits."""
 
     chosen: Int[Tensor, "trials n"]  # Index α
     token: Float[Tensor, "trials n d"]  # x_α
@@ -46,7 +46,7 @@ class Linear:
     v: Float[Tensor, "trials d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the score differences γ_t − γ_α, where γ_t = vᵀx_t."""
+        """Return the output f and the score differences γ_t − γ_α from the anchor α, where γ_t = vᵀx_t."""
         v = self.v[:, None, :, None]
         rises = (anchored.differences @ v).squeeze(-1)
         return (anchored.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
@@ -59,7 +59,7 @@ class Relu:
     V: Float[Tensor, "trials hidden d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the score differences γ_t − γ_α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
+        """Return f and the score differences γ_t − γ_α from the anchor α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
         mean = anchored.token + (weights[..., None, :] @ anchored.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
@@ -73,7 +73,7 @@ class Scores:
     scores: Float[Tensor, "trials n T"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the differences γ_t − γ_α of the given scores γ."""
+        """Return the output f and the differences γ_t − γ_α of the given scores γ from that of the anchor α."""
         chosen = self.scores.gather(-1, anchored.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
@@ -85,7 +85,10 @@ PredictionHead: TypeAlias = Linear | Relu | Scores
 
 @dataclass(frozen=True)
 class Instances:
-    """Trials of one size: f_i = h(Σ_t s_it x_it), where s_i = softmax_t(x_itᵀ W z_i) (Tarzanagh et al. 2023, Eq. 1)."""
+    """Instances i of several trials of one size, with f_i = h(Σ_t s_it x_it) and s_i = softmax_t(x_itᵀ W z_i).
+
+    See Tarzanagh et al. 2023, Eq. 1.
+    """
 
     tokens: Float[Tensor, "trials n T d"]  # Tokens x
     queries: Float[Tensor, "trials n d_query"]  # Queries z
@@ -103,7 +106,7 @@ class Instances:
         return Anchored(chosen, token.squeeze(2), differences, pulls if self.allowed is None else pulls & self.allowed)
 
     def anchor_first(self) -> Anchored:
-        """Return the tokens anchored at the first allowed token."""
+        """Return the tokens anchored at the first allowed token of each instance."""
         first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
         return self.anchor(first.long())
 
@@ -118,7 +121,7 @@ class Instances:
         return anchored, gaps
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
-        """Set the gaps of tokens that are not allowed to −∞."""
+        """Set gaps to −∞ at tokens that are not allowed."""
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
 
 
@@ -136,7 +139,7 @@ class Descent:
 
     @property
     def norm(self) -> Float[Tensor, "steps trials"]:
-        """‖W‖_F."""
+        """‖W‖_F of each trial at each recorded step."""
         norm: Tensor = torch.linalg.matrix_norm(self.W)
         return norm
 
@@ -216,7 +219,7 @@ def gradient(
 
 
 def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial) -> Parts:
-    """Take one descent step: in W along D, or in K and Q along D Q and Dᵀ K. `floor` has the units of D."""
+    """Subtract a multiple of D from W, or multiples of D Q and Dᵀ K from K and Q. `floor` has the units of D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts
@@ -227,7 +230,7 @@ def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floo
 
 
 def unit(slope: Slope, floor: PerTrial) -> Slope:
-    """Return slope/(‖slope‖ + floor), scaled by the largest entry first so that no square underflows; 0 stays 0."""
+    """Return slope/(‖slope‖ + floor), first divided by the largest entry so that no square underflows; 0 stays 0."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
     scaled = slope / safe
@@ -252,7 +255,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K or Q is 0, where the gradient is 0, so training cannot start.", "Pass nonzero K and Q.")
+        raise UsageError("K or Q is 0: the gradient of the other factor is then 0.", "Pass nonzero K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",

@@ -53,10 +53,11 @@ NOTICED = 1e-6  # Least slack, relative to |b| + |score|, that counts as a viola
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
-    This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ over a working
-    set of constraints, and adds each query's most violated constraints, at most `limit` times. If that is too few, the
-    status is `inaccurate`, and the solution has the gap reached. Raises UsageError for a tolerance ≤ 0, a limit < 1,
-    and sizes outside [1e-50, 1e50]; raises UnposedError for a problem without constraints.
+    This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ (G is the Gram
+    matrix of the u zᵀ) over a working set of constraints, and adds each query's most violated constraints, at most
+    `limit` times. If that is too few, the status is `inaccurate`, and the solution has the gap reached. Raises
+    UsageError for a tolerance ≤ 0, a limit < 1, and sizes outside [1e-50, 1e50]; raises UnposedError for a problem
+    without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -91,19 +92,19 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Whether a W with u W z ≥ b exists, with a proof.
+    """Answer to the question whether a W with u W z ≥ b exists, and its proof.
 
     The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
     """
 
     verdict: bool | None  # True if a W exists, False if none does; None if nothing was proven within the limit
     distance: float | None
-    """Least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or about 0 if no W exists; None if unknown."""
+    """Least ‖Σλ u zᵀ‖ over λ ≥ 0 with Σλb = 1: the max-margin 1/‖W‖_F, or about 0 if no W exists; None if unknown."""
     multipliers: Float[Tensor, " constraints"]  # λ of the proof; if no W exists, Σλ = 1 over the inequalities
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:
-    """Decide whether any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
+    """Decide whether any W meets the constraints, from the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
     `limit` and the errors are those of `solve`.
     """
@@ -143,13 +144,13 @@ class UnitConstraints:
         """Queries that have constraints, and the positions of these constraints in `order`."""
 
     def unit_gram(self, rows: Rows, columns: Int[ndarray, " columns"]) -> Float[ndarray, "k columns"]:
-        """Return ⟨a_c, a_e⟩ for c in rows and e in columns."""
+        """Return the inner products ⟨a_c, a_e⟩ of unit constraints a, for c in rows and e in columns."""
         pairs = self.products[np.ix_(self.query_of[rows], self.query_of[columns])]
         pairs *= self.u[rows] @ self.u[columns].T
         return pairs
 
     def unit_scores(self, rows: Rows, loads: Loads) -> Each:
-        """Return ⟨a_c, Σ_r loads_r a_r⟩ for every constraint c."""
+        """Return ⟨a_c, Σ_r loads_r a_r⟩ for every unit constraint a_c, where r runs over rows."""
         shares = csr_array((loads, (self.query_of[rows], rows)), shape=(len(self.z), len(self.u)))
         directions = self.products @ (shares @ self.u)
         values = np.empty(len(self.u))
@@ -161,8 +162,9 @@ class UnitConstraints:
 class Constraints(UnitConstraints):
     """The inequalities a_c of a problem, each without its component in the span of the equalities.
 
-    G_EE = LLᵀ is factored once with pivoting, so that dependent equalities drop out. Inequalities then have the inner
-    products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E, and no equality remains.
+    The equalities' Gram matrix G_EE = LLᵀ is factored once with pivoting, so that dependent equalities drop out.
+    Inequalities c and d then have the inner products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E,
+    and no equality remains.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -185,14 +187,14 @@ class Constraints(UnitConstraints):
         self.columns = np.empty((len(self.u) - rank, rank))
 
     def solve_root(self, right: Float[ndarray, "rank ..."], transposed: bool = False) -> Float[ndarray, "rank ..."]:
-        """Return L⁻¹ or, if transposed, L⁻ᵀ times the right-hand side."""
+        """Return L⁻¹ or, if `transposed`, L⁻ᵀ times `right`, where LLᵀ is the Gram matrix of the equalities."""
         if not len(self.independent):
             return right
         answer: Float[ndarray, "rank ..."] = dtrtrs(self.factor, right, lower=1, trans=int(transposed))[0]
         return answer.reshape(right.shape)
 
     def inner_products(self, rows: Rows) -> Float[ndarray, "k rank"]:
-        """Return (L⁻¹G_Ec)ᵀ for every c in rows; each is computed only once."""
+        """Return inner products (L⁻¹G_Ec)ᵀ of c in rows with the orthonormalised equalities; compute each only once."""
         new = rows[self.position[rows] < 0]
         if len(new):
             self.position[new] = self.count + np.arange(len(new))
@@ -228,7 +230,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add the λ of the equalities that make each equality's score b, or 0 if `meet_bounds` is false."""
+        """Add λ of the equalities such that each equality has the score b, or the score 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -252,7 +254,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row that most clearly contradicts the equalities, and its residual's sign; empty if none does."""
+        """Find the row that most clearly contradicts the equalities, and its residual's sign; empty if none does."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -270,7 +272,7 @@ def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
 
 
 class WorkingSet:
-    """Working set of constraints, with their λ."""
+    """Constraints that the solver currently takes into account, with their multipliers λ."""
 
     def __init__(self, constraints: Constraints, tolerance: float) -> None:
         inequalities = np.flatnonzero(~constraints.equal)
@@ -332,7 +334,7 @@ class WorkingSet:
         return np.concatenate(joining)
 
     def solve_nnls(self) -> Loads:
-        """Compute λ by NNLS, which is slow and uses no first guess, but works for any constraints."""
+        """Compute λ by nonnegative least squares, which is slow but works for any constraints without a first guess."""
         return solve_by_nnls(self.constraints.vectors(self.rows), self.bounds)
 
     def _rounding(self, bounds: Loads) -> Loads:
@@ -343,7 +345,7 @@ class WorkingSet:
 
 
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
-    """Minimise ½λᵀGλ − bᵀλ, λ ≥ 0, by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
+    """Minimise ½λᵀGλ − bᵀλ over λ ≥ 0 by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
     `support` is the first guess. Returns None if a block of G is singular, or if the exchanges do not settle; the
     caller then uses `damped_step`.
@@ -372,7 +374,7 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
 
 
 def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, damping: float) -> tuple[Loads, float]:
-    """Return a better λ for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
+    """Return a better λ ≥ 0 for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
 
     The step uses G + damping · I, which is not singular if constraints are repeated. The objective never rises, so
     steps cannot cycle. If no step lowers the objective, λ is unchanged and the damping grows.
@@ -436,7 +438,7 @@ def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, flo
 
 @dataclass(frozen=True)
 class SoftMargin:
-    """The W that minimises ½‖W‖² + C Σ violation: max(0, b − u W z) at inequalities, |b − u W z| at equalities."""
+    """The W that minimises ½‖W‖² + C Σ v; the violation v is max(0, b − u W z), or |b − u W z| at equalities."""
 
     W: Float[Tensor, "d d_query"]  # W(λ), not rescaled
     multipliers: Float[Tensor, " constraints"]  # λ in [0, C]; at equalities in [−C, C]
@@ -447,7 +449,7 @@ class SoftMargin:
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
-    """Compute the soft margin: maximise bᵀλ − ½‖W(λ)‖² over 0 ≤ λ ≤ C, or |λ| ≤ C at equalities.
+    """Compute the soft-margin W by maximising bᵀλ − ½‖W(λ)‖² over 0 ≤ λ ≤ C, or |λ| ≤ C at equalities.
 
     This is the SVM of Cortes and Vapnik 1995. L-BFGS-B and Newton steps are taken until the relative gap is at most
     `tolerance`, or for `limit` steps of L-BFGS-B; the result contains the gap reached. Raises the errors of `solve`,
@@ -494,13 +496,13 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return True if P − D, the maximum of ∇·(λ' − λ) over λ' in the box, is at most `tolerance` times P."""
+        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box is at most `tolerance` times P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
 
     def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Minimise by L-BFGS-B, with `polish` every few steps; return λ and the number of L-BFGS-B steps."""
+        """Minimise ½λᵀGλ − bᵀλ by L-BFGS-B with `polish` every few steps; return λ and the number of L-BFGS-B steps."""
 
         def objective(loads: Loads) -> tuple[float, Loads]:
             downhill = -self.uphill(loads)

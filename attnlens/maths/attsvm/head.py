@@ -39,11 +39,11 @@ class FactoredForm:
     right: Float[Tensor, "d_query rank"]  # R, on the queries' side, including the scale
 
     def scores(self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]) -> Scores:
-        """Return xᵀ M z of every query and token."""
+        """Return the score xᵀ M z of every query z and token x."""
         return (queries @ self.right) @ (tokens @ self.left).mT
 
     def rotate_randomly(self, seed: int) -> FactoredForm:
-        """Return O₁ M O₂ᵀ with Haar-random O₁ and O₂, which has the singular values of M in random directions."""
+        """Return O₁ M O₂ᵀ for Haar-random orthogonal O₁ and O₂: the singular values of M in random directions."""
         generator, factors = torch.Generator().manual_seed(seed), []
         for factor in (self.left, self.right):
             frame, core = torch.linalg.qr(factor)
@@ -55,7 +55,7 @@ class FactoredForm:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sequence as a head sees it."""
+    """One sequence as a head sees it: tokens, queries and visible copies."""
 
     tokens: Float[Tensor, "keys d"]  # Tokens x from which queries select
     queries: Float[Tensor, "queries d_query"]  # Queries z, which select tokens
@@ -90,11 +90,11 @@ class Selections:
     sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
     log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; exact even near 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
-    decided: float  # Share of queries with p_max ≥ ½ among those that see a token, mean over scenes; NaN without them
+    decided: float  # Share of queries that see a token and have p_max ≥ ½, averaged over scenes; NaN if none sees one
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
-        """Iterator over the queries: scene, position, and selected tokens O_i of each."""
+        """Scene, position and selected tokens O_i of each query, as an iterator."""
         return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
 
 
@@ -123,7 +123,7 @@ def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor,
 def choose(
     scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
 ) -> Selections:
-    """Select at most `most` queries with the largest p_max of the head, and the tokens that they select.
+    """Select up to `most` queries, those with the largest weight p_max on a token, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight. A
     query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another query of
@@ -168,15 +168,15 @@ def choose(
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
-    """Return the share of one sequence's queries with p_max ≥ ½; NaN if no query sees a token."""
+    """Return the share of one sequence's queries whose largest weight is at least ½; NaN if no query sees a token."""
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for one visible token, NaN for none.
 
-    `masked` contains the scores, and `log_weights` the softmax logits with the log number of copies added. Both are −∞
-    for hidden tokens.
+    p_max is the query's largest weight. `masked` contains the scores, and `log_weights` the softmax logits with the log
+    number of copies added. Both are −∞ for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -190,8 +190,8 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
     """Build the problem whose solutions W select the head's tokens: the generalised SVM of Tarzanagh et al. 2023.
 
-    The constraints are u W z ≥ 1 for differences u between a token of O_i and any other token, and u W z = 0 for
-    differences inside O_i. Raises UnposedError if no query was chosen.
+    O_i are the tokens that query i selects. The constraints are u W z ≥ 1 for differences u between a token of O_i and
+    any other token, and u W z = 0 for differences inside O_i. Raises UnposedError if no query was chosen.
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
@@ -230,7 +230,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; it does not depend on M's scale."""
+    """Comparison of a head with the max-margin form that selects the same tokens; the head's scale has no effect."""
 
     chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem
@@ -242,7 +242,7 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins over the best margin; their minimum, the efficiency, is 1 iff the head is the SVM, else less."""
+        """Margins divided by the best one; their minimum, the efficiency, is 1 iff the head is the SVM, else less."""
         return self.margins / self.best
 
 
@@ -288,13 +288,16 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:
-    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z); queries are already coordinates in span(Z)."""
+    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z), the spans of the token differences and of the queries.
+
+    The queries are already coordinates in span(Z).
+    """
     left = row_span(problem.differences).mT @ form.left
     return float((left @ form.right.mT).norm())
 
 
 def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
-    """Return an orthonormal basis of the rows' span from their Gram matrix, without directions below SPAN."""
+    """Return an orthonormal basis of the rows' span from their Gram matrix; relative σ below SPAN count as 0."""
     values, vectors = torch.linalg.eigh(rows.mT @ rows)
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: equal tokens span nothing
     return basis

@@ -101,7 +101,7 @@ class Point:
 
 
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
-    """Return the best W and λ, and the number of steps to the last better bound.
+    """Return the best W and λ, and the number of steps until a bound last improved.
 
     `size` is the expected norm of W, and `limit` is the largest number of steps. The method stops early if rounding
     prevents better bounds. It is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
@@ -152,7 +152,7 @@ def mean_product(constraints: Constraints, point: Point) -> float:
 
 
 class Newton:
-    """The factored Newton system at one point."""
+    """The Newton system of the interior-point method at one point, factored."""
 
     def __init__(self, constraints: Constraints, point: Point) -> None:
         self.constraints, self.point = constraints, point
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after primal and dual steps of min(1, share · t); t is the largest step inside the cone."""
+        """Return the point after primal and dual steps of min(1, share · t), t the largest step inside the cone."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -202,7 +202,10 @@ def symmetrise(matrix: Block) -> Block:
 
 
 def to_border(whitener: Block, change: Block, share: float) -> float:
-    """Return min(1, share · s), where s is the largest step for which L Lᵀ + s · change is positive semidefinite."""
+    """Return min(1, share · s) for the largest step s that leaves L Lᵀ + s · change positive semidefinite.
+
+    `whitener` is L⁻¹.
+    """
     least = np.linalg.eigvalsh(symmetrise(whitener @ change @ whitener.T))[0]
     return 1.0 if least >= -share else float(-share / least)
 
@@ -216,7 +219,7 @@ def to_zero(values: Each, change: Each, share: float) -> float:
 def refine_on_face(
     problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
 ) -> tuple[Multipliers, Matrix] | None:
-    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b if `tight`, and λ = 0 if not.
+    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b where `tight`, else λ = 0.
 
     Newton's method solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B =
     Mᵀ A, where M = Σλ u zᵀ. Return None if the system is too large. The result can be worse than the given pair, so
@@ -258,7 +261,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     spaces of u and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default of 1e-4, the
     norm is accurate to 1e-4, but not W; 1e-10 gives a W that is exact to rounding. `limit` is the largest number of
     interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no norm. Raises the
-    errors of `solve`.
+    same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
@@ -275,7 +278,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem in the row spaces of u and z: alternate solving, refining and adding constraints."""
+    """Solve a reduced problem: alternate between solving a working set, refining W and λ, and adding constraints."""
     # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
@@ -308,7 +311,7 @@ def certify_nuclear(
 
     P is ‖W‖_* of the feasible W. D = bᵀλ / ‖M‖₂ with M = Σλ u zᵀ is a lower bound on ‖W‖_* of every feasible W, because
     bᵀλ ≤ ⟨M, W⟩ ≤ ‖M‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If W cannot be made feasible, the solution's W and
-    norm are None and its gap is infinite. Raises the errors of `solve`.
+    norm are None and its gap is infinite. Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
@@ -340,14 +343,14 @@ def certify_nuclear(
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
-    """Return the number of σ(W) above relative · σ₁, which is meaningful if the gap is well below `relative`."""
+    """Return the number of σ(W) above relative · σ₁; it is meaningful if the gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
     return int((values > relative * values[:1]).sum())
 
 
 def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
-    """Return an orthonormal basis of the rows' span, exact to rounding: QR, then the SVD of the factor R."""
+    """Return an orthonormal basis of the rows' span, exact to rounding, by QR and the SVD of the factor R."""
     upper = torch.linalg.qr(rows, mode="r").R
     _, values, basis = torch.linalg.svd(upper, full_matrices=False)
     spanned: Tensor = basis[values > EPS * max(rows.shape) * values[:1]]  # strict: zero rows span nothing

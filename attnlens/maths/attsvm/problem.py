@@ -152,7 +152,7 @@ def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Pr
 
 
 def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None = None) -> Problem:
-    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); the default is z = x.
+    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
     Raises the same errors as `selection`, including UnposedError for a sequence of one token.
     """
@@ -190,7 +190,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        problem = "`weights` must contain one number per token, which is positive at selected tokens."
+        problem = "`weights` must contain one number per token, and a positive one for each selected token."
         raise UsageError(problem, "Pass the attention weights of all tokens.")
     sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()

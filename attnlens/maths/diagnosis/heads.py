@@ -13,7 +13,7 @@ from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
-    """Return the head of A that matches each head of B; None if no head moved, or if the match is not clear."""
+    """Return the head of `first` that matches each head of `second`; None if no head moved or a match is not clear."""
     units = [torch.nn.functional.normalize(part.double().flatten(1), dim=1) for part in (second, first)]
     cosines = units[0] @ units[1].mT
     sines = (1 - cosines.square()).clamp(min=0).sqrt()
@@ -29,7 +29,7 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
     """Return the parts whose heads move to their role's order, and the names of parts whose heads did not move.
 
-    Biases, gains over all heads, and other tensors with an axis of heads move only if they come nearer to B.
+    Biases, gains over all heads, and other tensors with an axis of heads move only if that brings them nearer to B.
     """
     parts: dict[str, Tensor] = {}
     stayed = []
@@ -146,7 +146,7 @@ def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[
 
 
 def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that key heads (and value heads) were averaged in groups, repeated or tiled."""
+    """Propose that key heads (and value heads) were averaged within groups, or repeated, or tiled."""
     present = present_roles(first, second, roles=("key", "value"))
     counts = {first.parts[f"{role}.weight"].shape[0] for role in present}
     others = {second.parts[f"{role}.weight"].shape[0] for role in present}

@@ -17,7 +17,7 @@ ROLES = ("query", "key", "value", "output")
 SYMBOLS = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 SINGLE = torch.finfo(torch.float32).eps
 ROUNDING = 0.25
-"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its type; the average is 0.2."""
+"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its number type; usually 0.2."""
 EXPLAINED, FACTOR = 10.0, 10.0
 """A hypothesis explains a tensor if the remaining difference is at most EXPLAINED times the rounding, and at most
 1/FACTOR of the difference without a hypothesis."""
@@ -96,7 +96,7 @@ def count_heads(part: Tensor, name: str) -> int:
 
 
 def residuals(first: Tensor, second: Tensor, name: str) -> Float[Tensor, " heads"]:
-    """Compute ‖B − A‖/max(‖A‖, ‖B‖) of each head, or of the whole part if it has no heads; 1 if shapes differ."""
+    """Compute ‖B − A‖/max(‖A‖, ‖B‖) of two parts A and B, per head if they have heads; return 1 if shapes differ."""
     heads = count_heads(second, name)
     if first.shape != second.shape:
         return torch.ones(heads, dtype=torch.float64)
@@ -116,7 +116,7 @@ NO_ANGLE = 1e-6  # smaller sines are set to 0
 
 
 def sines_between(first: Tensor, second: Tensor) -> Float[Tensor, " rows"]:
-    """Compute the sine of the angle between corresponding rows, flattened; 1 if a row is zero."""
+    """Compute the sine of the angle between each row of one part and the same row of the other; 1 if a row is zero."""
     before, after = (part.double().flatten(1) for part in (first, second))
     lengths = before.norm(dim=1) * after.norm(dim=1)
     cosine = torch.where(lengths > 0, (before * after).sum(1) / lengths, 0.0)

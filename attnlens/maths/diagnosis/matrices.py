@@ -42,8 +42,8 @@ def _take_roles(
 ) -> dict[str, Tensor]:
     """Return each role's parts, taken from the role to which `sources` maps it.
 
-    Biases and gains are taken only if they come nearer to the second layer. If `heads` is given, only these heads are
-    taken, and no gains.
+    Biases and gains are taken only if that brings them nearer to the second layer. If `heads` is given, only these
+    heads are taken, and no gains.
     """
     parts: dict[str, Tensor] = {}
     for role, source in sources.items():
@@ -92,7 +92,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that tensors other than W_Q, W_K, W_V and W_O are exchanged (gate and up) or are copies of others."""
+    """Propose that tensors other than W_Q, W_K, W_V and W_O are exchanged (such as gate and up) or copies of others."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}
@@ -121,7 +121,7 @@ def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _can_be_misplaced(name: str, part: Tensor, second: Layer) -> bool:
-    """Return True for tensors without heads whose values are not all equal and whose shape is the same in B."""
+    """Return True for tensors without heads whose values are not all equal and whose shape is the same in `second`."""
     is_gain_of_heads = name.partition(".")[0] in PERMUTED and name.endswith("gain")
     comparable = name in second.parts and second.parts[name].shape == part.shape
     varies = part.numel() > 1 and bool((part != part.flatten()[0]).any())
@@ -200,7 +200,7 @@ CLOSE = 1e-3  # largest relative error of A · A⁻¹ from the identity
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ in each head, so the product is kept."""
+    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ per head, so their product is the same."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)
@@ -245,7 +245,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that changes the basis of W_Q and W_K: harmless if it commutes with RoPE and no norm follows."""
+    """Build the step that changes the basis of W_Q and W_K: harmless if A commutes with RoPE and no norm follows."""
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None
     harmless = False
@@ -276,7 +276,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a change of basis commutes with RoPE: it rotates and scales each rotated pair."""
+    """Return True if a change of basis commutes with RoPE, so it only rotates and scales each rotated pair."""
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False
@@ -292,7 +292,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that `diagnose` tries as first causes even if alone they do not bring A nearer to B."""
+    """Yield structural steps that `diagnose` tries as first causes even if alone they do not make the layers nearer."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:

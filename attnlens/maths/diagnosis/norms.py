@@ -21,8 +21,9 @@ FOLDED = "norm folded"
 def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that a norm's gain g moved into the matrices that read its output, and its bias b into their biases.
 
-    Then W (g n + b) + c = W' (g' n + b') + c', where W' = W diag(g/g') and c' = c + W (b − b' g/g'). If the norm is
-    unchanged (g' = g) although W' = W diag(g), the gain is applied twice.
+    For normalised inputs n and a matrix W with bias c, W (g n + b) + c then equals W' (g' n + b') + c' of the second
+    layer, where W' = W diag(g/g') and c' = c + W (b − b' g/g'). If the norm is unchanged (g' = g) although W' = W
+    diag(g), the gain is applied twice.
     """
     norms = [name for name in first.gains if name not in {f"{role}.gain" for role in PERMUTED}]
     for norm in sorted(norms):
@@ -40,7 +41,7 @@ def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -> dict[str, Tensor]:
-    """Return the matrices into which the gain moved, predicted by multiplying the inputs of A's matrices by `ratio`."""
+    """Return the matrices into which the gain moved, predicted by scaling the inputs of A's matrices by `ratio`."""
     readers = {}
     for name, axis in _list_matrices(first, len(ratio)).items():
         before, after = first.parts[name], second.parts.get(name)
@@ -109,7 +110,7 @@ def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
 
 
 def _reads(layer: Layer, name: str) -> bool:
-    """Return True if it is certain which axis is the input: not for square or stacked matrices without heads."""
+    """Return True if the input axis of a matrix is certain: not so for square or stacked matrices without heads."""
     part = layer.parts[name]
     return has_heads(name) or (part.dim() == 2 and part.shape[0] != part.shape[1])
 
@@ -138,7 +139,7 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if the prediction is at most BETTER times as far from B's tensor as A's tensor is."""
+    """Return True if the prediction is at most BETTER times as far from the second layer's tensor as the first's is."""
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))
     return bool((new <= BETTER * old).all())

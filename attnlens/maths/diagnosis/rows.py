@@ -40,7 +40,7 @@ NAMED: dict[str, tuple[str, str | None]] = {
 
 
 def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
-    """Return named orders of `size` rows: row i of B is row order[i] of A."""
+    """Return orders of `size` rows by name: row i of the second layer is row order[i] of the first."""
     rows = torch.arange(size)
     orders = {"reversed rows": rows.flip(0)}
     if size % 2 == 0:
@@ -61,7 +61,7 @@ def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
 
 
 def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, second: Layer) -> dict[str, Tensor]:
-    """Return the role's parts with the rows of `heads` reordered; a bias or gain only if it comes nearer to B."""
+    """Return the role's parts with the rows of `heads` reordered; a bias or gain only if that brings it nearer to B."""
     parts: dict[str, Tensor] = {}
     for kind in KINDS:
         name = f"{role}.{kind}"
@@ -88,7 +88,7 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Match each row of B with a different row of A so that directions agree best; return the indices in A."""
+    """Match each row of `second` with a different row of `first` so that directions agree best; return the latter."""
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
     similar = units[0] @ units[1].mT
     return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
@@ -118,7 +118,7 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                 text = (
                     f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {count} heads"
                 )
-                text += f", but it has {counts[role]}"
+                text += f", but {symbol} has {counts[role]}"
                 yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
 
 
@@ -153,7 +153,7 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
 def _row_step(
     name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, second: Layer, roles: tuple[str, str]
 ) -> Step:
-    """Build the step that reorders rows within heads: harmless if both roles agree and nothing acts between them."""
+    """Build the step that reorders rows within heads: harmless if both roles' orders agree and nothing acts between."""
     parts: dict[str, Tensor] = {}
     concerned = set[int]()
     for role, orders in by_role.items():
@@ -223,7 +223,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
 def _match_across_heads(
     first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
 ) -> Tensor | None:
-    """Return the row of A that matches each row of B, over all heads; None if no match improves on the order."""
+    """Return the row of A that matches each row of B, over all heads; None if no match is better than the order."""
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))
     moved = (before != after).any(1).nonzero().flatten()

@@ -76,7 +76,7 @@ class Diagnosis:
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # parts that no hypothesis explains
     closest: tuple[str, float] | None = None  # the hypothesis nearest to an unexplained part, and its residual
-    change: float = 0.0  # largest ‖B − A‖/‖B‖ of an unexplained part
+    change: float = 0.0  # largest ‖B − A‖/max(‖A‖, ‖B‖) of an unexplained part
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
 
@@ -136,7 +136,7 @@ class Search:
         self.current = self.first  # the first layer after the causes found so far
 
     def residual(self, parts: Parts, name: str) -> Tensor:
-        """Return how far each head of a predicted part is from the second layer's, as a relative difference."""
+        """Return the relative difference between each head of a predicted part and that head in the second layer."""
         return residuals(parts[name], self.second.parts[name], name)
 
     def still_open(self, parts: Parts, name: str) -> Tensor:
@@ -168,8 +168,8 @@ class Search:
     def run(self, step: Step | None = None) -> bool:
         """Search for single causes, then for pairs of a structural cause and causes on single tensors.
 
-        If `step` is given, adopt it first, and search for no pairs. Return False if no other structural step explains
-        anything after `step`.
+        If `step` is given, adopt it first, and do not search for pairs. Return False if no other structural step
+        explains anything after `step`.
         """
         if step is not None:
             self.adopt(step)
@@ -229,7 +229,8 @@ class Search:
     def adopt(self, step: Step, fitted: Sequence[str] | None = None) -> None:
         """Add a structural step to the causes and apply it.
 
-        If `fitted` is given, only the parts that it names, and parts that come nearer to the second layer, are applied.
+        If `fitted` is given, apply only the parts that it names, and those that are nearer to the second layer than
+        before.
         """
         parts = step.parts
         if fitted is not None:
@@ -269,7 +270,7 @@ class Search:
         return True
 
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
-        """Yield the fit of each hypothesis on a tensor, the heads to which it is fitted, and its largest residual."""
+        """Yield the fit of each hypothesis on a tensor, the indices of the fitted heads, and the largest residual."""
         if has_heads(name):
             others = heads & ~_rounded_heads(layer.parts[name], self.second.parts[name])
             heads = others if bool(others.any()) else heads
@@ -318,7 +319,7 @@ class Search:
         return not bool(self.still_open({name: self._predict(layer, name, fit, chosen)}, name)[chosen].any())
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
-        """Add the hypothesis to the causes; in the current layer, replace the tensors it explains by predictions."""
+        """Add the hypothesis of these fits to the causes; replace the fitted tensors of `current` by predictions."""
         names, fit = tuple(name for name, *_ in fits), fits[0][1]
         numbers = {name: torch.arange(len(self.open[name])) for name in names}
         heads = self._query_heads({name: torch.isin(numbers[name], chosen.cpu()) for name, _, chosen in fits})
@@ -339,12 +340,12 @@ class Search:
         self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, harmless))
 
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
-        """Return True if only a key bias changed, and it adds the same number to all scores of a query."""
+        """Return True if only a key bias changed, and such a bias adds the same number to all scores of a query."""
         shifts_rows = self.first.is_unrotated and "key.gain" not in self.first.parts
         return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
     def _helps(self, name: str, part: Tensor) -> bool:
-        """Return True if this prediction is nearer to the second layer than the current one."""
+        """Return True if `part` is nearer to the second layer's part than the current prediction is."""
         before, after = (self.residual(parts, name).sum() for parts in (self.current.parts, {name: part}))
         return bool(after < before)
 

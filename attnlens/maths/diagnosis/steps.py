@@ -86,7 +86,7 @@ def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Te
 
 
 def mean_angles(first: Tensor, second: Tensor) -> Float[Tensor, " heads"]:
-    """Compute the mean sine of the angles between the rows of each head."""
+    """Compute for each head the mean sine of the angles between the rows of one part and the same rows of the other."""
     return sines_between(first.flatten(0, 1), second.flatten(0, 1)).view(first.shape[:2]).mean(1)
 
 
@@ -97,7 +97,7 @@ def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of parts, other than gains, that have an axis of coordinates and can act between projections."""
+    """Return the names of parts with an axis of head coordinates, which can act between projections; gains excluded."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

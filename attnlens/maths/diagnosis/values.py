@@ -24,7 +24,7 @@ PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("",
 
 
 def propose_rounding(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is A rounded to a coarser type, A is B rounded, or they differ by at most one spacing."""
+    """Propose that B is A rounded to a coarser type, that A is B rounded, or that they differ by at most a spacing."""
     first, second = pair.first.double() - pair.offset, pair.second.double() - pair.offset
     if torch.equal(first, second):
         return
@@ -40,11 +40,13 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
         yield Fit("rounding", "{parts} the same up to rounding", None, pair.second, harmless=True)
 
 
-UNIFORM = 0.15, 1.95  # largest Kolmogorov–Smirnov statistic of rounding errors; or this over √n, its 0.1 % level
+UNIFORM = 0.15, 1.95
+"""Limits on the Kolmogorov–Smirnov statistic of n rounding errors: the first, or the second over √n (the 0.1 % level)
+if that is larger."""
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
-    """Return True if the errors are uniform up to half a unit in the last place, as rounding errors are.
+    """Return True if the errors' sizes are uniform up to half a unit in the last place, as those of rounding are.
 
     Small training steps that start from weights of this type also round to these weights, but their sizes are not
     uniform.
@@ -66,7 +68,7 @@ def _unit_spacing(numbers: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
-    """Return True if B is A rounded to a type; False if B is all 0, because its values are lost, not rounded."""
+    """Return True if `second` is `first` rounded to a type; False if it is all 0: its values are lost, not rounded."""
     return bool((second != 0).any()) and torch.equal(first.to(kind).double(), second.double())
 
 
@@ -76,7 +78,7 @@ def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
 
 
 def propose_lost_values(pair: Pair) -> Iterator[Fit]:
-    """Propose that a tensor was dropped (B is all 0, or 1 for a gain), or that a bias or gain was added (A is)."""
+    """Propose that a tensor was dropped (it is all 0, or 1 for a gain, in B) or a bias or gain was added (so in A)."""
     neutral = 1.0 if pair.is_gain else 0.0
     bias = pair.name.endswith("bias")
     gone, new = (bool((part == neutral).all()) for part in (pair.second, pair.first))
@@ -109,7 +111,7 @@ def propose_offset(pair: Pair) -> Iterator[Fit]:
 
 
 def propose_factor(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is c · A for one number c, by least squares."""
+    """Propose that B is c · A for a single number c, which is fitted by least squares."""
     first, second = pair.first.double(), pair.second.double()
     size = float(first.square().sum())
     factor = float((first * second).sum()) / size if size > 0 else 1.0
@@ -136,7 +138,7 @@ def _name_factor(factor: float, head_dim: int) -> str:
 BITS = 8  # largest number of bits of a grid
 GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or this number of consecutive values of a row
 SAMPLE = 64  # number of groups of values that are tested before all groups are
-GAPS = (1, 2, 3)  # possible distances of the two nearest levels that a group uses, in steps
+GAPS = (1, 2, 3)  # possible distances, in steps, between the two nearest levels that a group uses
 OFF = 0.1  # largest distance from a level, in steps, beyond the rounding of dequantised values
 RADII = (4, 8, 16, 32, 64, 128, 256)  # levels around 0 from which the step is fitted, more and more precisely
 LEAST_VALUES = 8  # values of a row, column or head from which a grid or a factor is fitted
@@ -144,7 +146,7 @@ LEAST_VALUES = 8  # values of a row, column or head from which a grid or a facto
 
 @dataclass(frozen=True)
 class Grid:
-    """Equally spaced levels of each group of values; all fields are (groups, 1)."""
+    """Equally spaced levels of each group of values; all fields have the shape (groups, 1)."""
 
     low: Tensor  # lowest level
     step: Tensor  # distance between levels
@@ -193,11 +195,10 @@ def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | No
 def _fit_step(
     offsets: Float[Tensor, "groups size"], step: Float[Tensor, "groups 1"], noise: Float[Tensor, "groups size"]
 ) -> Tensor:
-    """Fit the step to the values' offsets from the level nearest to 0: the midpoint of the range that fits them.
+    """Fit the step of a grid to the values' offsets from the level nearest to 0.
 
-    This range contains all steps from which the values differ by rounding alone.
-
-    A least-squares fit would be biased, because all values of a level are rounded alike.
+    The result is the midpoint of the steps at which all values lie on levels, up to rounding. A least-squares fit would
+    be biased, because all values of a level are rounded alike.
     """
     for radius in RADII:
         places = (offsets / step).round()
@@ -210,9 +211,10 @@ def _fit_step(
 
 
 def propose_grid(pair: Pair) -> Iterator[Fit]:
-    """Propose a grid: B is the nearest of at most 2^b levels of each row, group of values or column.
+    """Propose that each value of A was moved to the nearest level of a grid with at most 2^BITS levels.
 
-    Also propose that A was changed by an update of low rank before it was quantised.
+    Each row, group of values or column has a grid. Also propose that A was changed by an update of low rank before it
+    was quantised.
     """
     for where, first, second, grid in _find_grids(pair):
         nearest, step, top = grid.nearest(first), grid.step, grid.low + grid.step * (grid.levels - 1)
@@ -403,7 +405,7 @@ def propose_factors(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_row_factors(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Return the factor c of each row that minimises ‖B − c · A‖; 1 for a row of zeros."""
+    """Return for each row the factor c that minimises ‖second − c · first‖; 1 for a row of zeros."""
     size = first.square().sum(1, keepdim=True)
     return torch.where(size > 0, (first * second).sum(1, keepdim=True) / size.clamp(min=TINY), 1.0)
 

@@ -57,7 +57,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
 
 
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
-    """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
+    """Return σ of attention P, or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey.
 
     For a long sequence the result is a single NaN, because the full spectrum would take too long; `attention_rank`
     needs only the leading σ.
@@ -72,7 +72,7 @@ def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = F
 
 
 def attention_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for the σ of P; NaN if P = 0 or `least_rank` fails."""
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for the σ of attention P; NaN if P = 0 or `least_rank` fails."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
 
@@ -236,7 +236,10 @@ def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[t
 
 
 def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
-    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L| of one long head."""
+    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L| of one long head.
+
+    L contains the logits; κ and ρ are the means of its columns and rows.
+    """
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)
     for rows, tile in split_tiles(head):
@@ -250,7 +253,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Return `definite` of each head: search a block, then the matrix for an entry above 1, else use Cholesky."""
+    """Return `definite` of each head: search a block, then the matrix, for an entry above 1; if none, use Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)

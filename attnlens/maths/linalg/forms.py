@@ -38,9 +38,9 @@ LARGEST_CONDITION = 1e5
 def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 if M is symmetric, −1 if M is skew.
 
-    S and A are the symmetric and skew parts of M (Saponati et al. 2025). Under rotation the value is Σ_Δ tr(M(Δ)M(−Δ))
-    / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if angles are not multiples of a distance (images), over all pairs of
-    positions. NaN for a zero matrix.
+    S and A are the symmetric and skew parts of M (Saponati et al. 2025), C is W_KᵀW_Q, and G_Q and G_K are the Gram
+    matrices of W_Q and W_K. Under rotation the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if
+    angles are not multiples of a distance (images), over all pairs of positions. NaN for a zero matrix.
     """
     rotation = form.query_key.rotation
     if rotation is not None and not rotation.by_distance:
@@ -136,7 +136,7 @@ def _divide_over_distances(crossed: Curves, squared: Curves) -> Float[Tensor, "*
 
 
 def _trace_ratio(query: Matrices, key: Matrices, cross: Matrices) -> Float[Tensor, "*batch"]:
-    """Return tr(CC)/tr(G_Q G_K)."""
+    """Return tr(CC)/tr(G_Q G_K) for C = `cross` and the Gram matrices `query` and `key`."""
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
@@ -168,7 +168,10 @@ def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -
 
 
 def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
-    """Return R, RᵀR = G, by Cholesky of G scaled to unit diagonal, and whether G is well-conditioned; else R is 0."""
+    """Return R with RᵀR = G, and whether G is well-conditioned; if not, R is 0.
+
+    R is computed by Cholesky of G scaled to unit diagonal.
+    """
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
     least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
@@ -199,7 +202,7 @@ def eigenvalue_root(gram: Roots) -> Roots:
 # The functions below sum over positions in about head_dim² operations per position instead of head_dim³: the sums are
 # quadratic in the rotation R, which does not mix pairs of coordinates, so products of cos and sin of two pairs suffice.
 def average_rotations(rotation: Rotation, matrix: Matrices) -> Matrices:
-    """Return mean_i R(i)ᵀ X R(i).
+    """Return mean_i R(i)ᵀ X R(i) over all positions i, where X is `matrix`.
 
     With w = x_a + i x_b for one pair and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v). Rotating both
     pairs multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are computed once for all matrices.
@@ -218,7 +221,7 @@ def average_rotations(rotation: Rotation, matrix: Matrices) -> Matrices:
 def rotation_traces(rotation: Rotation, left: Terms, right: Terms) -> Curves:
     """Return Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), averaged over ±Δ, for each distance Δ = 0 … positions − 1.
 
-    In this mean the products of a cos with a sin cancel.
+    X and Y are terms of `left` and `right`. In the mean over ±Δ, products of a cos with a sin cancel.
     """
     order, angles = _order(rotation), _angles(rotation)
     a, b, c, d = _blocks(left.mT, order)
@@ -230,7 +233,7 @@ def rotation_traces(rotation: Rotation, left: Terms, right: Terms) -> Curves:
 
 
 def _order(rotation: Rotation) -> Int[Tensor, " even"]:
-    """Return the order of coordinates with the first members of all pairs, then the second members in the same order.
+    """Return an order of a head's coordinates: the first members of all pairs, then the second members of these pairs.
 
     Unrotated coordinates are paired too; if their number is odd, a coordinate of zeros completes the last pair.
     """
@@ -253,7 +256,7 @@ def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
 
 
 def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
-    """Reorder the rows and columns of a matrix; an order that changes nothing (as in Llama) returns it uncopied."""
+    """Reorder the rows and columns of a matrix; return it uncopied if the order changes nothing (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
     return matrix[..., order[:, None], order]

@@ -28,7 +28,7 @@ spectra, which take 7 s per head and core at 2,048 tokens and 64 times as long a
 TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
 BLOCK = 64  # Vectors per product; they are multiplied together, because each product computes all tiles again
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
-LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
+LARGEST_BASIS = 1024  # Most vectors of the Krylov space; ranks up to about a quarter of it can be proven
 POWERS = 8  # Largest power of the deflated matrix used to bound its norm: higher powers give tighter bounds
 SLACK = 1.3  # First guess of the ratio of the bound on the deflated norm to the next Ritz value
 ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: it exceeds their rounding
@@ -46,7 +46,7 @@ def is_long(query_key: QueryKey) -> bool:
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield the slice and the QueryKey of each block of queries, with the keys it can see; one block if not long."""
+    """Yield each block of queries: its slice, and its QueryKey with the keys it can see; one block unless `is_long`."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key
@@ -78,7 +78,7 @@ class TiledMatrix:
     size: int  # Number of columns m
 
     def multiply_gram(self, x: Vectors) -> Vectors:
-        """Return A x."""
+        """Return A x = PᵀP x."""
         product = torch.zeros_like(x)
         for rows in self.tiles():
             end = rows.shape[1]
@@ -92,7 +92,7 @@ class TiledMatrix:
 
 @dataclass(frozen=True)
 class Ritz:
-    """Ritz pairs of A, descending: Σ_{l≤k} values ≤ Σ_{l≤k} λ_l(A) (Ky Fan)."""
+    """Ritz pairs of A = PᵀP, descending: Σ_{l≤k} values ≤ Σ_{l≤k} λ_l(A) (Ky Fan)."""
 
     values: Float[Tensor, " basis"]  # VᵀAV = diag(values)
     residuals: Float[Tensor, " basis"]  # ‖A v_i − values_i v_i‖
@@ -111,12 +111,12 @@ class Ritz:
 
 
 def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
-    """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A, proven from both sides; NaN if unproven, or if A = 0.
+    """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A for A = PᵀP, proven from both sides; NaN if unproven.
 
     The Ritz values of block Lanczos with full reorthogonalisation (Golub & Underwood 1977) bound Σ_{l≤k} λ_l from
     below; their residuals and the norm of the deflated A bound it from above. That norm is bounded by powers of A
     applied to Gaussian vectors; the bound fails for one seed in 10^14. If A has at most SMALL columns, it is decomposed
-    as a whole.
+    as a whole. NaN if A = 0.
     """
     generator = torch.Generator().manual_seed(seed)
     energy = float(matrix.energy())
@@ -204,9 +204,10 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores that b explains, and that c adds; NaN if unconverged.
+        """Return the sums of squares of row-centred scores that key terms b explain, and that distance terms c add.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
+        The sums are NaN if conjugate gradients do not converge.
         """
         n, size = len(self.keys[0]), len(by_key)
         query, key = (torch.arange(count, device=by_key.device) for count in (n, size))
@@ -257,7 +258,10 @@ def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
 
 
 def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
-    """Return gᵀN⁺g for g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
+    """Return gᵀN⁺g for g = `right` in the range of N, which `multiply` applies; NaN if unconverged.
+
+    Conjugate gradients are applied to N scaled to unit diagonal.
+    """
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
     squared = start = goal @ goal

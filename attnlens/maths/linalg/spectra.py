@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     PerHead = Float[Tensor, "*batch heads"]
 
 EPS = torch.finfo(torch.float64).eps
-STEPS = 20  # Number of Newton steps and of subspace iterations; 60 would find up to a sixth fewer features on demo
-RIDGE = 1e-9  # Added per query to Newton's equations, which are singular: a constant added to b has no effect
+STEPS = 20  # Number of Newton steps and of subspace iterations; 60 would find up to a sixth fewer features on `demo`
+RIDGE = 1e-9  # Added per query to Newton's equations for key scores b, which are singular: b + constant fits equally
 BOUND = 3.0  # Bound on each entry of a Newton step: if a weight is 1, b is unbounded and Newton's steps diverge
 PIECE = 1 << 18  # Most numbers per call of a worker: 2 MB of float64 fit in the second-level cache
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
-    """Return the least even N ≤ `largest` for which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
+    """Return the least even N ≤ `largest` for which Σ_{n≤N} xⁿ/n! gives the head's attention within `error`; else NaN.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
     is the softmax input (score and bias) minus its mean over the keys that query i sees, which attention determines.
@@ -91,7 +91,7 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
-    """Find the least m at which a fit succeeds for one head, by bisection between 1 and full rank."""
+    """Find the least rank m at which a fit to one head succeeds, by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
     by_key = _fit_by_key(attention, visible)
@@ -126,7 +126,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
 
 
 def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
-    """Return True if subspace iteration finds a matrix within the error, with the rank of `directions`."""
+    """Return True if subspace iteration finds a matrix within `error` of attention, with the rank of `directions`."""
     filled = start
     for _ in range(STEPS):
         basis = torch.linalg.qr(filled @ directions).Q
@@ -139,7 +139,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation between attention and the visible entries of a kernel divided by row sums."""
+    """Return the mean total variation between attention and the kernel, normalised over visible pairs and any sink."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -182,7 +182,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average the total variation over queries with two keys or more; NaN if there are none.
+    """Average the total variation between two attentions over queries with two keys or more; NaN if there are none.
 
     A sink's weight counts as that of a key. The total variation of a NaN row is 1.
     """
@@ -195,8 +195,8 @@ def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     """Return the steps that reduce the ranks of key heads from full to 0, cheapest per direction first.
 
     `costs` contains the cost ≥ 0 of each rank of each key head: 0 at full rank, infinite beyond head_dim. Each head
-    follows the lower convex hull of its costs, along which the cost per removed direction never falls. Therefore the
-    ranks after each step are the cheapest with their sum (Fox 1966).
+    follows the lower convex hull of its costs, along which the cost per removed direction never falls. Therefore, after
+    each step, no other ranks with the same sum are cheaper (Fox 1966).
     """
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):
@@ -302,13 +302,13 @@ def product_singular_values(
 
 
 def root_singular_values(left_root: Tensor, right_root: Tensor) -> Tensor:
-    """Return σ of A Bᵀ from the roots of AᵀA and BᵀB."""
+    """Return σ of A Bᵀ from roots R of the Gram matrices, RᵀR = AᵀA and RᵀR = BᵀB."""
     values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
     return values
 
 
 def stable_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 of descending singular values; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
+    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 from descending σ of M; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
     return (values / values[..., :1]).square().sum(-1)
 
 

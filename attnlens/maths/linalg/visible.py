@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 RIDGE = 1e-10
 """Number added to the unit diagonal of the normal equations, which are singular because constant and linear terms can
-be moved between b and c. It is above rounding, as Cholesky needs, and below the least non-zero eigenvalue."""
+be moved between key terms b and distance terms c. It is above rounding, as Cholesky needs, and below the least
+non-zero eigenvalue."""
 REFINEMENTS = 2  # Steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue
 
 
@@ -83,11 +84,11 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normal equations of c for the distances that occur.
+    """Return the normal equations of the distance term c for the distances that occur.
 
     The results are the number of pairs at each distance, the normal matrix minus the diagonal matrix of these numbers,
-    the coupling of c with b, and the indices of the distances. `scaled` is the mask divided by the square root of each
-    query's number of keys, which eliminates the row constants.
+    the coupling of c with the key term b, and the indices of the distances. `scaled` is the mask divided by the square
+    root of each query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -144,7 +145,7 @@ class VisibleShares:
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
-    """Compute the three shares of every head for any mask; NaN for a long head whose mask has gaps.
+    """Compute the three shares of every head under any mask; NaN if the head `is_long` and its mask has gaps.
 
     The normal equations depend on the mask alone and are factored once per mask; long heads use conjugate gradients.
     """
@@ -155,7 +156,7 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 
 
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
-    """Return the visible scores minus the mean of their row, cached in the QueryKey.
+    """Return the visible scores, each minus the mean of its row, cached in the QueryKey.
 
     Masked entries are 0. A centred matrix whose norm is within rounding is set to 0.
     """
@@ -168,7 +169,7 @@ def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
-    """Return True for heads whose mask hides no pair; attention then determines all of L up to row constants."""
+    """Return True for heads whose mask hides no pair; attention then determines all scores up to row constants."""
     lead = query_key.query.shape[:-2]
     if query_key.allowed is None:
         return torch.ones(lead, dtype=torch.bool, device=query_key.query.device)
@@ -219,7 +220,10 @@ def _long_shares(head: QueryKey) -> tuple[float, float]:
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
-    """Return ‖L‖² of one long head (0 if within rounding), and the sums of L per key and per distance j − i ≥ 1 − n."""
+    """Return ‖L‖² of one long head (0 if within rounding), and the sums of L per key and per distance j − i ≥ 1 − n.
+
+    L contains the row-centred visible scores.
+    """
     n, m = head.query.shape[-2], head.key.shape[-2]
     by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
     norms = []
@@ -235,7 +239,7 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
 
 
 def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
-    """Return the visible scores, and the scores minus the mean of their row; masked entries are 0."""
+    """Return the visible scores, and the same scores minus the mean of their row; masked entries of both are 0."""
     logits, allowed = query_key.logits, query_key.allowed
     scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
     count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)
@@ -250,13 +254,13 @@ def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*b
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
-    """Concatenate ‖L‖², the sums per key and the sums per distance."""
+    """Concatenate ‖L‖² of the scores L, their sums per key and their sums per distance."""
     energy = scores.flatten(1).norm(dim=1, keepdim=True).square()
     return torch.cat((energy, scores.sum(-2), distance_sums(scores)), -1)
 
 
 def _gram_values(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some least"]:
-    """Return σ, descending, from Gram eigenvalues: σ² is accurate to rounding, a small σ is not."""
+    """Return singular values, descending, from Gram eigenvalues: σ² is accurate to rounding, but a small σ is not."""
     small = scores if scores.shape[-2] <= scores.shape[-1] else scores.mT
     energies: Tensor = torch.linalg.eigvalsh(small @ small.mT)
     return energies.clamp(min=0).flip(-1).sqrt()

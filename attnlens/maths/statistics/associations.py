@@ -1,4 +1,4 @@
-"""Rank correlations of measures with harm, permutation tests, reliability; comparison of treatments in blocks."""
+"""Rank correlations of measures with harm (the rise of the loss per head), tests, reliability; treatments in blocks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p adjusted for all n tests: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
+    """Return each p adjusted for n tests; the k-th smallest becomes max_{j≤k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
     NaN stays NaN and does not count as a test.
     """
@@ -151,7 +151,7 @@ def rank_correlation(
 
 
 def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws"]:
-    """Return ρ of each sample; `times` contains how often each head occurs in a sample."""
+    """Return Spearman's ρ of x and y in each sample; `times` contains how often each head occurs in a sample."""
     total = times.sum(1, keepdim=True)
     centred = []
     for side in (x, y):
@@ -163,7 +163,7 @@ def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws
 
 
 class PermutationTests(NamedTuple):
-    """Permutation p-values of each measure."""
+    """Permutation p-values of each measure's rank correlation with the harm."""
 
     p_value: Float[Tensor, " measures"]  # two-sided, not corrected for the number of measures
     corrected: Float[Tensor, " measures"]  # corrected for the number of measures

@@ -58,7 +58,7 @@ def count_and_mean(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, 
 
 
 def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad the shorter of both last axes with zeros at its end, to the length of the longer one."""
+    """Append zeros along the last axis of the shorter tensor, so that both last axes have the same length."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
@@ -67,7 +67,10 @@ def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearCKA:
-    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), from sums over batches."""
+    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred states X and Y of two models (Kornblith et al. 2019, Eq. 4).
+
+    The products are summed over batches.
+    """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._products = [torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)]
@@ -187,8 +190,8 @@ class Design:
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
         """Return the variance of Σ times · residuals; each window counts `times` times (0 if it has no value).
 
-        Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)²; over texts it is T/(T − 1) Σ_t (Σ_{i in t} r_i)².
-        Residuals are those of a mean, divided by its denominator. NaN if there is only one draw.
+        Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)² for strata t of n_t windows; over T texts t it is
+        T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals are those of a mean, divided by its denominator. NaN for one draw.
         """
         sums = (times * residuals) @ self.members.mT
         if self.clustered:
@@ -206,7 +209,7 @@ class Design:
     def weighted_means(
         self, values: Float[Tensor, "units windows"], size: Float[Tensor, " windows"], times: Samples
     ) -> tuple[Draws, Draws]:
-        """Return the mean over tokens of every unit in every sample, and its standard error.
+        """Return the mean over tokens of every unit (row of `values`) in every sample, and its standard error.
 
         `values` are the windows' means, and `size` is each window's number of tokens. The standard error is √`variance`
         of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). It is computed by matrix products,

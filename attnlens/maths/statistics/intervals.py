@@ -33,7 +33,7 @@ MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median, whose sd is 
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads, the smallest p must be able to fall below 0.05/300
 MOST_WINDOWS = 256  # Most windows that are bootstrapped: the effect of skewness on Student's t falls with √windows
-ENOUGH = 50  # A unit's bootstrap ends after this many samples beyond its score: p is accurate (Besag & Clifford 1991)
+ENOUGH = 50  # Samples beyond a unit's score after which its bootstrap ends: p is then accurate (Besag & Clifford 1991)
 PIECE = 500  # Samples computed at once
 
 
@@ -43,9 +43,9 @@ def gaussian_null(
     """Return the mean and sd of each scalar measure over random heads with the shape and rotation of `like`.
 
     The factors of a random head are independent and Gaussian, with unit Frobenius norm: the caller must rescale
-    measures that are proportional to ‖W_Q‖‖W_K‖. Analyzers have a `function` of a QueryKey, and `measures` with `name`,
-    `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count; a measure
-    with fewer than two values is left out.
+    measures that are proportional to ‖W_Q‖‖W_K‖. Each analyzer needs a `function` of a QueryKey, and `measures` with
+    `name`, `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count; a
+    measure with fewer than two values is left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
@@ -81,7 +81,7 @@ def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> Q
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Return mean and sd of the median over heads whose values are independent and normal with these means and sds."""
+    """Return the mean and sd of the median over heads with independent normal values of these means and sds."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
     medians = (means.double() + sds.double() * normal).quantile(0.5, dim=1)
@@ -170,7 +170,7 @@ def paired_difference(
 def _contrast(
     pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
 ) -> tuple[PerDraw, PerDraw]:
-    """Return the difference of the means in each sample, and its standard error to first order (delta method)."""
+    """Return of(mean after) − of(mean before) in each sample, and its standard error to first order (delta method)."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     values, slopes = means, torch.ones_like(means)
@@ -220,12 +220,12 @@ def median_error(
 
 
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
-    """Return each unit's two-sided p for the hypothesis that its mean difference, weighted by tokens, is 0.
+    """Return the two-sided p of each unit (row) for the hypothesis that its mean difference, weighted by tokens, is 0.
 
-    p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports about
-    twice as many false effects if heads' differences are skewed. If fewer than ENOUGH samples exceed the score, p is
-    the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For few or very many windows, p is
-    that of Student's t. NaN if there are too few differences, or if all are equal.
+    p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports nearly
+    twice as many false effects as this bootstrap if heads' differences are skewed. If fewer than ENOUGH samples exceed
+    |θ|/se, p is the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For few or very many
+    windows, p is that of Student's t. NaN if there are too few differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
@@ -253,14 +253,14 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
 
 def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
-    """Return the two-sided p-values of Student's t; NaN without degrees of freedom."""
+    """Return the two-sided p-values of these scores by Student's t; NaN without degrees of freedom."""
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
 def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return q for each p: the least false discovery rate at which it is rejected (Benjamini & Hochberg 1995).
+    """Return q for each p: the least false discovery rate at which its hypothesis is rejected.
 
-    NaN stays NaN and does not count as a hypothesis.
+    The method is that of Benjamini & Hochberg (1995). NaN stays NaN and does not count as a hypothesis.
     """
     rates = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
@@ -270,5 +270,8 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Return which hypotheses to reject so that the expected share of false rejections is ≤ `rate`; never NaN."""
+    """Return which hypotheses to reject so that the expected share of false rejections is ≤ `rate`.
+
+    A hypothesis with p = NaN is never rejected.
+    """
     return adjust_p_values(p_values) <= rate
