@@ -292,7 +292,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that `diagnose` tries as first causes even if alone they do not bring the layers closer."""
+    """Yield structural steps that `diagnose` tries as first causes even if alone they do not bring layers closer."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:
