@@ -90,7 +90,7 @@ class Selections:
     sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
     log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; exact even near 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
-    decided: float  # Share of queries that see a token and have p_max ≥ ½, averaged over scenes; NaN if none sees one
+    decided: float  # Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes; NaN if none do
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:

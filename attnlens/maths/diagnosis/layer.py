@@ -17,7 +17,7 @@ ROLES = ("query", "key", "value", "output")
 SYMBOLS = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 SINGLE = torch.finfo(torch.float32).eps
 ROUNDING = 0.25
-"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its number type; usually 0.2."""
+"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its number type; mean: 0.2."""
 EXPLAINED, FACTOR = 10.0, 10.0
 """A hypothesis explains a tensor if the remaining difference is at most EXPLAINED times the rounding, and at most
 1/FACTOR of the difference without a hypothesis."""

@@ -88,7 +88,7 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Match each row of `second` with a different row of `first` so that directions agree best; return the latter."""
+    """Return the index in `first` of each row of `second`, matched one to one so that directions agree best."""
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
     similar = units[0] @ units[1].mT
     return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
@@ -223,7 +223,7 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
 def _match_across_heads(
     first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
 ) -> Tensor | None:
-    """Return the row of A that matches each row of B, over all heads; None if no match is better than the order."""
+    """Return the row of A that matches each row of B, across heads; None if no match is closer than the given order."""
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))
     moved = (before != after).any(1).nonzero().flatten()

@@ -78,7 +78,10 @@ def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
 
 
 def propose_lost_values(pair: Pair) -> Iterator[Fit]:
-    """Propose that a tensor was dropped (it is all 0, or 1 for a gain, in B) or a bias or gain was added (so in A)."""
+    """Propose that a tensor is missing in B, or that a bias or gain is missing in A.
+
+    A missing tensor is all 0, or all 1 if it is a gain.
+    """
     neutral = 1.0 if pair.is_gain else 0.0
     bias = pair.name.endswith("bias")
     gone, new = (bool((part == neutral).all()) for part in (pair.second, pair.first))
@@ -213,8 +216,8 @@ def _fit_step(
 def propose_grid(pair: Pair) -> Iterator[Fit]:
     """Propose that each value of A was moved to the nearest level of a grid with at most 2^BITS levels.
 
-    Each row, group of values or column has a grid. Also propose that A was changed by an update of low rank before it
-    was quantised.
+    Each row, group of values or column has its own grid. Also propose that A was changed by an update of low rank
+    before it was quantised.
     """
     for where, first, second, grid in _find_grids(pair):
         nearest, step, top = grid.nearest(first), grid.step, grid.low + grid.step * (grid.levels - 1)
