@@ -408,7 +408,7 @@ def test_the_suffix_decides_how_a_report_is_saved(tmp_path):
     with pytest.raises(UsageError):
         report.save("")
     assert list(tmp_path.iterdir()) == []
-    texts = {".json": b"{", ".csv": b"site,", ".md": b"#", ".HTML": b"<!doctype"}
+    texts = {".json": b"{", ".csv": b"layer,", ".md": b"#", ".HTML": b"<!doctype"}
     for suffix, start in (texts | {".svg": b"<?xml", ".pdf": b"%PDF", ".png": b"\x89PNG"}).items():
         report.save(tmp_path / f"report{suffix}")
         assert (tmp_path / f"report{suffix}").read_bytes().startswith(start), suffix
