@@ -624,13 +624,13 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
     cells = next(column.cells for column in plan_rows(report.plan).columns if column.title == "numbers kept")
     assert list(cells) == [f"{key.rank} of 128" for key in report.plan.ranks], "eight key heads of 16 each"
     lines = " ".join(plan_lines(report.plan))
-    words = ("Mean rank", "Estimated", "Promised", "Measured", "within the budget", "cache", "operations")
+    words = ("Mean rank", "Estimated", "Predicted", "Measured", "within the budget", "cache", "operations")
     assert all(word in lines for word in (*words, "half of the full rank"))
     assert export.drawings(report, tmp_path)[tmp_path / "ranks.png"]()[0].startswith(b"\x89PNG")
     assert tmp_path / "ranks.png" not in export.drawings(with_plan(report, None), tmp_path)
     for unit in ("loss", "ppl"):
         note = budget_note(report.plan.model_copy(update={"unit": unit}))
-        assert note.startswith(f"{unit} ≤ +3 %: promised ")
+        assert note.startswith(f"{unit} ≤ +3 %: predicted ")
     one = report.plan.ranks[0]
     latents = [one.model_copy(update={"rank": rank, "head_dim": size}) for rank, size in ((20, 48), (7, 48), (12, 32))]
     kept = plan_rows(report.plan.model_copy(update={"ranks": latents})).columns[-1]
@@ -646,7 +646,7 @@ def test_broken_promises_are_named(report):
     assert even.within_budget, "the control"
     worse = even.model_copy(update={"measured": Rise(share=0.031, sequences=16)})
     assert not worse.within_budget
-    broken = "the promise fails on this text"
+    broken = "the prediction fails on this text"
     assert [any(broken in line for line in plan_lines(each)) for each in (even, worse)] == [False, True]
 
 

@@ -123,7 +123,7 @@ def test_an_applied_plan_promises_nothing_and_measures_everything(demo, plan):
         assert getattr(applied, name) == getattr(plan, name)
     lines = " ".join(plan_lines(applied))
     assert "Measured" in lines
-    assert "Promised" not in lines
+    assert "Predicted" not in lines
     assert Plan.model_validate_json(applied.to_json()).to_json() == applied.to_json()
 
 
@@ -239,7 +239,7 @@ def test_the_rises_of_version_1_were_estimates(plan, tmp_path):
     assert Plan.model_validate_json(read.to_json()) == read
     lines = " ".join(plan_lines(read))
     assert "Estimated" in lines
-    assert "Promised" not in lines
+    assert "Predicted" not in lines
 
 
 def test_the_program_finds_applies_and_never_overwrites_a_plan(tmp_path, capsys):

@@ -288,17 +288,17 @@ def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_a
     ):
         assert line in plan_lines(planned(parameters=Pair(before=13_271_040.0, after=after)).plan)
     bare = flowing(planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, not chosen"}))
-    assert absent(bare, "Promised", "Estimated", "rank: one per key head") == ["Promised", "Estimated"]
+    assert absent(bare, "Predicted", "Estimated", "rank: one per key head") == ["Predicted", "Estimated"]
     assert not absent(
         flowing(planned()),  # the control
         "Estimated: on the calibration text used to choose the ranks",
-        "Promised: on calibration text used neither to fit nor to choose ranks",
+        "Predicted: on calibration text used neither to fit nor to choose ranks",
         "all windows of these texts",
     )
     assert "their difference" not in flowing(planned(measured=None))
 
 
-FAILS = "beyond the budget: the promise fails on this text"
+FAILS = "beyond the budget: the prediction fails on this text"
 UNSURE = "within the budget, though its interval is not: the budget is not guaranteed"
 BARE = "within the budget, without an interval"
 RISES = [
@@ -317,13 +317,14 @@ RISES = [
 def test_a_rise_is_within_the_budget_by_its_point_and_by_its_interval():
     for name, rise, ci95, words in RISES:
         plan = planned(**{name: Rise(share=rise, ci95=ci95, sequences=32)}).plan
-        line = next(line for line in plan_lines(plan) if line.lower().startswith(name))
+        said = "predicted" if name == "promised" else name
+        line = next(line for line in plan_lines(plan) if line.lower().startswith(said))
         assert line.endswith(f", {words}"), (name, rise, ci95)
         assert name == "measured" or plan.within_budget is (words in ("within the budget", BARE))
     beyond = {"measured": Rise(share=0.0104, sequences=32)}
     unsure = planned(promised=Rise(share=0.008, ci95=(0.004, 0.012), sequences=32), **beyond).plan
-    assert not any("the promise fails" in line for line in plan_lines(unsure)), "a promise that was none"
-    assert any("the promise fails" in line for line in plan_lines(planned(**beyond).plan)), "the control"
+    assert not any("the prediction fails" in line for line in plan_lines(unsure)), "a promise that was none"
+    assert any("the prediction fails" in line for line in plan_lines(planned(**beyond).plan)), "the control"
 
 
 def test_each_text_and_one_more_text_have_their_own_rise():
@@ -393,9 +394,9 @@ def test_pages_of_any_kind_can_be_drawn():
 
 def test_the_map_of_ranks_explains_its_colours_and_costs():
     for changes, note in (
-        ({}, ": promised +0.21 %, measured +0.87 %"),
+        ({}, ": predicted +0.21 %, measured +0.87 %"),
         ({"promised": None}, ": measured +0.87 %"),
-        ({"measured": None}, ": promised +0.21 %"),
+        ({"measured": None}, ": predicted +0.21 %"),
         ({"promised": None, "measured": None}, ""),
         ({"promised": None, "healed": Rise(share=-0.004, sequences=2)}, ": measured +0.87 %, healed −0.40 %"),
     ):

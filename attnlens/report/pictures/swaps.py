@@ -420,7 +420,7 @@ def _ranks_panel(plan: Plan, number: Names) -> Panel:
         f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
     )
-    caption += " Promised: on calibration text used neither to fit nor to choose ranks." * (plan.promised is not None)
+    caption += " Predicted: on calibration text used neither to fit nor to choose ranks." * (plan.promised is not None)
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.4 * heads, 3.4, 8))
     caption += f" {budget_note(plan)}."
@@ -431,8 +431,8 @@ def _ranks_panel(plan: Plan, number: Names) -> Panel:
 
 
 def budget_note(plan: Plan) -> str:
-    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, without unknown numbers; `ppl` means perplexity."""
-    rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
+    """Format `loss ≤ +1 %: predicted +0.21 %, measured +0.87 %`, without unknown numbers; `ppl` means perplexity."""
+    rises = {"predicted": plan.promised, "measured": plan.measured, "healed": plan.healed}
     known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
 

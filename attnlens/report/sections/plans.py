@@ -22,7 +22,7 @@ RANK = "rank: one per key head, shared by all query heads that use the key head.
 LATENT = "Latents: numbers cached per token instead of a site's keys."
 ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
 PROMISED = (
-    "Promised: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within the "
+    "Predicted: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within the "
     "interval in 95 % of such runs, and above the interval in 2.5 %."
 )
 MEASURED = "Measured: on the evaluation text."
@@ -62,7 +62,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.estimated is not None:
         lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, used to choose the ranks")
     if (promised := plan.promised) is not None:
-        lines.append(f"Promised: {_rise(promised)} of {calibration}, {_place_in_budget(plan, promised)}")
+        lines.append(f"Predicted: {_rise(promised)} of {calibration}, {_place_in_budget(plan, promised)}")
         ranked = sorted(promised.by_text.items(), key=lambda item: item[1])
         ends = {name: f" [{share(low)} to {share(high)}]" for name, (low, high) in promised.ci95_by_text.items()}
         texts = (f"{share(alone)}{ends.get(name, '')} ({clean(name)})" for name, alone in ranked)
@@ -72,7 +72,7 @@ def plan_lines(plan: Plan) -> list[str]:
             lines.append(f"New text of this kind: at most {share(further)} (95 % prediction bound), {verdict}")
     if (measured := plan.measured) is not None:
         broken = promised is not None and promised.bound(1) <= plan.budget < measured.share
-        failure = ": the promise fails on this text" if broken else ""
+        failure = ": the prediction fails on this text" if broken else ""
         lines.append(f"Measured: {_rise(measured)} on {text}, {_place_in_budget(plan, measured)}{failure}")
     if plan.healed is not None:
         lines.append(f"Healed: {_rise(plan.healed)} on {text}")
