@@ -105,7 +105,7 @@ def list_analyzers() -> list[str]:
     return sorted({analyzer.name for analyzer in registry.list_analyzers()})
 
 
-COMPLETIONS = {"kernel": list_kernels, "analyzer": list_analyzers}
+COMPLETIONS: dict[str, Callable[..., list[str]]] = {"kernel": list_kernels, "analyzer": list_analyzers}
 """Functions that list what a shell completes the value of an option to, by parameter name."""
 
 

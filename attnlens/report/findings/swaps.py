@@ -84,7 +84,7 @@ def _cost(swap: Swap, method: str) -> Finding:
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
-def _end(ci95: Pair | None, decimals: int, method: str) -> str:
+def _end(ci95: tuple[float, float] | None, decimals: int, method: str) -> str:
     """End a sentence on a change of the loss with its interval, and with the method if it is not the bootstrap."""
     if ci95 is None:
         return "."
