@@ -76,6 +76,20 @@ def test_no_line_is_wider_than_the_page_and_a_narrow_one_shows_all_measures_in_b
     assert rows["6"][0] == f"{medians(tall, 'weights.symmetry')[6]:.3f}"
 
 
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_the_name_of_a_group_is_never_cut(width):
+    groups = ("selection", "weights", "selection, projected", "selection, projected", "tokens")
+    columns = [sections.Column(f"m{place}", ["0.1", "0.2"], group=group) for place, group in enumerate(groups)]
+    table = sections.Table([sections.Column("layer", ["0", "1"])], columns)
+    page = Console(width=width, record=True, file=io.StringIO())
+    page.print(terminal.FittedTable(table))
+    text = page.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    words = re.findall(r"[a-z]+,?(?= |$)", text, re.MULTILINE)
+    assert {"selection", "weights", "selection,", "projected", "tokens"} == {*words} - {"layer"}
+    assert re.findall(r"\bm\d", text) == [f"m{place}" for place in range(5)]
+
+
 def test_the_null_stands_under_the_medians_and_the_error_beside_them(report):
     text = views.summary(report, 80)
     rows = rows_of(text)
