@@ -209,7 +209,7 @@ def test_csv_is_the_dataframe_and_has_no_formula():
     heads = [head.model_copy(update={"site": HOSTILE, "measures": {"+x": measure}}) for head in report]
     rows = list(csv.reader(io.StringIO(views.csv(report.model_copy(update={"heads": heads})))))
     assert len(rows) == 1 + 4
-    assert (rows[0][5], rows[1][0][:3], rows[1][5]) == ("'+x", "'=x", "-0.5")
+    assert (rows[0][2], rows[1][-1][:3], rows[1][2]) == ("'+x", "'=x", "-0.5")
     assert not [cell for row in rows for cell in row if cell.startswith(("=", "+", "@"))]
 
 
@@ -271,9 +271,9 @@ def test_the_list_of_kernels_shows_their_spelling_and_properties(width):
     assert "…" not in re.sub(r"[:,]\w+=…", "", listing)
     assert all(re.search(rf"^{name} ", listing, re.MULTILINE) for name in (*kernels(), *TIES, *FILTERS))
     assert all(info.formula.split()[0] in listing for info in kernels().values())
-    facts = (":degree=2", ",offset=0", ":rank=…", "the power p (even, ≥ 1)", "must be fitted:", "--fit: the β of each")
+    facts = (":degree=2", ",offset=0", ":rank=…", "the power p (even, ≥ 1)", "must be fitted:", "--fit: each head's β")
     words = re.sub(r"\s+", " ", listing)
-    assert not absent(words, *facts, "trained by heal: the maps W of queries and keys")
+    assert not absent(words, *facts, "trained by heal: maps W of queries and keys")
     ends = {line.split()[0]: line.split()[-3:] for line in listing.splitlines() if line[:1].isalpha()}
     expected = {"rbf": "yes yes infinite", "linear": "no yes finite", "rank": "yes no infinite", "hard": "yes yes none"}
     assert {name: " ".join(ends[name]) for name in expected} == expected
