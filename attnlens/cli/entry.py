@@ -83,8 +83,8 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
-    except SystemExit:  # raised by typer if the reader of its help closes the pipe early
-        return READER_LEFT
+    except SystemExit as stop:  # raised by typer: with 0 after completion, else if the reader of its help left early
+        return READER_LEFT if stop.code else 0
     except BaseException as error:
         return report_failure(error)
 

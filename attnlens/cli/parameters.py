@@ -90,6 +90,25 @@ def _add_default(help: str, shown: object) -> str:  # noqa: A002
     return f"{help} [default: {shown}]" if isinstance(shown, str) else help
 
 
+def list_kernels(incomplete: str) -> list[str]:
+    """Return the kernels or, after a plus sign, that kernel with each tie, filter and hybrid."""
+    from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels  # late, because only completion needs them
+
+    kernel, plus, _ = incomplete.rpartition("+")
+    return [f"{kernel}+{name}" for name in (*TIES, *FILTERS, *HYBRIDS)] if plus else [*kernels()]
+
+
+def list_analyzers() -> list[str]:
+    """Return the names of all analyzers."""
+    from attnlens.analyzers import registry  # late, because only completion needs them
+
+    return sorted({analyzer.name for analyzer in registry.list_analyzers()})
+
+
+COMPLETIONS: dict[str, Callable[..., list[str]]] = {"kernel": list_kernels, "analyzer": list_analyzers}
+"""Functions that list what a shell completes the value of an option to, by parameter name."""
+
+
 def argument(
     name: str,
     help: str,  # noqa: A002  # the name that typer gives it
@@ -97,9 +116,12 @@ def argument(
     metavar: str | None = None,
     shown: bool | str = True,
     default: object = None,
+    names: Callable[[], list[str]] | None = None,
 ) -> Parameters:
-    """Create a positional argument; it is required if its type is `str` or `list[str]`."""
-    declared = typer.Argument(help=_add_default(help, shown), metavar=metavar, show_default=shown is True)
+    """Create a positional argument, required if its type is `str` or `list[str]`; a shell completes it to `names`."""
+    declared = typer.Argument(
+        help=_add_default(help, shown), metavar=metavar, show_default=shown is True, autocompletion=names
+    )
     return _parameter(name, kind, declared, Parameter.empty if kind in (str, list[str]) else default)
 
 
@@ -122,6 +144,7 @@ def option(
         show_default="shown" not in about,
         min=about.get("least"),
         max=about.get("most"),
+        autocompletion=COMPLETIONS.get(name),
     )
     declared.call_only = about.get("call_only", "")
     return _parameter(name, kind, declared, False if kind is bool and default is None else default)

@@ -48,3 +48,18 @@ def test_options_that_name_a_file_or_a_model_are_marked_for_the_command_line_alo
     files = {name for name, option in declared.items() if re.search("FILE|DIR|REVISION", option.metavar or "")}
     assert {"json", "save", "ranks", "text", "adapter"} <= files
     assert {name for name in files if not getattr(declared[name], "call_only", "an argument")} == set()
+
+
+def test_a_shell_completes_the_names_of_kernels_analyzers_and_measures():
+    for line, expected in (
+        ("swap-kernel demo --kernel rb", ["rbf"]),
+        ("swap-kernel demo --kernel rbf+symm", ["rbf+symmetric"]),
+        ("heal demo --kernel rbf+wind", ["rbf+window"]),
+        ("inspect --analyzer spec", ["spectrum"]),
+        ("explain tokens.share_n", ["tokens.share_negative"]),
+        ("explain rb", ["rbf"]),
+        ("list k", ["kernels"]),
+    ):
+        shell = {"COMP_WORDS": f"attnlens {line}", "COMP_CWORD": str(len(line.split()))}
+        result = invoke(_ATTNLENS_COMPLETE="complete_bash", **shell)
+        assert (result.returncode, result.stdout.split()) == (0, expected), line

@@ -193,7 +193,10 @@ def test_intervals_of_few_windows_are_said_to_be_students():
     ):
         changed = settings.model_copy(update=changes)
         assert changed.interval_method == method
-        assert (f"({method})" in flowing(swap_report(**dict(changed)))) is (method != "bootstrap")
+        for swaps in ((swapped(),), (swapped(kernel="rbf"), swapped(kernel="l2"))):
+            (cost, *_) = find(Shapes(swap_report(*swaps, **dict(changed))))
+            assert cost.question in ("Cost?", "Cheapest?")
+            assert (f"({method})" in cost.evidence) is (method != "bootstrap")
 
 
 def test_a_rise_is_a_percentage_a_factor_or_the_end_of_the_model():

@@ -76,6 +76,20 @@ def test_no_line_is_wider_than_the_page_and_a_narrow_one_shows_all_measures_in_b
     assert rows["6"][0] == f"{medians(tall, 'weights.symmetry')[6]:.3f}"
 
 
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_the_name_of_a_group_is_never_cut(width):
+    groups = ("selection", "weights", "selection, projected", "selection, projected", "tokens")
+    columns = [sections.Column(f"m{place}", ["0.1", "0.2"], group=group) for place, group in enumerate(groups)]
+    table = sections.Table([sections.Column("layer", ["0", "1"])], columns)
+    page = Console(width=width, record=True, file=io.StringIO())
+    page.print(terminal.FittedTable(table))
+    text = page.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    words = re.findall(r"[a-z]+,?(?= |$)", text, re.MULTILINE)
+    assert {"selection", "weights", "selection,", "projected", "tokens"} == {*words} - {"layer"}
+    assert re.findall(r"\bm\d", text) == [f"m{place}" for place in range(5)]
+
+
 def test_the_null_stands_under_the_medians_and_the_error_beside_them(report):
     text = views.summary(report, 80)
     rows = rows_of(text)
@@ -195,7 +209,7 @@ def test_csv_is_the_dataframe_and_has_no_formula():
     heads = [head.model_copy(update={"site": HOSTILE, "measures": {"+x": measure}}) for head in report]
     rows = list(csv.reader(io.StringIO(views.csv(report.model_copy(update={"heads": heads})))))
     assert len(rows) == 1 + 4
-    assert (rows[0][5], rows[1][0][:3], rows[1][5]) == ("'+x", "'=x", "-0.5")
+    assert (rows[0][2], rows[1][-1][:3], rows[1][2]) == ("'+x", "'=x", "-0.5")
     assert not [cell for row in rows for cell in row if cell.startswith(("=", "+", "@"))]
 
 
@@ -257,9 +271,9 @@ def test_the_list_of_kernels_shows_their_spelling_and_properties(width):
     assert "…" not in re.sub(r"[:,]\w+=…", "", listing)
     assert all(re.search(rf"^{name} ", listing, re.MULTILINE) for name in (*kernels(), *TIES, *FILTERS))
     assert all(info.formula.split()[0] in listing for info in kernels().values())
-    facts = (":degree=2", ",offset=0", ":rank=…", "the power p (even, ≥ 1)", "must be fitted:", "--fit: the β of each")
+    facts = (":degree=2", ",offset=0", ":rank=…", "the power p (even, ≥ 1)", "must be fitted:", "--fit: each head's β")
     words = re.sub(r"\s+", " ", listing)
-    assert not absent(words, *facts, "trained by heal: the maps W of queries and keys")
+    assert not absent(words, *facts, "trained by heal: maps W of queries and keys")
     ends = {line.split()[0]: line.split()[-3:] for line in listing.splitlines() if line[:1].isalpha()}
     expected = {"rbf": "yes yes infinite", "linear": "no yes finite", "rank": "yes no infinite", "hard": "yes yes none"}
     assert {name: " ".join(ends[name]) for name in expected} == expected

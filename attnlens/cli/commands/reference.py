@@ -16,12 +16,27 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Section
 
 LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
-WHAT = opt.argument("what", "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", shown="the first three")
+
+
+def list_explained() -> list[str]:
+    """Return the names of all measures and kernels, and the terms, that `explain` explains."""
+    from attnlens.report.sections import reference
+
+    return [*reference.measure_pages(), *reference.kernel_pages(), *reference.TERMS]
+
+
+WHAT = opt.argument(
+    "what",
+    "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.",
+    shown="the first three",
+    names=lambda: [*LISTED],
+)
 EXPLAINED = opt.argument(
     "name",
     "A measure, curve, distance or kernel (see `attnlens list`), or a term used in the output.",
     list[str],
     "NAME",
+    names=list_explained,
 )
 SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 

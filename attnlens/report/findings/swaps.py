@@ -31,14 +31,15 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
     report = shapes.report
     if report.plan is not None:
         yield from _plan_findings(report.plan)
+    method = report.settings.interval_method
     if len(report.swaps) > 1:
-        yield _cheapest(report.swaps)
+        yield _cheapest(report.swaps, method)
         return
     (swap,) = report.swaps
     answers = (
-        None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, report.settings.interval_method),
+        None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, method),
         None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
-        _healed(swap),
+        _healed(swap, method),
         _where(swap, report.model.layer_name),
         _alternative(swap, report.settings.windows),
         _continuations(swap),
@@ -63,9 +64,7 @@ def _cost(swap: Swap, method: str) -> Finding:
         elif changed:
             risen = "" if swap.perplexity is None else f", perplexity {format_rise(loss, swap.perplexity)[0]}"
             answer = f"Loss {before} → {after} {unit}{risen}."
-        few = "" if method == "bootstrap" else f" ({method})"
-        ends = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}{few}"
-        evidence = f"Change {delta}{ends}."
+        evidence = f"Change {delta}{_end(loss.ci95, decimals, method)}"
         return Finding(
             question="Cost?",
             answer=answer,
@@ -85,12 +84,20 @@ def _cost(swap: Swap, method: str) -> Finding:
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
+def _end(ci95: tuple[float, float] | None, decimals: int, method: str) -> str:
+    """End a sentence on a change of the loss with its interval, and with the method if it is not the bootstrap."""
+    if ci95 is None:
+        return "."
+    few = "" if method == "bootstrap" else f" ({method})"
+    return f", 95 % interval {interval(ci95, decimals)}{few}."
+
+
 def is_change(loss: Change) -> bool:
     """Return True if the interval of the change excludes 0 or, without an interval, if the change is not 0."""
     return loss.delta != 0 if loss.ci95 is None else not loss.ci95[0] <= 0 <= loss.ci95[1]
 
 
-def _cheapest(swaps: list[Swap]) -> Finding:
+def _cheapest(swaps: list[Swap], method: str) -> Finding:
     """Name the kernel with the smallest cost, and those whose intervals overlap with its interval."""
     measured = [(swap, swap.loss) for swap in swaps if swap.loss is not None and not swap.diverged]
     if not measured:
@@ -103,8 +110,7 @@ def _cheapest(swaps: list[Swap]) -> Finding:
     doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else "its interval lies below all others"
     decimals = loss_decimals([cost])
     answer = f"{clean(best.kernel)}, {doubt}."
-    evidence = f"Change of the loss {format_number(cost.delta, decimals)}"
-    evidence += "." if cost.ci95 is None else f", 95 % interval {interval(cost.ci95, decimals)}."
+    evidence = f"Change of the loss {format_number(cost.delta, decimals)}{_end(cost.ci95, decimals, method)}"
     return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
 
 
@@ -120,7 +126,7 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
     return Finding(question="Cache?", answer=answer, evidence=evidence, measures=["swap.state"])
 
 
-def _healed(swap: Swap) -> Finding | None:
+def _healed(swap: Swap, method: str) -> Finding | None:
     """State the share of the cost that training recovers."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
@@ -128,7 +134,7 @@ def _healed(swap: Swap) -> Finding | None:
     first, last = losses[0], losses[-1]
     decimals = loss_decimals([last])
     evidence = f"Change of the loss {format_number(first.delta, decimals)} → {format_number(last.delta, decimals)}"
-    evidence += "." if last.ci95 is None else f", 95 % interval {interval(last.ci95, decimals)}."
+    evidence += _end(last.ci95, decimals, method)
     if first.delta <= max(0.0, last.delta):
         answer, severity = "Training recovered nothing.", "problem"
     else:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from textwrap import wrap
 from typing import Any
 
 from rich import box
@@ -166,7 +167,11 @@ class FittedTable:
             used = sum(_width(column) + GAP for column in names) - GAP
             ends = accumulate((GAP + _width(column) for column in remaining), initial=used)
             count = max(1, sum(end <= options.max_width for end in ends) - 1)  # at least 1, however narrow the page is
-            yield from _block(names, sort_by_group(remaining[:count]), "-" if options.ascii_only else "─")
+            block = sort_by_group(remaining[:count])
+            while len(block) > 1 and used + sum(GAP + width for width in _widths(block)) > options.max_width:
+                count -= 1  # names of groups need more room
+                block = sort_by_group(remaining[:count])
+            yield from _block(names, block, "-" if options.ascii_only else "─")
             remaining = remaining[count:]
             if remaining:
                 yield ""
@@ -184,17 +189,40 @@ def _width(column: Column) -> int:
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 
+def _widths(columns: Sequence[Column]) -> list[int]:
+    """Compute the width of each column; the last one of a group is widened to the longest word of the group's name."""
+    widths = [*map(_width, columns)]
+    end = 0
+    for group, members in groupby(columns, key=lambda column: column.group):
+        start, end = end, end + len([*members])
+        width = sum(widths[start:end]) + GAP * (end - start - 1)
+        widths[end - 1] += max(0, max(map(cell_len, group.split()), default=0) - width)
+    return widths
+
+
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
     """Yield a table below a line that names the group of each run of columns: `weights ────  tokens ────`."""
     if any(column.group for column in columns):
-        line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
-        for group, members in groupby(columns, key=lambda column: column.group):
-            width = sum(_width(column) + GAP for column in members) - GAP
-            shown = max(width, min(len(group), width + GAP - 1))  # a longer name can extend into the gap
-            line.append(f"{group} ".ljust(width, rule)[:shown].ljust(width + GAP), style="bold")
+        yield from _group_lines(sum(width + GAP for width in _widths(names)), columns, rule)
+    yield _grid([*names, *columns])
+
+
+def _group_lines(indent: int, columns: Sequence[Column], rule: str) -> Iterator[Text]:
+    """Yield the lines that name the groups of columns; a name that is wider than its columns takes several lines."""
+    widths, names = list[int](), list[list[str]]()
+    remaining = iter(_widths(columns))
+    for group, members in groupby(columns, key=lambda column: column.group):
+        widths.append(sum(next(remaining) + GAP for _ in members) - GAP)
+        names.append(wrap(group, widths[-1]))
+    height = max(map(len, names))
+    for row in range(height):
+        fill = rule if row == height - 1 else " "
+        line = Text(" " * indent, no_wrap=True, overflow="crop")
+        for width, lines in zip(widths, names, strict=True):
+            text = [*[""] * (height - len(lines)), *lines][row]
+            line.append(f"{text} ".ljust(width, fill)[:width].ljust(width + GAP), style="bold")
         line.rstrip()
         yield line
-    yield _grid([*names, *columns])
 
 
 def _grid(columns: Sequence[Column], *, folded: bool = False) -> Grid:
@@ -202,11 +230,11 @@ def _grid(columns: Sequence[Column], *, folded: bool = False) -> Grid:
     right = (BETWEEN if folded else GAP) - 1  # the box adds one blank
     table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, right, 0, 0))
     table.show_footer = any(column.foot for column in columns)
-    for column in columns:
+    for column, width in zip(columns, _widths(columns), strict=True):
         table.add_column(
             Text(column.title),
             Text("\n".join(column.foot)),
-            width=None if folded else _width(column),
+            width=None if folded else width,
             justify="left" if column.words else "right",
             vertical="top" if folded else "bottom",
             overflow="fold",

@@ -177,12 +177,16 @@ def _join_lines(first: str, *others: str) -> str:
 
 
 def describe_fit(info: KernelInfo) -> str:
-    """Describe what a kernel's fit chooses, and whether the fit is required; return "" for a kernel without a fit."""
+    """Describe what a kernel's fit chooses, and whether the fit is required; return "" for a kernel without a fit.
+
+    What it chooses is the start of the docstring of its class, up to a colon, without "Fit of" or "Initial".
+    """
     if info.fit is None:
         return ""
-    chosen = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
+    first = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
+    chosen = first.removeprefix("Fit of ").removeprefix("Initial ")
     how = "must be fitted" if info.needs_fit else "--fit"
-    return f"{how if info.fit_reads else 'trained by heal'}: {chosen[:1].lower()}{chosen[1:]}"
+    return f"{how if info.fit_reads else 'trained by heal'}: {chosen}"
 
 
 def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
