@@ -24,7 +24,7 @@ from attnlens.errors import UsageError
 app = typer.Typer(
     name="attnlens",
     help="Analyse the attention of pretrained transformers as kernel machines.",
-    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input, or attention that differs (doctor) "
+    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input, or attention differs (doctor) "
     "· 3 incomplete (with --strict) · 70 internal error · 130 interrupted (finished work is kept) · 141 output pipe "
     "closed.",
     invoke_without_command=True,
