@@ -142,8 +142,6 @@ def swap_kernel(context: typer.Context) -> None:
     """Run a model with another attention kernel, and measure the effect."""
     params = context.params
     request, kernels = opt.build(SwapRequest, params), tuple(params["kernel"] or [KERNEL])
-    if not params["kernel"] and not params["quiet"]:
-        say(f"No kernel named: using {KERNEL}.")
     swap_kernels(kernels, request)  # checked here too, because importing `analyses` takes seconds
     name = named_model(params)
     run_command(

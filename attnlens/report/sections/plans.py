@@ -22,8 +22,8 @@ RANK = "rank: one per key head, shared by all query heads that use the key head.
 LATENT = "Latents: numbers cached per token instead of a site's keys."
 ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
 PROMISED = (
-    "Predicted: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within the "
-    "interval in 95 % of such runs, and above the interval in 2.5 %."
+    "Predicted: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within "
+    "the interval in 95 % of such runs, and above the interval in 2.5 %."
 )
 MEASURED = "Measured: on the evaluation text."
 HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
