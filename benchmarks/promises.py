@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("text", nargs="*", help="text files, each a population (default: thirds of the sample)")
     parser.add_argument("--quick", action="store_true", help="two placements: does it still run?")
     parser.add_argument("--model", default="demo", help="any causal or masked language model (default: demo)")
-    parser.add_argument("--budget", default="loss:1%", help="largest rise of the loss (default: loss:1%%)")
+    parser.add_argument("--budget", default="loss:1%", help="largest rise in the loss (default: loss:1%%)")
     parser.add_argument("--placements", type=int, default=20, help="seeds for each text (default: 20)")
     parser.add_argument("--placement", choices=get_args(Placement), default="random", help="(default: random)")
     parser.add_argument("--length", type=int, default=32, help="tokens per window (default: 32)")

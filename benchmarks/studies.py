@@ -81,7 +81,7 @@ def inspect_windows(loaded: loading.Loaded, files: Sequence[str], cut: texts.Cut
 def measure_harms(loaded: loading.Loaded, batches: texts.Batches, words: str) -> tuple[Tensor, list[int], list[object]]:
     """Measure the harm of swapping each head alone, (blocks, heads); return it with each head's layer and weights.
 
-    Harm is the rise of the loss in nats, or 1 − cosine of the last hidden states of a headless model. Layers that share
+    Harm is the rise in the loss in nats, or 1 − cosine of the last hidden states of a headless model. Layers that share
     a module (ALBERT) share the weights of its heads.
     """
     task = task_of(loaded.model)

@@ -208,7 +208,7 @@ FIGURE = (
     "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). The file shows the overview or, if it is named after a "
     "measure (`symmetry.pdf`), only that measure; a folder gets every picture. Each caption is written to FILE.txt."
 )
-BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without title and notes."
+BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes; swaps and experiments also show more tables."
 OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= option("--bare", bool, BARE, panel=OUTPUT)

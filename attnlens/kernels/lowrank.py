@@ -510,7 +510,7 @@ def nearest_call(
     Under no-skew, g_i is omitted, because softmax ignores it; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
     """
     if centre is None:
-        raise UsageError("The kernel nearest must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
+        raise UsageError("Kernel `nearest` must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
     _refuse_unsupported(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)

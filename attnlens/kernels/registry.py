@@ -167,7 +167,8 @@ class Modifier:
     """Filters: (query positions, key positions, **parameters), which broadcast → which keys are kept."""
     reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
     from_start: bool = False  # filters: True if positions count from the start of the text
-    part: Callable[[Pairs], Pairs] | None = None  # ties of whole sequences: log k → part kept, up to query-only terms
+    part: Callable[[Pairs], Pairs] | None = None
+    """Ties that need whole sequences: log k → the part that is kept, up to query-only terms."""
     caution: str = ""  # caveat for readers of the modifier's results
 
 
@@ -192,7 +193,7 @@ class KeyFilter:
 def _build_sequence_tie(
     name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]
 ) -> Modifier:
-    """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep.
+    """Build a tie that needs whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep.
 
     L is log k of a sequence's n tokens, J is I − 11ᵀ/n, and c contains the column means of LJ.
     """

@@ -151,7 +151,7 @@ class Kernel:
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| exactly for queries `rows` and keys `columns`; `key` has one head per query head.
 
-        Terms that depend on the query alone are included, except under a tie of whole sequences. Score kernels use
+        Terms that depend on the query alone are included, except if a tie needs whole sequences. Score kernels use
         softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
         unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises UsageError if a tie
         combines different tokens, or if the kernel must be fitted first.
@@ -207,7 +207,7 @@ class Kernel:
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
-            problem = f"The kernel {self.info.name} must be fitted before use."
+            problem = f"Kernel `{self.info.name}` must be fitted before use."
             remedy = "Fit the kernel with attnlens.swap_kernel, or choose a kernel that needs no fit."
             raise UsageError(problem, remedy)
 

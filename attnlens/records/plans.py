@@ -81,7 +81,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks chosen so that the estimated rise of the loss is within the budget, or ranks taken from an earlier plan."""
+    """Ranks chosen so that the estimated rise in the loss is within the budget, or ranks taken from an earlier plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool

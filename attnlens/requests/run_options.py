@@ -210,7 +210,7 @@ class Feeding(Loading):
 
     text: Words = several_files(
         "Text file to run the model on; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
-        "`datasets:NAME` for a dataset, with `,config=C`, `,split=S` or `,column=T` appended if needed. Repeatable "
+        "`datasets:NAME` for a dataset (optional suffixes: `,config=C` `,split=S` `,column=T`). Repeatable "
         f"(in ATTNLENS_TEXT, separate files with `{os.pathsep}`). Default: built-in texts."
     )
     pairs: fields.FilePlace = one_file(

@@ -129,7 +129,7 @@ class RanksRequest(KeptRequest, KernelRequest):
     """Options of `find_ranks`."""
 
     budget: fields.BudgetText | None = option(
-        "Find the smallest rank per key head that keeps the rise of loss or perplexity within this limit "
+        "Find the smallest rank per key head that keeps the rise in loss or perplexity within this limit "
         "(`loss:1%`, `ppl:2%`), and estimate the rise on held-out windows.",
         metavar="BUDGET",
         shown="loss:1%",
@@ -232,7 +232,7 @@ def heal_kernels(
     if not new.has_gradient:
         raise UsageError(f"{new.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
     if request.control and request.learn != "text":
-        problem = "--control has no effect here: the original model already makes its own predictions."
+        problem = "--control has no effect with --learn teacher: the original model would learn its own predictions."
         raise UsageError(problem, "Add --learn text, so that both models are trained on the text.")
     if new.info.form != "output" and (request.eta is not None or request.ksvd_convention != "paper"):
         name = "ksvd_convention" if request.eta is None else "eta"

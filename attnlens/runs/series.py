@@ -186,7 +186,7 @@ def find_checkpoints(
             raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
         checkpoints.append(Checkpoint(name, model, revision, place, parse_step(revision or model)))
     if len(checkpoints) < 2:
-        raise UsageError("A series needs at least two checkpoints.", "Give more --checkpoints, or --revisions.")
+        raise UsageError("A series needs at least two checkpoints.", "Name at least two --checkpoints or --revisions.")
     steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
         return [replace(each, step=None) for each in checkpoints]

@@ -33,8 +33,9 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     """Return the name of the route, a key of COMPUTED, by which `attend` computes the call.
 
-    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden pairs
-    or sinks under a tie of whole sequences, and if path is "fused" but no fused route is exact for this call.
+    Raises UsageError for a tie, filter or hybrid in cross-attention; for sinks with a signed kernel; for sinks, or
+    pairs hidden by a mask, with a tie that needs whole sequences; and if path is "fused" but no fused route is exact
+    for this call.
     """
     call, kernel = _prepare(call, kernel)
     if call.cross and (kernel.filter is not None or kernel.near is not None):

@@ -146,7 +146,7 @@ def position_error(reason: str) -> UsageError:
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
     """Compute softmax(X) v of each sequence's real tokens, in O(T²) memory; padded rows are zero.
 
-    X is the part of log k + bias that the kernel's tie of whole sequences keeps.
+    X is the part of log k + bias that the kernel's tie keeps; the tie needs whole sequences.
     """
     value = call.paired_value
     output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
@@ -156,7 +156,7 @@ def by_whole(call: Call, kernel: Kernel) -> Outputs:
 
 
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
-    """Raise UsageError for a tie of whole sequences if a mask hides pairs of tokens, or if the model has sinks."""
+    """Raise UsageError for a tie that needs whole sequences if a mask hides pairs, or if the model has sinks."""
     name = kernel.tied_by
     if call.sinks is not None:
         problem = f"{name} omits query-only terms, which matter in this model because it has attention sinks."
@@ -199,8 +199,8 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
     The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
     which is not finite if the sum is zero. The hard kernel gives weight 1 to the first of the largest scores. Rows that
-    see no key are uniform, as in transformers' eager attention, or zero under a tie of whole sequences. Raises
-    UsageError for a tie or a filter if queries have no position among the keys.
+    see no key are uniform, as in transformers' eager attention, or zero if the kernel has a tie that needs whole
+    sequences. Raises UsageError for a tie or a filter if queries have no position among the keys.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:

@@ -297,7 +297,7 @@ class BudgetSearch(SwapSetup):
         return fit_forms(self, forms, fed, self.progress)
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Use the fit of this form to all texts and, for each of several texts, its fit to all other texts."""
+        """Use this form's fit to all texts and, if there are several, its fits that leave out one text each."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}

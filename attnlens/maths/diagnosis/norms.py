@@ -139,7 +139,7 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if the prediction is at most BETTER times as far from the second layer's tensor as the first's is."""
+    """Return True if `part` is at most BETTER times as far from the tensor of `second` as the tensor of `first` is."""
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))
     return bool((new <= BETTER * old).all())

@@ -223,7 +223,10 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
 def _match_across_heads(
     first: Float[Tensor, "heads size width"], second: Float[Tensor, "heads size width"]
 ) -> Tensor | None:
-    """Return the row of A that matches each row of B, across heads; None if no match is closer than the given order."""
+    """Return, for each row of `second`, the index of the matching row of `first` in any head.
+
+    Returns None unless this order brings all heads that differ clearly closer.
+    """
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))
     moved = (before != after).any(1).nonzero().flatten()

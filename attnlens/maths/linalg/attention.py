@@ -253,13 +253,13 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Return `definite` of each head: search a block, then the matrix, for an entry above 1; if none, use Cholesky."""
+    """Return `definite` of each head: search its unit kernel for an entry above 1; if none, use Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
     low, high = logits.flatten(1).aminmax(dim=-1)
     rounding = EPS * torch.maximum(-low, high).clamp(min=n)  # relative rounding of a sum over K
-    for size in sorted({min(n, GLANCE), n}):
+    for size in sorted({min(n, GLANCE), n}):  # search a block before the whole matrix
         undecided = verdicts.isnan().nonzero()[:, 0]
         kernel = _unit_kernel(logits[undecided, :size, :size] + gauge[undecided, :size, None])
         # The 2 × 2 minor of an entry above 1 has the eigenvalue 1 − entry < 0. Rounding is relative to the largest

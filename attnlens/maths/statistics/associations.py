@@ -1,4 +1,4 @@
-"""Rank correlations of measures with harm (the rise of the loss per head), tests, reliability; treatments in blocks."""
+"""Rank correlations of measures with harm (the rise in the loss per head), tests, reliability; treatments in blocks."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Hub:
         except (HFValidationError, LocalEntryNotFoundError):
             # `hf download` has the option --revision; it does not understand id@revision
             suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
-            problem = f"No folder {self.id} here, and no model of that name{suffix} in the local cache; {reason}."
+            problem = f"{self.id}{suffix} is neither a local folder nor a model in the local cache; {reason}."
             remedy = f"Check the path of a folder, or run `hf download {self.id}{option}` with a network connection."
             if get_close_matches(self.id, ["demo"]):
                 remedy = f"Did you mean demo? {remedy}"

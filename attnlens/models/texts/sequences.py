@@ -73,7 +73,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
             for number, row in enumerate(parts[split], 1):
                 if not isinstance(value := row.get(rows.column), str):
                     problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; its columns are "
-                    raise TextError(f"{problem}{', '.join(row)}.", "Name a column of texts with column=.")
+                    raise TextError(f"{problem}{', '.join(row)}.", "Append `,column=NAME` to read a column of texts.")
                 text += value.rstrip("\n") + "\n"
                 if len(text) >= most:
                     break

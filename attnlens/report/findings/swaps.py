@@ -48,7 +48,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _cost(swap: Swap, method: str) -> Finding:
-    """State the rise of the loss or, without a loss, the distance of predictions or hidden states to the original's."""
+    """State the rise in the loss or, without a loss, the distance of predictions or hidden states to the original's."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
         return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
@@ -165,7 +165,7 @@ def _where(swap: Swap, name: Names) -> Finding | None:
 
 
 def _alternative(swap: Swap, windows: int | None) -> Finding | None:
-    """Compare the rise of the loss with that of the controls, on the same windows."""
+    """Compare the rise in the loss with that of the controls, on the same windows."""
     controls = [control for control in swap.controls if control.loss is not None]
     if swap.loss is None or swap.loss.ci95 is None or not controls:
         return None
@@ -294,7 +294,7 @@ def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
 
 
 def _format_interval(rise: Rise, before: str = "") -> str:
-    """Format the 95 % interval of a rise of the loss or perplexity, following the text `before`; empty if none."""
+    """Format the 95 % interval of a rise in loss or perplexity, following the text `before`; empty if none."""
     return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 

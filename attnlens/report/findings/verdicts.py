@@ -249,8 +249,8 @@ def _head_finding(experiment: Experiment) -> Finding:
 def after_experiments(shapes: Shapes) -> Iterator[str]:
     """Yield commands that answer questions raised by experiments on a head, on checkpoints, or on synthetic data.
 
-    A head: which tokens does it select, and what would hard selection cost? Checkpoints: what does the last compute?
-    Synthetic data: does another seed miss the published value too, and what does a pretrained head do?
+    For a head: which tokens it selects, and what hard selection would cost. For checkpoints: what the last one
+    computes. For synthetic data: whether another seed also misses the published value, and what a pretrained head does.
     """
     report = shapes.report
     model, experiments = model_argument(report), report.experiments

@@ -420,7 +420,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """Draw one row per figure: its deviation from the reference, in tolerances, over the shaded allowed range."""
+    """Draw one row per compared value: its deviation divided by the tolerance, over the shaded allowed range."""
     edge = FARTHEST * 1.1
     dots = []
     for row, (experiment, figure) in enumerate(rows):

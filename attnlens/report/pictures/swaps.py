@@ -211,12 +211,12 @@ def _stages_panel(swap: Swap) -> Panel:
     rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 12
     caption = f"{effect_name(swap)} of the original model (dashed), after each stage"
     caption += ", and with each control (grey)" * bool(controls) + ". Bars: 95 % intervals of the difference."
-    caption += " In %: rise of the perplexity, with its interval." * lossy
+    caption += " In %: rise in the perplexity, with its interval." * lossy
     return Panel("stages", name, note, caption, partial(draw_stages, swap=swap), rows)
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss, or a distance without a loss, of the original, of each stage and, in grey, of each control."""
+    """Draw the loss (or, if there is none, a distance) of the original, each stage and, in grey, each control."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0

@@ -142,7 +142,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
 
 
 def _grid(report: Report) -> str:
-    """Format the analysed layers and heads: `, 4 layers × 8 heads`; empty if layers differ in heads."""
+    """Format the analysed layers and heads: `, 4 layers × 8 heads`; empty if layers differ in the number of heads."""
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""

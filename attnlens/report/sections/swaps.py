@@ -300,7 +300,7 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
         }
         rows = [{title: text for title, text in cells.get(each.name, {}).items() if title != "loss"} for each in texts]
         columns += build_columns(rows, group=clean(swap.kernel) if len(swaps) > 1 else "")
-    what = "Cosine of the last hidden states" if hidden else "Δ of the loss and rise of the perplexity"
+    what = "Cosine of the last hidden states" if hidden else "Δ of the loss and rise in the perplexity"
     note = f"{what} with a 95 % interval over that text's windows, which does not cover other texts."
     note += " A single window has no interval." * any(each.sequences == 1 for each in texts)
     yield Section("Text by text", table=Table(names, columns), notes=(note,))

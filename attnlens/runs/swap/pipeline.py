@@ -86,7 +86,7 @@ class SwapWork(SwapSession):
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Compute the units; return the report, and a function that removes them. Raise Interrupted or UnsavedError."""
+        """Return the report, and a function that removes the units' files. Raise Interrupted or UnsavedError."""
         plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
         several = len(kernels) > 1 and plan.shard is None
         add_steps = start_stage(progress, "kernels", len(kernels)) if several else lambda _: None
