@@ -875,7 +875,7 @@ def test_the_effect_is_notable_if_predictions_surely_change():
         )
         return found
 
-    assert effect(0.03, (0.02, 0.04)).answer.startswith("KL 0.030 ± 0.0020 nats per token")
+    assert effect(0.03, (0.02, 0.04)).answer.startswith("KL 0.0300 ± 0.0020 nats per token")
     assert effect(0.03, (0.02, 0.04)).severity == "notable"
     assert effect(0.001, (0.0009, 0.002), same_top=0.98).severity == "notable"
     assert effect(0.03, (0.0, 0.04)).severity == "none"

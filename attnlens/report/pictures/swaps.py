@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from attnlens.records import Control, Predictor
 
 OWN, GREY = style.CATEGORIES[0], "#8c8c8c"
-RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
+RISES = {"loss": "rise in the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """`judged_by` of swaps → quantity that is shown for several kernels."""
 MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "same size": ("D", "◆", "sink-window of equal size"),
