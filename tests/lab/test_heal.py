@@ -191,7 +191,7 @@ def broken():
         ("x/y", "rbf", {"train": 2, "rank": 0}, "rank=0 is not a whole number", ""),
         ("x/y", "rbf", {"train": 2, "batch": 0}, "batch=0 is not a whole number", ""),
         (headless, "rbf", {"train": 2, "learn": "text"} | READ, "predicts no tokens", ""),
-        (lambda: family("albert"), "rbf", {"train": 1, "layers": [1]} | READ, "queries or keys of the swapped heads", ""),
+        (lambda: family("albert"), "rbf", {"train": 1, "layers": [1]} | READ, "keys of the swapped heads", ""),
         (broken, "rbf", READ, r"h\.1\.attn\.c_attn\.weight contains NaN", ""),
         ("demo", "rbf", {"train": 1} | READ | {"batch_size": 8, "calibration": "few.txt"}, "two batches", ""),
     ],
