@@ -269,12 +269,14 @@ def measure_hardening(
     sink, because an SVM defines only differences of scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
-    curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
+    curves = {
+        f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL of hard selection, nats") for name, each in odds.items()
+    }
     return Experiment(
         name=f"head {head[0]}.{head[1]}, hardening",
         question="How fast does the head's softmax approach hard selection as its logits are multiplied by c?",
         final={f"{name}, c = 1": curve.median[FACTORS.index(1.0)] for name, curve in curves.items()},
-        axis="factor c",
+        axis="factor c of the logits",
         curves=curves,
     )
 

@@ -403,7 +403,8 @@ def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
     torch.manual_seed(0)
     tf.FalconForCausalLM(config).save_pretrained(tmp_path / "falcon")
     words = ("doctor", tmp_path / "falcon", "--length", "16", "--no-progress", "--masks", "causal")
-    result = invoke(*words, "--junit", tmp_path / "tests.xml")
+    saved = tmp_path / "report.json"
+    result = invoke(*words, "--junit", tmp_path / "tests.xml", "--json", saved)
     assert result.returncode == 2
     assert "eager (outputs)" in result.stderr
     assert "No: eager differs from float64 by" in " ".join(result.stdout.split())
@@ -413,7 +414,7 @@ def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
     (causal,) = (line.split() for line in result.stdout.splitlines() if line.startswith("causal "))
     assert causal[1::2] == ["agrees", "agrees"], "the mask is right, whatever the outputs do"
     assert "its error includes that of the backend" in " ".join(result.stdout.split())
-    assert f"attnlens doctor {tmp_path / 'falcon'} --masks causal --table" in result.stdout
+    assert f"attnlens report {saved} --table" in result.stdout
     assert invoke(*words, "--backends", "sdpa").returncode == 0
     missing = invoke(*words, "--backends", "sdpa,flex_attention")
     assert "flex_attention" in missing.stdout

@@ -81,7 +81,7 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "selection kept": ("share of queries", STARTS),
         "norm": ("‖W‖ / ‖W of the SVM‖", STARTS),
     },
-    "head 3.2, hardening": {"": ("KL, nats", ("KL, the head", "KL, its SVM at the same norm"))},
+    "head 3.2, hardening": {"": ("KL of hard selection, nats", ("KL, the head", "KL, its SVM at the same norm"))},
 }
 """Experiment → its pictures by title: the quantity beside the axis, and the names of the lines."""
 LINEAR = {"correlation", "share of trials", "share separable", "share of queries", "share of Σσ"}

@@ -22,6 +22,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
+MARGIN = 2  # Half-widths of its interval by which an estimated rise must stay within the budget, as in the search
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
 NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
@@ -252,6 +253,11 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
     evidence = f"Allowed: a {what} at most {100 * plan.budget:g} % higher."
+    smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
+    if smaller and plan.estimated is not None:
+        rejected = max(smaller, key=lambda step: step.mean_rank)
+        bound = share(rejected.rise.bound(MARGIN))
+        evidence += f" The next smaller ranks tried, {rejected.mean_rank:.1f} on average, could cost {bound}."
     if (promised := plan.promised) is not None:
         rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
         evidence += f" Predicted from held-out calibration windows: {rise}."

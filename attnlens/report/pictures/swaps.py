@@ -418,7 +418,8 @@ def scale_around_median(axes: Axes, which: Literal["x", "y"], effects: Float[np.
 def _ranks_panel(plan: Plan, number: Names) -> Panel:
     caption = (
         f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
-        f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
+        f"{plan.head_dim:g} on average. Query heads that share a key head share its rank; the "
+        "rank of a latent of several heads is divided among them."
     )
     caption += " Predicted: on calibration text used neither to fit nor to choose ranks." * (plan.promised is not None)
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
@@ -444,7 +445,8 @@ def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
     colours = (style.SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")
     heat_map(axes, grid, colours, "rank r of head_dim", number)
     if max(grid.values.shape) <= MOST_WRITTEN:
-        texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
+        texts = {at: f"{value:.2g}" if value < 10 else f"{value:.0f}" for at, value in np.ndenumerate(grid.values)}
+        texts = {at: text for at, text in texts.items() if not np.isnan(grid.values[at])}
         write_cells(axes, texts, grid, colours)
 
 

@@ -41,9 +41,10 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section(
             f"What layer {shapes.report.model.layer_name(selection.layer)} head {selection.head} selects",
             notes=(
-                f"{queries} posed {WHERE_POSED[selection.space]}. Weight: the model's own attention weight on the "
-                "selected token, which is the largest but can be small. Margins are divided by the best possible "
-                "margin, that of the SVM: a head's smallest margin is at most 1, but a single query's can exceed 1.",
+                f"The SVM is posed {WHERE_POSED[selection.space]}, for the {queries} with the largest weights. Weight: "
+                "the model's own attention weight on the selected token, which is the largest but can be small. "
+                "Margins are divided by the best possible margin, that of the SVM: a head's smallest margin is at most "
+                "1, but a single query's can exceed 1.",
                 LEGEND,
             ),
             passages=passages,

@@ -79,6 +79,19 @@ TERMS = {  # Term used on screens and in reports → explanation
     "part of the evaluated text.",
     "greedy continuation": "Text that the model generates after a prompt by always choosing the most probable token.",
     "latent": "Numbers that a model with `ranks` caches instead of the keys of one head, or of several heads together.",
+    "budget": "The rise in the loss (or perplexity) that `ranks` allows. The estimated rise plus two half-widths of "
+    "its 95 % interval must stay below it, so the rise itself is usually smaller.",
+    "posed": "The SVM's problem is posed for the 64 most decided queries of a head: its key with the largest weight "
+    "must have a larger score than all others.",
+    "identified": "A measure is identified if the attention weights determine it. In a causal model, no query is "
+    "compared with a later key, so measures of the symmetric part of the scores are not identified.",
+    "layer symmetry": "Symmetry of the sum of a layer's matrices M (Saponati et al. 2025); it can differ much from the "
+    "symmetry of the heads.",
+    "kl": "Kullback–Leibler divergence between two distributions, such as the predictions of two models: 0 if they are "
+    "equal. In `converge`, that of hard selection (all weight on one key) from the head's softmax.",
+    "atlas": "Values of the measures in trained models, which ship with attnlens. The page gives a head's percentile "
+    "among their heads (of the same part and third of the layers) and, in the column `pct.`, among its own model's.",
+    "z": "Distance of a value from chance: (value − mean of the null) / standard deviation of the null.",
     "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
 TERM_SYNONYMS = {
@@ -87,6 +100,10 @@ TERM_SYNONYMS = {
     **dict.fromkeys(("significance", "significantly", "q", "fdr", "p", "false-discovery rate"), "significant"),
     **dict.fromkeys(("sites", "layer"), "site"),
     "perplexity": "loss",
+    "layer_symmetry": "layer symmetry",
+    **dict.fromkeys(("not identified", "no value"), "identified"),
+    **dict.fromkeys(("hardening", "own kl", "kl divergence"), "kl"),
+    **dict.fromkeys(("pct", "pct.", "percentile"), "atlas"),
     **dict.fromkeys(("continuation", "greedy", "greedy continuations"), "greedy continuation"),
     "latents": "latent",
     **dict.fromkeys(("length", "placement"), "windows"),
