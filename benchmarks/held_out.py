@@ -11,12 +11,13 @@ from scipy import stats
 
 from attnlens.arguments import Budget
 from attnlens.kernels import parsed
-from attnlens.lab.ranks.search import MARGIN, BudgetSearch, Choice, Trial, cut_samples, measure_losses
+from attnlens.lab.ranks.search import BudgetSearch, Choice, Trial, cut_samples, measure_losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Batches, Content, Cut
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Rise, Site
+from attnlens.records.plans import MARGIN
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from attnlens.requests.swap import KernelRequest
 if TYPE_CHECKING:
     from attnlens.records import Report
     from attnlens.report.sections.section import Document
+    from attnlens.report.shapes import Written
     from attnlens.requests.run_options import SeriesRequest
 
 Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Callable[[], None]]"]
@@ -321,17 +322,10 @@ def deliver(
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
-        from attnlens.report.shapes import Written
 
-        kept = {name: str(path) for name, path in outputs.files("json", "plan").items()}
-        written_files = Written(
-            report=source or kept.get("json"),
-            plan=ranks or kept.get("plan"),
-            model=outputs.save if saved else None,
-            shown=outputs.table or outputs.html is not None or outputs.figure is not None,
-        )
+        files = _list_files(outputs, source, ranks, saved=bool(saved))
         writers = export.WRITERS
-        summary = partial(export.summary, all_heads=outputs.table, verbose=outputs.verbose, written=written_files)
+        summary = partial(export.summary, all_heads=outputs.table, verbose=outputs.verbose, written=files)
     failures: list[AttnlensError | typer.Exit] = []
     written, made = [*saved], list[Path]()
     report = _add_windows_file(outputs, report)
@@ -363,6 +357,19 @@ def deliver(
         raise typer.Exit(INTERRUPTED)
     for last in (errors or failures)[-1:]:
         raise last
+
+
+def _list_files(outputs: Outputs, source: str | None, ranks: str | None, *, saved: bool) -> Written:
+    """Return the files that "Next" can name; `saved` is True if the changed model was saved."""
+    from attnlens.report.shapes import Written  # late, because it loads the records
+
+    kept = {name: str(path) for name, path in outputs.files("json", "plan").items()}
+    return Written(
+        report=source or kept.get("json"),
+        plan=ranks or kept.get("plan"),
+        model=outputs.save if saved else None,
+        shown=outputs.table or outputs.html is not None or outputs.figure is not None,
+    )
 
 
 @contextmanager

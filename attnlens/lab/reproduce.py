@@ -104,7 +104,7 @@ def run_rows(
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
-    tell = start_stage(progress, "experiments", len(rows)) if len(rows) > 1 else lambda _: None
+    add_steps = start_stage(progress, "experiments", len(rows)) if len(rows) > 1 else lambda _: None
     try:
         for row in rows:
             start = time.perf_counter()
@@ -112,7 +112,7 @@ def run_rows(
             completed += experiments
             share = (time.perf_counter() - start) / max(1, len(experiments))
             timings |= {experiment.name: share for experiment in experiments}
-            tell(1)
+            add_steps(1)
     except KeyboardInterrupt:
         if not completed:
             raise KeyboardInterrupt from None

@@ -36,6 +36,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts import MOST_SHARED, Batches, Content, Cut, shared_share
 from attnlens.models.texts.targets import NOTHING, Fed, feed
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
+from attnlens.records.plans import MARGIN
 from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
 from attnlens.runs.progress import AddSteps
@@ -197,11 +198,6 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     )
 
 
-MARGIN = 2
-"""A plan's estimated rise must lie below the budget by this many half-widths of its interval. With 1, the rise over all
-windows also meets the budget, but the promised rise, measured on an equal amount of other text, exceeds the budget in a
-third of the runs. With 2, it exceeds the budget in 5 % of the runs, and ranks are larger by 0.4 to 0.6 of 16
-(benchmarks/promises.py)."""
 TRIES = 7  # maximum number of nested plans that are measured
 FORMS = 5  # maximum number of forms of latents compared
 

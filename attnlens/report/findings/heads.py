@@ -138,8 +138,9 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     above, below = tests.heads(name, 1), tests.heads(name, -1)
     marked = above or below
     values = [(value, head) for head in marked if (value := head.measures[name].value) is not None]
-    typical = short(float(np.median([value for value, _ in values]))) if marked else _middle(reading)
-    slight = bool(values) and abs(float(np.median([value for value, _ in values]))) < SLIGHT
+    median = float(np.median([value for value, _ in values])) if values else None
+    typical = _middle(reading) if median is None else short(median)
+    slight = median is not None and abs(median) < SLIGHT
     large = sum(abs(value) > HALF for value, _ in values)
     degree = "slightly " if slight and not large else ""
     parts = [f"{_format_share(above, reading)} {degree if above else ''}more symmetric than chance"]

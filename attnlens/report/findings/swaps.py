@@ -14,6 +14,7 @@ from typing import Literal
 
 from attnlens.choices import LENGTH, WINDOWS
 from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Swap
+from attnlens.records.plans import MARGIN
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
@@ -22,7 +23,6 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
-MARGIN = 2  # Half-widths of its interval by which an estimated rise must stay within the budget, as in the search
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
 NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
 
@@ -40,7 +40,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
     answers = (
         None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, method),
         None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
-        _healed(swap, method),
+        _recovery(swap, method),
         _where(swap, report.model.layer_name),
         _alternative(swap, report.settings.windows),
         _continuations(swap),
@@ -127,7 +127,7 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
     return Finding(question="Cache?", answer=answer, evidence=evidence, measures=["swap.state"])
 
 
-def _healed(swap: Swap, method: str) -> Finding | None:
+def _recovery(swap: Swap, method: str) -> Finding | None:
     """State the share of the cost that training recovers."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
@@ -376,11 +376,7 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
         elif written.model is None:
             yield f"attnlens ranks {use}{_windows(report)} --save smaller"
     if not _is_exhausted(plan):
-        yield f"attnlens ranks {model} --budget {_budget(plan, times=2)}{scope}{_windows(report)}"
-
-
-def _budget(plan: Plan, times: int = 1) -> str:
-    return f"{plan.unit}:{100 * plan.budget * times:g}%"
+        yield f"attnlens ranks {model} --budget {plan.unit}:{200 * plan.budget:g}%{scope}{_windows(report)}"
 
 
 def _windows(report: Report, times: int = 1) -> str:

@@ -427,12 +427,12 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
     if len(panels) > 1:
         rows = _letter(rows)
     else:
-        rows = [replace(row, panels=[panel and _untitled(panel) for panel in row.panels]) for row in rows]
+        rows = [replace(row, panels=[panel and _remove_title(panel) for panel in row.panels]) for row in rows]
     _draw_rows(figure, rows, MARGIN, MARGIN, bare=True)
     return figure
 
 
-def _untitled(panel: Panel) -> Panel:
+def _remove_title(panel: Panel) -> Panel:
     """Remove a panel's title; if the panel has a colour bar without a label, the title becomes this label."""
 
     def draw(axes: Axes) -> None:

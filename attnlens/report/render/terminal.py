@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -124,7 +123,7 @@ def _answers(findings: Sequence[Finding]) -> Grid:
     """Build a grid with one row per finding: question, answer and evidence."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     narrow, wide = LABELS
-    fits = all(len(textwrap.wrap(finding.question, narrow)) <= QUESTION_LINES for finding in findings)
+    fits = all(len(wrap(finding.question, narrow)) <= QUESTION_LINES for finding in findings)
     grid.add_column(max_width=narrow if fits else wide)
     grid.add_column(overflow="fold")
     for finding in findings:
