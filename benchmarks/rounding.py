@@ -23,10 +23,10 @@ from subjects import describe_machine
 from torch import Tensor
 
 from attnlens.analyzers.registry import OWN_ROWS, ROWS
-from attnlens.models import hooks, loading
+from attnlens.models import loading
 from attnlens.requests import InspectRequest
 from attnlens.runs.compare import significance
-from attnlens.runs.compare.sides import ComparedModel
+from attnlens.runs.compare.sides import Blocks, ComparedModel
 from attnlens.runs.compare.significance import combine_rounding, draw_tokens, draw_weights, rounding_p_values
 from attnlens.runs.inspect.pipeline import prepare
 from attnlens.runs.progress import silent
@@ -81,8 +81,7 @@ def read_model(name: str, dtype: str, windows: int) -> ComparedModel:
 def draw(side: ComparedModel, windows: int, draws: int) -> dict[str, Tensor]:
     """Sample how rounding changes each measure; the draws of the weights do not depend on the number of windows."""
     cut = replace(side.cut, sequences=windows)
-    blocks = hooks.blocks(side.loaded.model, side.batches[0].inputs)
-    tables = draw_tokens(side, cut, blocks, draws, torch.Generator().manual_seed(0), lambda _: None)
+    tables = draw_tokens(side, cut, Blocks.of(side), draws, torch.Generator().manual_seed(0), lambda _: None)
     return tables | draw_weights(side, draws, torch.Generator().manual_seed(1))
 
 

@@ -542,6 +542,21 @@ def test_a_small_training_step_changes_the_form_by_more_than_rounding_and_too_li
     assert compared(own, other, source="weights").notes == [small]
 
 
+@pytest.mark.parametrize("name", ["tiny gpt2", "tiny llama"])
+def test_a_comparison_of_an_early_layer_finds_the_same_changes_without_later_blocks(name):
+    own, other = damaged(name), damaged(name, ("gain doubled", 0))
+    whole, early = (attnlens.compare(own, other, **SMALL, **chosen).comparison for chosen in ({}, {"layers": [0]}))
+    assert 0 < len(early.blocks) < len(whole.blocks)
+    paths = {block.path: block.change for block in whole.blocks}
+    assert all(block.change == paths[block.path] for block in early.blocks)
+    changes = {(row.layer, row.head, row.measure): (row.before, row.after, row.delta) for row in whole.rows}
+    assert all(changes[row.layer, row.head, row.measure] == (row.before, row.after, row.delta) for row in early.rows)
+    distances = [row for row in early.rows if row.measure == "compare.own_kl"]
+    assert distances
+    assert all(row.p is not None for row in distances)
+    assert max(row.delta for row in distances) > 0
+
+
 def test_rules_cover_the_blocks_of_a_comparison():
     report = attnlens.compare(model("tiny llama"), damaged("tiny llama", ("head zeroed", 1)), source="tokens", **TWO)
     blocks = report.comparison.blocks

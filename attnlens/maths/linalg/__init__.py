@@ -30,6 +30,7 @@ from attnlens.maths.linalg.forms import (
     directionality,
     largest_angle,
     layer_symmetry,
+    relative_change,
     rotation_traces,
     symmetry,
     symmetry_by_distance,

@@ -427,21 +427,38 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     rounding, eps · n · max(‖M‖_F, ‖ΔM‖_F), where eps is that of float32, in which models compute cos and sin of
     rotations. NaN if M = 0.
     """
-    query, key = base.query.double(), base.paired_key.double()
-    query_after, key_after = query_key.query.double(), query_key.paired_key.double()
-    # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: products of blocks are as small as ΔM, so rounding errors are relative to ΔM.
-    left = over_heads(_balanced_root, query_after - query, query, key_after, key_after - key)
-    right = over_heads(_balanced_root, key_after, key_after - key, query_after - query, query)
-    values = over_heads(root_singular_values, left, right) * abs(query_key.scale)
-    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
-    squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
-    norm = squared.clamp(min=0).sqrt() * abs(base.scale)  # rounding can leave the square of 0 below 0
-    difference = values.square().sum(-1).sqrt()
+    values = over_heads(root_singular_values, *_change_roots(query_key, base)) * abs(query_key.scale)
+    norm, difference = _norm_at_equal_positions(base), values.square().sum(-1).sqrt()
     rows = max(query_key.query.shape[-2], query_key.key.shape[-2])
     border = torch.finfo(torch.float32).eps * rows * torch.maximum(norm, difference)
     # Strict: if nothing changed, no σ is above the border; if M and ΔM are 0, the border is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
     return difference / norm, rank.masked_fill(norm == 0, torch.nan)
+
+
+def relative_change(query_key: QueryKey, base: QueryKey) -> PerHead:
+    """Return ‖ΔM‖_F / ‖M‖_F like `change`, which takes longer because it also computes singular values."""
+    left, right = _change_roots(query_key, base)
+    difference: Tensor = torch.linalg.matrix_norm(left @ right.mT) * abs(query_key.scale)
+    return difference / _norm_at_equal_positions(base)
+
+
+def _norm_at_equal_positions(query_key: QueryKey) -> PerHead:
+    """Return ‖M‖_F = |s|·√tr(G_Q G_K), without rotation."""
+    squared = (_gram(query_key.query) * _gram(query_key.paired_key)).sum((-2, -1))
+    return squared.clamp(min=0).sqrt() * abs(query_key.scale)  # rounding can leave the square of 0 below 0
+
+
+def _change_roots(query_key: QueryKey, base: QueryKey) -> tuple[Roots, Roots]:
+    """Return roots R_L, R_R of the factors of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: ΔM has the σ and the norm of s R_L R_Rᵀ.
+
+    Products of blocks are as small as ΔM, so rounding errors are relative to ΔM.
+    """
+    query, key = base.query.double(), base.paired_key.double()
+    query_after, key_after = query_key.query.double(), query_key.paired_key.double()
+    left = over_heads(_balanced_root, query_after - query, query, key_after, key_after - key)
+    right = over_heads(_balanced_root, key_after, key_after - key, query_after - query, query)
+    return left, right
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
@@ -471,8 +488,11 @@ def _largest_angles(first: Tensor, second: Tensor) -> Tensor:
         elif not U.shape[1]:
             angles.append(first.new_tensor(torch.nan))
         else:
-            sine: Tensor = torch.linalg.matrix_norm(V - U @ (U.mT @ V), ord=2)
-            angles.append(sine.clamp(max=1).asin().rad2deg())  # rounding can leave a sine above 1
+            outside = V - U @ (U.mT @ V)
+            # The largest eigenvalue of a Gram matrix is accurate, unlike the small ones; rounding can leave it
+            # outside [0, 1].
+            sine: Tensor = torch.linalg.eigvalsh(outside.mT @ outside)[-1].clamp(0, 1).sqrt()
+            angles.append(sine.asin().rad2deg())
     return torch.stack(angles)
 
 

@@ -34,6 +34,7 @@ from attnlens.models.hooks.survey import (
     difference,
     forward,
     identity_error,
+    place_of,
     real_outputs,
     real_tokens,
     record_inputs,

@@ -342,7 +342,7 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
     order: list[nn.Module] = []
     handles = [block.register_forward_hook(lambda module, _args, _output: order.append(module)) for block in in_lists]
     with remove_hooks(handles), torch.no_grad():
-        forward(model, inputs)
+        forward(model, inputs, **without_logits(model))
     return [(in_lists[block], block) for block, calls in Counter(order).items() if calls == 1]
 
 
@@ -359,22 +359,20 @@ def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
         yield outputs
 
 
-@contextmanager
-def replay_outputs(
-    blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object], site: Site
-) -> Iterator[None]:
-    """Context manager: blocks before the one that contains `site` return their recorded outputs without running.
+def place_of(site: Site, blocks: Sequence[tuple[str, nn.Module]]) -> int | None:
+    """Return the index of the block that contains `site`, or None if no block does."""
+    return next((index for index, (path, _) in enumerate(blocks) if site.path.startswith(f"{path}.")), None)
 
-    The results are exact if no earlier block has changed.
-    """
-    containing = [index for index, (path, _) in enumerate(blocks) if site.path.startswith(f"{path}.")]
-    earlier = blocks[: containing[0]] if containing else []
-    for path, block in earlier:
+
+@contextmanager
+def replay_outputs(blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object]) -> Iterator[None]:
+    """Context manager: `blocks` return the outputs recorded under their paths without running."""
+    for path, block in blocks:
         block.forward = lambda *_args, _output=outputs[path], **_kwargs: _output
     try:
         yield
     finally:
-        for _, block in earlier:
+        for _, block in blocks:
             del block.forward  # makes the method of the class visible again
 
 

@@ -22,7 +22,7 @@ from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
 from attnlens.runs.compare import diagnosis, significance
 from attnlens.runs.compare.causes import are_equal
-from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
+from attnlens.runs.compare.sides import Blocks, Pairing, compare_blocks, form_distances, run_pass
 from attnlens.runs.compare.significance import BLOCKS, CHANGED_P, SMALLEST, ChangeTest, Rounding, finite_or_none
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
@@ -264,13 +264,10 @@ class Changes:
         return first, [second[place] for place in self.pairing.partners.tolist()]
 
     @cached_property
-    def blocks(self) -> tuple[list[Block], list[Block]]:
-        """Blocks of both models that run once per forward pass; empty if no text is read or their paths differ."""
-        first, second = (
-            hooks.blocks(side.loaded.model, side.batches[0].inputs) if side.batches else []
-            for side in (self.pairing.first, self.pairing.second)
-        )
-        return (first, second) if list(dict(first)) == list(dict(second)) else ([], [])
+    def blocks(self) -> tuple[Blocks, Blocks]:
+        """Blocks of both models; empty if no text is read or their paths differ."""
+        first, second = (Blocks.of(side) for side in (self.pairing.first, self.pairing.second))
+        return (first, second) if first.paths == second.paths else (Blocks(), Blocks())
 
     def _test_windows(self, changes: Tensor, rounding: Rounding | None) -> ChangeTest:
         first = self.pairing.first
@@ -294,7 +291,7 @@ class Changes:
                 negligible=negligible[place],
                 named=q[place] <= self.fdr and not negligible[place],
             )
-            for place, (path, _) in enumerate(self.blocks[0])
+            for place, (path, _) in enumerate(self.blocks[0].compared)
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
@@ -323,14 +320,15 @@ class Changes:
         """Compute distances per window between attention rows, by head, and between block outputs, by block."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
+        blocks, other_blocks = self.blocks
         values, block_changes = SequenceValues(total), list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
-            original = run_pass(first, batch.inputs, self.blocks[0])
-            passes = {ROWS: run_pass(second, batch.inputs)}
-            if self.blocks[1]:
-                passes[OWN_ROWS] = run_pass(second, batch.inputs, self.blocks[1], original)
-                block_changes.append(compare_blocks((original, passes[OWN_ROWS]), self.blocks[0], batch))
+            original = run_pass(first, batch.inputs, blocks)
+            passes = {ROWS: run_pass(second, batch.inputs, other_blocks, original)}
+            if blocks.compared:
+                passes[OWN_ROWS] = run_pass(second, batch.inputs, other_blocks, original, own_states=False)
+                block_changes.append(compare_blocks((original, passes[OWN_ROWS]), blocks.compared, batch))
             self.pairing.add_divergences(values, original, passes, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import signature
@@ -71,9 +72,13 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     if finite:
         first, second = first.select(finite), second.select(finite)
         rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
-        change, _ = linalg.change(rescaled, first)
+        change = linalg.relative_change(rescaled, first)
         query_angles = linalg.largest_angle(first.query, second.query)
-        key_angles = linalg.largest_angle(first.paired_key, second.paired_key)
+        pairs = list(zip(first.key_of, second.key_of, strict=True))
+        distinct = list(dict.fromkeys(pairs))  # heads of one group share their keys
+        key_heads, others = (list(side) for side in zip(*distinct, strict=True))
+        key_angles = linalg.largest_angle(first.key[key_heads], second.key[others])
+        key_angles = key_angles[[distinct.index(pair) for pair in pairs]]
         rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
         table[:, finite] = torch.stack([values.double().cpu() for values in rows])
     return dict(zip((FORMS, QUERY_ANGLE, KEY_ANGLE), table, strict=True))
@@ -236,22 +241,52 @@ STATES = ("hidden_states", "encoder_hidden_states")
 """Names of block inputs that are hidden states. The first input of a block always contains them."""
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a model that run once per forward pass, in execution order."""
+
+    compared: Sequence[Block] = ()  # blocks up to the last one that contains an inspected site
+    later: Sequence[Block] = ()  # blocks that no result of a comparison depends on
+
+    @classmethod
+    def of(cls, side: ComparedModel) -> Blocks:
+        """Find the blocks of one side; there are none if no text is read."""
+        blocks = hooks.blocks(side.loaded.model, texts.first(side.batches[0].inputs, 1)) if side.batches else []
+        places = [hooks.place_of(site, blocks) for site in side.key_heads]
+        # a site outside all blocks can run after the last block
+        end = len(blocks) if None in places else 1 + max(place for place in places if place is not None)
+        return cls(blocks[:end], blocks[end:])
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of all blocks."""
+        return [path for path, _ in (*self.compared, *self.later)]
+
+
 @dataclass
 class Pass:
     """Record of a model's forward pass on one batch."""
 
     calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each inspected site
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Hidden states that each block received, by the block's path and the input's name."""
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # hidden states that each block returned, by its path
+    """Hidden states that each compared block received, by the block's path and the input's name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Hidden states that each compared block returned, by its path."""
+    later: dict[str, object] = field(default_factory=dict)  # what each later block returned, by its path
 
 
 def run_pass(
-    side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block] = (), original: Pass | None = None
+    side: ComparedModel,
+    inputs: Mapping[str, Tensor],
+    blocks: Blocks,
+    original: Pass | None = None,
+    *,
+    own_states: bool = True,
 ) -> Pass:
-    """Run one side's model, and record its attention calls and the input and output states of `blocks`.
+    """Run one side's model, and record its attention calls and the input and output states of the compared blocks.
 
-    If `original` is given, each block runs on the input states that `original` recorded. The output states of a block
+    If `original` is given, later blocks do not run, but return the outputs that `original` recorded. Unless
+    `own_states`, each compared block runs on the input states that `original` recorded. The output states of a block
     are its output, or the first element of a tuple; blocks whose output states are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
@@ -265,7 +300,7 @@ def run_pass(
         path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         names = list(signature(block.forward).parameters)
-        if original is None:
+        if original is None or own_states:
             arguments = call_arguments(block, args, kwargs)
             states = {name: arguments.get(name) for name in {*names[:1], *STATES}}
             recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
@@ -276,10 +311,16 @@ def run_pass(
         return (*changed, *args[len(names) :]), named
 
     watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
-    handles = [block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in blocks]
-    with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
+    handles = [
+        block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in blocks.compared
+    ]
+    replaying = nullcontext() if original is None else hooks.replay_outputs(blocks.later, original.later)
+    recording = hooks.record_outputs((*blocks.compared, *blocks.later))
+    with remove_hooks(handles), recording as outputs, replaying, torch.no_grad(), watching:
         hooks.forward(model, inputs, **hooks.without_logits(model))
-    for path, output in outputs.items():
+    recorded.later = {path: outputs[path] for path, _ in blocks.later}
+    for path, _ in blocks.compared:
+        output = outputs.get(path)
         state = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(state, Tensor):
             recorded.outputs[path] = state.clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from attnlens.models import texts, weights
 from attnlens.models.hooks.survey import hide_padding
 from attnlens.records import Head, MeasureChange, QueryKey, Site
 from attnlens.records.comparison import SMALLEST_SHARE
-from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, Pass, compare_blocks, form_distances, run_pass
+from attnlens.runs.compare.sides import Blocks, ComparedModel, Pairing, Pass, compare_blocks, form_distances, run_pass
 from attnlens.runs.inspect import sequences
 from attnlens.runs.progress import AddSteps
 
@@ -283,9 +283,13 @@ def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
 
-def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
-    """Return the floating-point weights of a model with their stored types."""
-    return [(weight.data, stored_type(weight.data)) for weight in model.parameters() if weight.is_floating_point()]
+def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[tuple[Tensor, torch.dtype]]:
+    """Return a model's floating-point weights with their stored types, without those of modules at paths `unused`."""
+    prefixes = tuple(f"{path}." for path in unused)
+    # duplicates, because a weight outside these modules can be shared with one of them
+    named = model.named_parameters(remove_duplicate=False)
+    used = dict.fromkeys(weight for name, weight in named if not name.startswith(prefixes))
+    return [(weight.data, stored_type(weight.data)) for weight in used if weight.is_floating_point()]
 
 
 @contextmanager
@@ -361,12 +365,7 @@ def _draw_site_changes(
 
 
 def draw_tokens(
-    side: ComparedModel,
-    cut: texts.Cut,
-    blocks: Sequence[Block],
-    draws: int,
-    generator: torch.Generator,
-    add_steps: AddSteps,
+    side: ComparedModel, cut: texts.Cut, blocks: Blocks, draws: int, generator: torch.Generator, add_steps: AddSteps
 ) -> dict[str, Tensor]:
     """Simulate how rounding changes means of tokens.* over windows, attention rows (KL), and block outputs.
 
@@ -393,18 +392,21 @@ def draw_tokens(
         return sequences.arrange_by_measure(values.means, side.heads, batches.sequences)
 
     before = measure(recorded, {})
-    types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
+    types = stored_types(side.loaded.model, [path for path, _ in blocks.later])
+    changes = defaultdict[str, list[Tensor]](list)
     for _ in range(draws):
         with move_weights(types, generator):
-            passes = [run_pass(side, batch.inputs) for batch in batches]
+            originals = list(zip(batches, recorded, strict=True))
+            passes = [run_pass(side, batch.inputs, blocks, original) for batch, original in originals]
             block_passes = []
-            if blocks:  # each with its input states before rounding
-                originals = zip(batches, recorded, strict=True)
-                block_passes = [run_pass(side, batch.inputs, blocks, original) for batch, original in originals]
-        after = measure(passes, {ROWS: passes} | ({OWN_ROWS: block_passes} if blocks else {}))
-        if blocks:
+            if blocks.compared:  # each with its input states before rounding
+                block_passes = [
+                    run_pass(side, batch.inputs, blocks, original, own_states=False) for batch, original in originals
+                ]
+        after = measure(passes, {ROWS: passes} | ({OWN_ROWS: block_passes} if blocks.compared else {}))
+        if blocks.compared:
             pairs = zip(zip(recorded, block_passes, strict=True), batches, strict=True)
-            after[BLOCKS] = torch.cat([compare_blocks(pair, blocks, batch) for pair, batch in pairs])
+            after[BLOCKS] = torch.cat([compare_blocks(pair, blocks.compared, batch) for pair, batch in pairs])
         for name, values in after.items():
             change = values - before[name] if name in before else values
             changes[name].append(change.nanmean(0))

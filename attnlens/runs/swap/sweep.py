@@ -238,7 +238,8 @@ class SweptBatch:
             swap = hooks.Replacement(swap.kernel.select_head(index), (head,))
         with (
             hooks.replace(setup.loaded.model, setup.sites, {site: swap}, setup.path),
-            hooks.replay_outputs(self.blocks, outputs, site),
+            # exact, because no earlier block changes
+            hooks.replay_outputs(self.blocks[: hooks.place_of(site, self.blocks) or 0], outputs),
         ):
             new = self._run()
         return {"original": own_losses, "changed": _losses(original, new, self.fed, setup.task)}
