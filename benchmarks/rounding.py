@@ -32,7 +32,7 @@ from attnlens.runs.inspect.pipeline import prepare
 from attnlens.runs.progress import silent
 
 LEVELS = 0.05, 0.001
-SCHEMES = (5, 2), (3, 2), (5, 1), (4, 1), (significance.DRAWS, significance.FEW), (2, 1)
+SCHEMES = (5, 2), (5, 1), (4, 1), (3, 1), (significance.DRAWS, significance.FEW), (1, 1)
 """Draws per model, and windows; the first is the reference."""
 REPETITIONS = 400
 

@@ -187,6 +187,32 @@ def test_a_change_is_beyond_rounding_by_students_t_of_its_own_degrees_of_freedom
     assert significance.ChangeTest(size, size).beyond_rounding == [None, None]
 
 
+@pytest.mark.parametrize(("spread", "unusual"), [(0.0, 0), (1.0, 0), (0.0, 40)])
+def test_sizes_of_rounding_averaged_over_heads_keep_the_level_and_detect_smaller_changes(spread, unusual, monkeypatch):
+    """Sizes vary by e^{spread · normal}, and those of `unusual` heads are ten times as large; two draws per model."""
+    heads = 4000
+    size = (spread * normal(heads, seed=1)).exp()
+    size[:unusual] *= 10
+    first, second = size * normal(2, heads, seed=2), size * normal(2, heads, seed=3)
+    delta = size * normal(heads, seed=4) * 2**0.5
+
+    def judge() -> tuple[significance.ChangeTest, list[float]]:
+        rounding = significance.combine_rounding(first, second, squared=False)
+        p = significance.rounding_p_values(delta, rounding)
+        return significance.ChangeTest(delta, p, rounding=rounding), [
+            float((p < level).double().mean()) for level in (0.05, 0.001)
+        ]
+
+    together, shares = judge()
+    assert shares[0] < 0.05 + 3 * (0.05 * 0.95 / heads) ** 0.5
+    assert shares[1] < 0.001 + 3 * (0.001 / heads) ** 0.5
+    monkeypatch.setattr(significance, "_moderate", lambda squares, freedom: (squares, freedom))
+    alone, _ = judge()
+    assert float((together.least_change(1e-4) / alone.least_change(1e-4)).median()) < 0.8, "the control: its own draws"
+    exact = Rounding((first.square().mean(0) + second.square().mean(0)).sqrt(), torch.full((heads,), 1e6))
+    assert float((significance.rounding_p_values(delta, exact) < 0.001).double().mean()) > 0.01, "the control: no error"
+
+
 def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
     """One draw in a hundred jumps by 0.1, the others move by 1e-4: a jump of 0.1 is nothing new."""
     drawn = 1e-4 * normal(10, 32)

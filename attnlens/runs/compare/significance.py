@@ -9,8 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from scipy.special import ndtri, stdtr, stdtrit  # not scipy.stats, whose import takes a third of a second
+from scipy.optimize import brentq
+from scipy.special import (
+    digamma,
+    ndtri,
+    polygamma,
+    stdtr,
+    stdtrit,
+)  # not scipy.stats, whose import takes a third of a second
 from torch import Tensor
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, Analyzer
@@ -158,8 +166,31 @@ def combine_rounding(
     total = means.nansum(0)
     counts = torch.tensor([[len(first)], [len(second)]])
     freedom = total.square() / (means.square() / counts).nansum(0)
+    total, freedom = _moderate(total, freedom.nan_to_num(nan=float(counts.min())))
     total = total.clamp(min=least).masked_fill(means.isnan().all(0), torch.nan)
-    return Rounding(total if squared else total.sqrt(), freedom.nan_to_num(nan=float(counts.min())), squared)
+    return Rounding(total if squared else total.sqrt(), freedom, squared)
+
+
+def _moderate(
+    squares: Float[Tensor, " heads"], freedom: Float[Tensor, " heads"]
+) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
+    """Average each head's mean square with the typical one, by degrees of freedom; return both (Smyth 2004, eq. 6.2).
+
+    The more alike the heads are, the more degrees of freedom the typical mean square has, up to PRIOR. A mean square of
+    0 is not averaged.
+    """
+    known = squares > 0  # False for NaN
+    if int(known.sum()) < ENOUGH_HEADS:
+        return squares, freedom
+    half = freedom[known].numpy() / 2
+    logarithms = squares[known].log().numpy() - digamma(half) + np.log(half)
+    # the variance of these logarithms in excess of that by chance is ψ'(d/2), where d are the degrees of freedom
+    excess = max(logarithms.var(ddof=1) - polygamma(1, half).mean(), polygamma(1, MOST))
+    half_prior = brentq(lambda x: polygamma(1, x) - excess, 1 / MOST, MOST)
+    typical = math.exp(logarithms.mean() + digamma(half_prior) - math.log(half_prior))
+    prior = min(2 * half_prior, PRIOR)
+    averages = (prior * typical + freedom * squares) / (prior + freedom)
+    return torch.where(known, averages, squares), torch.where(known, freedom + prior, freedom)
 
 
 Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and their partners in the second
@@ -244,9 +275,13 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
     return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
 
 
-DRAWS = 3
+DRAWS = 2
 """Number of random roundings of each model's weights. Fewer draws need fewer forward passes; they reduce the power, but
 not the coverage, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
+PRIOR = 4.0
+"""Most degrees of freedom of the typical size of rounding over heads. Few keep the tails of Student's t heavy, because
+rounding can change a single head far more than the others."""
+MOST = 1e6  # degrees of freedom that count as infinite
 FEW = 1
 """Number of windows on which the effect of rounding on tokens.* is measured. Its mean square on one window is at least
 that of the mean over windows, and each window costs 2 × DRAWS passes per model."""
