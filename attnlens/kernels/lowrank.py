@@ -83,7 +83,7 @@ class Grams:
             of_queries, of_keys = token_positions(call)
             query, key = (self.turn.rotate(x, at, back=True) for x, at in ((query, of_queries), (key, of_keys)))
         elif call.sinks is None:
-            # without rounding this changes nothing; it keeps the differences of keys with a large common part
+            # changes only rounding: otherwise, differences of keys with a large common part would lose their digits
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
@@ -470,7 +470,7 @@ class NearestFit:
         self.count = self.count + choosing.sum((0, 2))
         self.total = self.total + (u * choosing).sum((0, 2))
         self.second = self.second + ((u * choosing).mT @ u).sum(0)
-        apart = u - u.mean(-2, keepdim=True)  # without rounding this changes nothing, as in Grams
+        apart = u - u.mean(-2, keepdim=True)  # changes only rounding, as in Grams
         mean = weight @ apart
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 

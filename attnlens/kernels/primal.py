@@ -30,7 +30,7 @@ STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths t
 
 @dataclass
 class Moments:
-    """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's output y under the model's own kernel, in float64."""
+    """Sums over tokens of products of z = [Fφ(q); Fφ(k); 1] and the output y of the model's own kernel, in float64."""
 
     gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
     cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
@@ -95,8 +95,8 @@ class PrimalFit:
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
         """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
-        The number of scores is at most the number of features; scores beyond the rank of K are zero. `tokens` is the
-        mean number of tokens per sequence.
+        The number of scores is at most the number of features; scores beyond the rank of K are zero. The entry `tokens`
+        is the mean number of tokens per sequence.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
@@ -132,7 +132,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D is diagonal: the scores' sds."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; the diagonal D contains the scores' sds."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT

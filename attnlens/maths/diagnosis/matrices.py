@@ -245,7 +245,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that changes W_Q and W_K by a basis A: harmless if A commutes with RoPE and no norm follows."""
+    """Build the step that changes W_Q and W_K to a basis A: harmless if A commutes with RoPE and no norm follows."""
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None
     harmless = False
@@ -292,7 +292,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that `diagnose` tries as first causes even if alone they do not bring layers closer."""
+    """Yield structural steps that `diagnose` tries as first causes even if they explain nothing by themselves."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:

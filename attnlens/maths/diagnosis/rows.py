@@ -115,15 +115,14 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                     bias = first.parts[f"{role}.bias"]
                     parts[f"{role}.bias"] = bias.flatten()[flat].reshape(bias.shape)
                 symbol = name_parts([f"{role}.weight"])
-                text = (
-                    f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {count} heads"
-                )
+                wrong = "a single head" if count == 1 else f"{count} heads"
+                text = f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {wrong}"
                 text += f", but {symbol} has {counts[role]}"
                 yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or otherwise permuted in heads."""
+    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or permuted within heads."""
     for roles in SIDES:
         yield from _permuted_rows(first, second, roles)
 

@@ -41,8 +41,8 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
 
 
 UNIFORM = 0.15, 1.95
-"""Limits on the Kolmogorov–Smirnov statistic of n rounding errors: the first, or the second over √n (the 0.1 % level)
-if that is larger."""
+"""Limits on the Kolmogorov–Smirnov statistic of n rounding errors: the first number or, if larger, the second divided
+by √n (the 0.1 % level)."""
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ def _unit_spacing(numbers: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
-    """Return True if `second` is `first` rounded to a type; False if it is all 0: its values are lost, not rounded."""
+    """Return True if `second` is `first` rounded to a type; False if `second` is all 0 (values lost, not rounded)."""
     return bool((second != 0).any()) and torch.equal(first.to(kind).double(), second.double())
 
 
@@ -144,7 +144,7 @@ SAMPLE = 64  # number of groups of values that are tested before all groups are
 GAPS = (1, 2, 3)  # possible distances, in steps, between the two nearest levels that a group uses
 OFF = 0.1  # largest distance from a level, in steps, beyond the rounding of dequantised values
 RADII = (4, 8, 16, 32, 64, 128, 256)  # levels around 0 from which the step is fitted, more and more precisely
-LEAST_VALUES = 8  # values of a row, column or head from which a grid or a factor is fitted
+LEAST_VALUES = 8  # fewest values of a row, column or head to which a grid or a factor is fitted
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
     """Propose that B is A divided by a factor, rounded to float8, and multiplied by the factor.
 
     The factor is that of the whole matrix, or of each row, group of values or column. Each value of B is then the
-    representable number nearest to that of A.
+    representable number nearest to the value of A.
     """
     if pair.first.dim() < 2:
         return
@@ -297,7 +297,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
-    """Return a factor per group whose products with float8 numbers are the group's values; None if a group has none."""
+    """Return for each group a factor whose float8 multiples are the group's values; None if any group has none."""
     numbers = torch.arange(256, dtype=torch.uint8).view(kind).double()
     numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
     most = values.abs().amax(1, keepdim=True).clamp(min=TINY)

@@ -30,7 +30,7 @@ POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan  # values of `definite`
 
 
 def entropy(query_key: QueryKey) -> PerHead:
-    """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
+    """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]; it is 1 for uniform weights.
 
     A sink logit counts as one more allowed key. Queries with fewer than two allowed keys are left out; NaN if no query
     remains.
@@ -49,7 +49,7 @@ def first_weight(query_key: QueryKey) -> PerHead:
 
 
 def even_weight(query_key: QueryKey) -> PerHead:
-    """Return the `first_weight` of uniform attention: the mean of 1/keys over queries that see two or more keys.
+    """Return the `first_weight` of uniform attention: the mean of 1/(keys seen) over queries that see ≥ 2 keys.
 
     A sink logit counts as a key in the denominator.
     """
@@ -205,7 +205,7 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` for the head's logits of all pairs, without position bias or mask; in tiles if long."""
+    """Return `definite` for the head's logits of all pairs, without position bias and mask; long heads use tiles."""
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 

@@ -79,7 +79,7 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     if rotation is None and 3 * query.shape[1] >= len(query):
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    # Three Gram matrices also take fewer multiplications than Σ_h M_h if they are much smaller than it.
+    # Three Gram matrices also take fewer multiplications than Σ_h M_h if they are much smaller than the sum.
     query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
     if rotation is None:
         return _trace_ratio(query_gram, key_gram, cross)
@@ -187,7 +187,7 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 
 
 def eigenvalue_root(gram: Roots) -> Roots:
-    """Return R with RᵀR = G from the eigenvalues of G; those up to eps · size · largest count as zero.
+    """Return R with RᵀR = G from the eigendecomposition of G; eigenvalues up to eps · size · largest count as zero.
 
     Use this root for an ill-conditioned Gram matrix whose factor is too long for QR. Singular values below √eps · σ₁
     (1e-8 · σ₁) are then rounding errors.
@@ -363,7 +363,7 @@ class Form:
         """Number of positive μ and number of negative μ, beyond eps · size · max|μ|; each is 0 … head_dim."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
-        # Strict on both sides: an eigenvalue at the border is zero up to rounding, and all of a zero matrix are.
+        # Strict on both sides: an eigenvalue at the border is zero up to rounding, as are those of a zero matrix.
         return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
 
     @property
@@ -386,8 +386,8 @@ class Form:
         """Apply `decompose` to a root R of each Gram matrix G, with RᵀR = G.
 
         Each matrix is a tuple: G, and the factors whose columns, concatenated, have the Gram matrix G. R is computed by
-        Cholesky. If G is ill-conditioned, R is computed by QR of the concatenated factors or, under rotation, because
-        these are then too long, from the eigenvalues of G.
+        Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are
+        too long for QR, which the eigendecomposition of G then replaces.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:
