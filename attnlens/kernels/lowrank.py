@@ -449,7 +449,7 @@ class NearestFit:
     """Fit of the symmetric or positive form N that minimises tr (N−N₀)ᵀC_q(N−N₀)C_k, and of the key gate N₀ᵀū.
 
     The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, where u = [q; k] and N₀ = [[0, I], [0, 0]]. If ū is the mean of u over
-    queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
+    queries, the logits are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
     ignores. C_q = Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
     head's own attention. If queries and keys are independent, this trace is the variance of the logits' error under p,
     which is twice the KL divergence to second order.

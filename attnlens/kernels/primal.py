@@ -59,10 +59,11 @@ class Moments:
 class PrimalFit:
     """Fit of W_e = C_k^½V and W_r = C_q^½U, where C_q^½ C_k^½ = UΣVᵀ (KSVD), and of W_c and b by ridge regression.
 
-    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k that of Fφ(k)φ(k)ᵀFᵀ. Up to a factor that W_c
-    absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2,
-    Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b map [e; r]
-    to the head's output under the model's own kernel; the ridge strength is chosen on a held-out part of the text.
+    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the mean of Fφ(k)φ(k)ᵀFᵀ. Up to a factor
+    that W_c absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023,
+    Thm. 3.2, Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b
+    map [e; r] to the head's output under the model's own kernel; the ridge strength is chosen on a held-out part of the
+    text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:

@@ -72,9 +72,9 @@ class KernelInfo:
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair:
     s'⟨q', k'⟩ equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel; None if `dot` suffices."""
+    """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel, or None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
-    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
+    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k (of any sign); None without a finite φ."""
     fused: str = "row tiles"  # fastest exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
     fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none

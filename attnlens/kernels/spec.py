@@ -25,7 +25,7 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A registered kernel with its parameters, tie, filter and fitted parameters."""
+    """A registered kernel with its parameters, tie, filter, hybrid and fitted parameters."""
 
     info: KernelInfo  # the registered kernel
     parameters: Mapping[str, float] = field(default_factory=dict)  # all parameters, including defaults

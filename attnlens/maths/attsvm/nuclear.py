@@ -132,7 +132,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W violates a constraint); D from λ."""
+    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W is clearly infeasible); D from λ."""
     b, equal = constraints.b, constraints.equal
     multipliers = point.multipliers / max(float(np.linalg.norm(constraints.form(point.multipliers), 2)), EPS)
     scores, needed, factor, P = constraints.scores(point.X) / 2, ~equal & (b > 0), 1.0, np.inf
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after primal and dual steps of min(1, share · t), t the largest step inside the cone."""
+        """Return the point after a primal and a dual step, each min(1, share · t) for its largest t inside the cone."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)

@@ -72,7 +72,7 @@ class Layer:
 
     @property
     def is_unrotated(self) -> bool:
-        """True if position does not rotate queries and keys."""
+        """True if position is known not to rotate queries and keys."""
         return self.pairs is not None and not self.pairs
 
     def parts_along(self, *sizes: int) -> list[str]:

@@ -163,7 +163,7 @@ def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
-    """Return q, k and v of a fused matrix stored head by head but split into thirds; if not `flat`, the reverse."""
+    """Return q, k and v of a fused matrix stored head by head but split into thirds or, if not `flat`, the reverse."""
     parts: dict[str, Tensor] = {}
     roles = ("query", "key", "value")
     for kind in KINDS:

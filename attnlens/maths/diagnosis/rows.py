@@ -224,7 +224,7 @@ def _match_across_heads(
 ) -> Tensor | None:
     """Return, for each row of `second`, the index of the matching row of `first` in any head.
 
-    Returns None unless this order brings all heads that differ clearly closer.
+    Returns None unless this order makes every changed head clearly more similar.
     """
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))

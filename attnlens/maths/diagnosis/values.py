@@ -24,7 +24,7 @@ PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("",
 
 
 def propose_rounding(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is A rounded to a coarser type, that A is B rounded, or that they differ by at most a spacing."""
+    """Propose that B is A rounded to a coarser type, that A is B rounded, or that they are equal up to rounding."""
     first, second = pair.first.double() - pair.offset, pair.second.double() - pair.offset
     if torch.equal(first, second):
         return
@@ -167,9 +167,9 @@ class Grid:
 
 
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
-    """Find the equally spaced levels of each group, at most 2^BITS; return None if any group has none.
+    """Find, per group, at most 2^BITS equally spaced levels that include all values; None if any group lacks such levels.
 
-    Values are rounded to a type with this relative spacing, so values near 0 determine the step best.
+    The values are rounded to a type with the relative spacing `spacing`, so values near 0 determine the step best.
     """
     ordered = values.double().sort(dim=-1).values
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
@@ -297,7 +297,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
-    """Return for each group a factor whose float8 multiples are the group's values; None if any group has none."""
+    """Return factors such that the values of each group are its factor times float8 numbers; None if any group lacks one."""
     numbers = torch.arange(256, dtype=torch.uint8).view(kind).double()
     numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
     most = values.abs().amax(1, keepdim=True).clamp(min=TINY)

@@ -452,7 +452,7 @@ def _norm_at_equal_positions(query_key: QueryKey) -> PerHead:
 def _change_roots(query_key: QueryKey, base: QueryKey) -> tuple[Roots, Roots]:
     """Return roots R_L, R_R of the factors of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: ΔM has the σ and the norm of s R_L R_Rᵀ.
 
-    Products of blocks are as small as ΔM, so rounding errors are relative to ΔM.
+    Each product of two blocks is as small as ΔM, so rounding errors are relative to ΔM.
     """
     query, key = base.query.double(), base.paired_key.double()
     query_after, key_after = query_key.query.double(), query_key.paired_key.double()

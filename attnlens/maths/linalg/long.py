@@ -204,7 +204,7 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores that key terms b explain, and that distance terms c add.
+        """Return the sums of squares of row-centred scores explained by key terms b, and additionally by distances c.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention, for which
         the second result is NaN). The results are NaN if conjugate gradients do not converge.

@@ -41,9 +41,9 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
     """Return the least even N ≤ `largest` for which Σ_{n≤N} xⁿ/n! gives the head's attention within `error`; else NaN.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
-    is the softmax input (score and bias) minus its mean over the keys that query i sees, which attention determines.
-    The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more; without such queries the result is
-    NaN too.
+    is the softmax input (score and bias) minus its mean over the keys that query i sees; attention determines this
+    difference. The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more; without such queries
+    the result is NaN too.
 
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to the largest
     weight of a row. This error is noticeable only if |x| > 32. Such a score makes even the exact sum exceed the other
@@ -78,10 +78,10 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     Sums and errors are over the visible pairs; K is free at hidden pairs, because zeros there would give every causal
     head full rank. As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
 
-    For m = 1, attention depends on the key alone and is fitted by likelihood. For m > 1, K is fitted to P at the
-    visible pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps
-    of subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the
-    least rank under a mask has no closed form. NaN if no query sees two keys.
+    For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to P at the visible
+    pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of
+    subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the least
+    rank under a mask has no closed form. NaN if no query sees two keys.
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Fit attention by the key alone: return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention.
+    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{j seen by i} e^{b_j} times i's total weight.
 
-    b maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b, by Newton's method.
+    Newton's method finds the b that maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b.
     """
     hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])

@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is sd/√n for windows of one text; `Design` describes the error for several texts. NaN if there is only one draw.
+    It is sd/√n for windows of one text; for several texts, see `Design.variance`. NaN if there is only one draw.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
