@@ -394,7 +394,7 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
-    # share of C_q in C_q + C_k in each direction; rounding can leave the interval [0, 1]
+    # share of C_q in C_q + C_k in each direction; rounding can move it outside [0, 1]
     share = values.clamp(0, 1)
     basis = inverse @ vectors
     back = vectors.mT @ root @ form @ root @ vectors

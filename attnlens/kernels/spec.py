@@ -215,12 +215,11 @@ class Kernel:
 def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
     """Raise UsageError if queries and keys belong to different tokens or, with `cross`, to different sequences."""
     if cross or queries != keys:
-        difference, remedy = (
-            f"has {queries} queries and {keys} keys",
-            "Run without a key-value cache (use_cache=False).",
-        )
         if cross:
             difference, remedy = "attends to another sequence", "Leave out cross-attention with --part."
+        else:
+            difference = f"has {queries} queries and {keys} keys"
+            remedy = "Run without a key-value cache (use_cache=False)."
         problem = f"{name} needs queries and keys of the same tokens, but this attention layer {difference}."
         raise UsageError(problem, remedy)
 

@@ -79,7 +79,7 @@ class PrimalHeads(nn.Module):
         """
         if self.last is None:
             problem = (
-                "The KSVD objective J needs a forward pass, but none has run since the last call of `regulariser`."
+                "The KSVD objective J needs a forward pass, but none is stored; `regulariser` deletes the last one."
             )
             raise UsageError(problem, "Run the model before computing J.")
         e, r, real = self.last

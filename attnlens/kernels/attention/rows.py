@@ -128,7 +128,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
     config = getattr(call.module, "config", None)
-    # The layer's setting precedes the model's: it is None in a layer with full attention among sliding ones.
+    # The layer's setting precedes the model's: None marks a layer with full attention among layers with windows.
     if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
         return True
     if seen is None:

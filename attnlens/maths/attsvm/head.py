@@ -271,7 +271,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # W_fin solves the problem of the equalities alone, with the head's score differences: u W z = u M z.
+        # W_fin solves the problem of only the equalities, with the head's score differences: u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:

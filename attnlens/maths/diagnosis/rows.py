@@ -118,7 +118,8 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                 wrong = "a single head" if count == 1 else f"{count} heads"
                 text = f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {wrong}"
                 text += f", but {symbol} has {counts[role]}"
-                yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
+                repair = f"permute the rows of {symbol} for {counts[role]} heads"
+                yield Step(f"{name} of {count} heads", text, repair, parts)
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:

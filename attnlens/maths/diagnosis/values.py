@@ -108,8 +108,10 @@ def propose_offset(pair: Pair) -> Iterator[Fit]:
         return
     step = float((pair.second.double() - pair.first.double()).mean().round())
     if abs(step) == 1:
-        size, how, verb = ("large", "once too often", "subtract 1 from") if step > 0 else ("small", "not", "add 1 to")
-        text = f"{{parts}} 1 too {size}: 1 was {how} added to the norm's stored weight"
+        size, how, verb = (
+            ("large", "added once too often", "subtract 1 from") if step > 0 else ("small", "not added", "add 1 to")
+        )
+        text = f"{{parts}} 1 too {size}: 1 was {how} to the norm's stored weight"
         yield Fit("gain offset", text, f"{verb} the gain", pair.first.double() + step)
 
 
@@ -139,11 +141,11 @@ def _name_factor(factor: float, head_dim: int) -> str:
 
 
 BITS = 8  # largest number of bits of a grid
-GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or this number of consecutive values of a row
+GROUPS = (0, 128, 64, 32, 16)  # numbers of consecutive values of a row that share a grid; 0: a whole row
 SAMPLE = 64  # number of groups of values that are tested before all groups are
 GAPS = (1, 2, 3)  # possible distances, in steps, between the two nearest levels that a group uses
 OFF = 0.1  # largest distance from a level, in steps, beyond the rounding of dequantised values
-RADII = (4, 8, 16, 32, 64, 128, 256)  # levels around 0 from which the step is fitted, more and more precisely
+RADII = (4, 8, 16, 32, 64, 128, 256)  # numbers of levels around 0 from which the step is fitted, in this order
 LEAST_VALUES = 8  # fewest values of a row, column or head to which a grid or a factor is fitted
 
 
@@ -167,15 +169,15 @@ class Grid:
 
 
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
-    """Find, per group, at most 2^BITS equally spaced levels that include all values; None if any group lacks such levels.
+    """Find the equally spaced levels of each group of values, at most 2^BITS.
 
-    The values are rounded to a type with the relative spacing `spacing`, so values near 0 determine the step best.
+    Return None if the values of any group do not lie on such levels. The values are rounded to a type with the relative spacing `spacing`, so values near 0 determine the step best.
     """
     ordered = values.double().sort(dim=-1).values
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
     doubt = noise[:, 1:] + noise[:, :-1]
     gaps = ordered.diff(dim=-1)
-    # a gap of one level is longer or shorter by the rounding of its ends; the least rounded one is the most precise
+    # a gap of one level is longer or shorter by the rounding of its ends; the least rounded gap is the most precise
     is_gap = gaps > 2 * doubt
     longest = (gaps + doubt).masked_fill(~is_gap, torch.inf).amin(-1, keepdim=True)
     if not bool(longest.isfinite().any()):
@@ -297,7 +299,10 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
-    """Return factors such that the values of each group are its factor times float8 numbers; None if any group lacks one."""
+    """Return a factor for each group such that all its values are products of this factor and float8 numbers.
+
+    Return None if any group lacks such a factor.
+    """
     numbers = torch.arange(256, dtype=torch.uint8).view(kind).double()
     numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
     most = values.abs().amax(1, keepdim=True).clamp(min=TINY)
