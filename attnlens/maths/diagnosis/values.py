@@ -171,7 +171,8 @@ class Grid:
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
     """Find the equally spaced levels of each group of values, at most 2^BITS.
 
-    Return None if the values of any group do not lie on such levels. The values are rounded to a type with the relative spacing `spacing`, so values near 0 determine the step best.
+    Return None if the values of any group do not lie on such levels. The values are rounded to a type with the relative
+    spacing `spacing`, so values near 0 determine the step best.
     """
     ordered = values.double().sort(dim=-1).values
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)

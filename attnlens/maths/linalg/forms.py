@@ -368,7 +368,7 @@ class Form:
 
     @property
     def positivity(self) -> PerHead:
-        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
+        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021). NaN if all are 0."""
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
@@ -425,7 +425,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
 
     Under RoPE, M is the form at equal positions. The rank is the number of σ of ΔM above the largest effect of
     rounding, eps · n · max(‖M‖_F, ‖ΔM‖_F), where eps is that of float32, in which models compute cos and sin of
-    rotations. NaN if M = 0.
+    rotations. If M = 0, the rank is NaN and the ratio infinite, or NaN if ΔM = 0 too.
     """
     values = over_heads(root_singular_values, *_change_roots(query_key, base)) * abs(query_key.scale)
     norm, difference = _norm_at_equal_positions(base), values.square().sum(-1).sqrt()

@@ -257,7 +257,7 @@ def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> fl
 
     r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
     1910). A measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for
-    fewer than two windows or four heads.
+    fewer than two windows or four heads; 0 if r is undefined.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan
