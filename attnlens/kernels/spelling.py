@@ -1,4 +1,4 @@
-"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers stored per head."""
+"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers that it stores per head."""
 
 from __future__ import annotations
 

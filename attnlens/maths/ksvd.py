@@ -113,7 +113,7 @@ def random_features(
 
 
 def sampled_rows(x: Queries, count: int) -> Sampled:
-    """Return `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
+    """Return `count` evenly spaced rows of X, first to last; all rows if n ≤ count, the first row if count = 1.
 
     In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F = X'. Raises UsageError if count < 1.
     """

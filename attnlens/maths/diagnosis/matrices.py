@@ -245,7 +245,10 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that changes W_Q and W_K to a basis A: harmless if A commutes with RoPE and no norm follows."""
+    """Build the step that changes the basis of W_Q and W_K by a matrix A.
+
+    The step is harmless if A commutes with RoPE and no norm follows W_Q and W_K.
+    """
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None
     harmless = False
@@ -276,7 +279,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a change of basis commutes with RoPE, that is, only rotates and scales each rotated pair."""
+    """Return True if a basis change commutes with RoPE: at most, it rotates and scales pairs and mixes unrotated rows."""
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False

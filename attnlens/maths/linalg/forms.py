@@ -368,7 +368,10 @@ class Form:
 
     @property
     def positivity(self) -> PerHead:
-        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021). NaN if all are 0."""
+        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021).
+
+        NaN if all λ are 0.
+        """
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
