@@ -279,7 +279,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a basis change commutes with RoPE: at most, it rotates and scales pairs and mixes unrotated rows."""
+    """Return True if a basis change commutes with RoPE: it only turns and scales rotated pairs, or mixes other rows."""
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False
