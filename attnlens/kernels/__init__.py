@@ -5,7 +5,7 @@ built-in kernels with their fits), `spec` (Kernel: a kernel with its parameters)
 for fits), `spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact). Inputs: a
 `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys. Outputs: log k,
 attention weights, attention outputs, and parameters fitted per head. Importers: `requests`, `report`, `models`, `runs`,
-`lab` and `cli`. Only `attention` imports torch when it is imported.
+`lab` and `cli`. Of these modules, only `attention` loads torch on import.
 
 Importing the package registers the kernels of all its modules. To add a kernel, add a function to any module.
 """

@@ -83,7 +83,7 @@ class Grams:
             of_queries, of_keys = token_positions(call)
             query, key = (self.turn.rotate(x, at, back=True) for x, at in ((query, of_queries), (key, of_keys)))
         elif call.sinks is None:
-            # without rounding this changes nothing; it keeps the differences of keys with a large common part
+            # changes only rounding: otherwise, differences of keys with a large common part would lose their digits
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
@@ -394,7 +394,7 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
-    # share of C_q in C_q + C_k in each direction; rounding can leave the interval [0, 1]
+    # share of C_q in C_q + C_k in each direction; rounding can move it outside [0, 1]
     share = values.clamp(0, 1)
     basis = inverse @ vectors
     back = vectors.mT @ root @ form @ root @ vectors
@@ -449,7 +449,7 @@ class NearestFit:
     """Fit of the symmetric or positive form N that minimises tr (N−N₀)ᵀC_q(N−N₀)C_k, and of the key gate N₀ᵀū.
 
     The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, where u = [q; k] and N₀ = [[0, I], [0, 0]]. If ū is the mean of u over
-    queries, they are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
+    queries, the logits are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
     ignores. C_q = Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
     head's own attention. If queries and keys are independent, this trace is the variance of the logits' error under p,
     which is twice the KL divergence to second order.
@@ -470,7 +470,7 @@ class NearestFit:
         self.count = self.count + choosing.sum((0, 2))
         self.total = self.total + (u * choosing).sum((0, 2))
         self.second = self.second + ((u * choosing).mT @ u).sum(0)
-        apart = u - u.mean(-2, keepdim=True)  # without rounding this changes nothing, as in Grams
+        apart = u - u.mean(-2, keepdim=True)  # changes only rounding, as in Grams
         mean = weight @ apart
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 

@@ -30,7 +30,7 @@ STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths t
 
 @dataclass
 class Moments:
-    """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's output y under the model's own kernel, in float64."""
+    """Sums over tokens of products of z = [Fφ(q); Fφ(k); 1] and the output y of the model's own kernel, in float64."""
 
     gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
     cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
@@ -59,10 +59,11 @@ class Moments:
 class PrimalFit:
     """Fit of W_e = C_k^½V and W_r = C_q^½U, where C_q^½ C_k^½ = UΣVᵀ (KSVD), and of W_c and b by ridge regression.
 
-    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k that of Fφ(k)φ(k)ᵀFᵀ. Up to a factor that W_c
-    absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2,
-    Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b map [e; r]
-    to the head's output under the model's own kernel; the ridge strength is chosen on a held-out part of the text.
+    C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the mean of Fφ(k)φ(k)ᵀFᵀ. Up to a factor
+    that W_c absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023,
+    Thm. 3.2, Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b
+    map [e; r] to the head's output under the model's own kernel; the ridge strength is chosen on a held-out part of the
+    text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -95,8 +96,8 @@ class PrimalFit:
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
         """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
-        The number of scores is at most the number of features; scores beyond the rank of K are zero. `tokens` is the
-        mean number of tokens per sequence.
+        The number of scores is at most the number of features; scores beyond the rank of K are zero. The entry `tokens`
+        is the mean number of tokens per sequence.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
@@ -132,7 +133,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; D is diagonal: the scores' sds."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; the diagonal D contains the scores' sds."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT

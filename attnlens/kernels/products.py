@@ -103,7 +103,7 @@ def _odd_sign(value: Score) -> Score:
     trainable=("offset_of_head",),
 )
 def polynomial(score: Score, degree: int, offset: float, offset_of_head: PerHead = None) -> Score:
-    """A power of the score; a row of zeros gives uniform attention."""
+    """A power of the shifted score; a row of zeros gives uniform attention."""
     return degree * log_magnitude(_shift(score, offset, offset_of_head))
 
 
@@ -170,7 +170,7 @@ class OriginFit:
         """Add a batch to the regression's normal equations, without storing its target for every pair of tokens."""
         weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
-        # without rounding this changes nothing; it keeps the scatter of keys with a large common part
+        # changes only rounding: otherwise, the scatter of keys with a large common part would lose its digits
         key = key - key.mean(-2, keepdim=True)
         total = weight.sum(-1)[..., None]
         mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query has no choice
@@ -183,7 +183,7 @@ class OriginFit:
 
     def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
         """Return the fitted origins as `origin`, (heads, head_dim)."""
-        # the slope is 0 in directions in which keys vary by rounding alone
+        # the slope is 0 in directions in which keys vary only by rounding
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
         inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
@@ -372,8 +372,8 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 class LearnedStart:
     """Initial maps W of queries and keys: random orthogonal rows with the lengths of Gaussian vectors.
 
-    Before training, φ(q)φ(k) is therefore close to that of positive random features of ±ω (Choromanski et al. 2021,
-    Lemma 1).
+    Before training, the product φ(q)φ(k) is therefore close to the product of positive random features of ±ω
+    (Choromanski et al. 2021, Lemma 1).
     """
 
     def __init__(self, count: int) -> None:

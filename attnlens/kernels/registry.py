@@ -32,13 +32,13 @@ class KernelParameter:
 
     name: str  # name in the spelling of the kernel
     meaning: str  # meaning in one line
-    kind: type[int] | type[float]  # int for a count, float for a measured quantity
+    kind: type[int] | type[float]  # int if only whole numbers are allowed
     default: float | None = None  # value if none is typed; None: the parameter is required
     low: float | None = None  # smallest allowed value
     above: float | None = None  # exclusive lower bound
     high: float | None = None  # largest allowed value; larger numbers are probably typos and would need too much memory
     even: bool = False  # True if odd values make the kernel negative somewhere (refused unless allow_signed)
-    multiple_of: int = 1  # for counts: number that divides all allowed values
+    multiple_of: int = 1  # for whole numbers: number that divides all allowed values
     words: tuple[tuple[str, float], ...] = ()  # values typed as words; without `high`, no other values are allowed
     shown_at_default: bool = True  # True if the kernel's spelling includes the parameter at its default
 
@@ -53,7 +53,7 @@ def choice(name: str, meaning: str, words: Sequence[str], default: int | None = 
 class KernelInfo:
     """Description of a kernel k; attention is softmax(log k(q, k) + bias, over the allowed keys) v."""
 
-    name: str  # on the command line
+    name: str  # name on the command line
     formula: str  # formula of log k(q, k), where s is the scale; `output = …` for the form "output"
     meaning: str  # first line of the function's docstring
     source: str  # paper that defines the kernel
@@ -72,9 +72,9 @@ class KernelInfo:
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair:
     s'⟨q', k'⟩ equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel; None if `dot` suffices."""
+    """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel, or None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
-    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
+    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k (of any sign); None without a finite φ."""
     fused: str = "row tiles"  # fastest exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
     fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none
@@ -127,7 +127,7 @@ def kernel(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
-    Raises UsageError if the name belongs to a tie, filter or hybrid, or to another kernel and `replace` is false.
+    Raises UsageError if the name belongs to a tie, filter or hybrid or, unless `replace` is true, to another kernel.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -143,7 +143,7 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Compute the positive part Σ μ₊uuᵀ of sym JLJ (JLJ: `core`); NaN if JLJ is not finite: LAPACK would fail."""
+    """Return the positive part Σ μ₊uuᵀ of sym JLJ, where `core` is JLJ; NaN if JLJ is not finite: LAPACK would fail."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 
@@ -158,7 +158,7 @@ def positive_part(form: Pairs) -> Pairs:
 class Modifier:
     """A tie, a filter or a hybrid, as shown by `attnlens list kernels`."""
 
-    name: str  # on the command line
+    name: str  # name on the command line
     formula: str  # effect on log k, or the condition for a query i to keep a key j
     meaning: str  # effect in plain words
     source: str  # paper that defines the modifier
@@ -253,12 +253,12 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     ),
 )
 
-WIDTH = KernelParameter("width", "tokens on each side, including the token", int, low=1, high=2**31)
+WIDTH = KernelParameter("width", "tokens on each side, including the token itself", int, low=1, high=2**31)
 FILTERS = _by_name(  # filters, which select by position the keys that a query keeps
     Modifier(
         "window",
         "|i − j| < w",
-        "the w nearest tokens, including the token",
+        "the w nearest tokens, including the token itself",
         "Tsai 2.2.4; Beltagy 2020",
         (WIDTH,),
         lambda i, j, width: (i - j).abs() < width,

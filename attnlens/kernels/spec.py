@@ -25,7 +25,7 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A registered kernel with its parameters, tie, filter and fitted parameters."""
+    """A registered kernel with its parameters, tie, filter, hybrid and fitted parameters."""
 
     info: KernelInfo  # the registered kernel
     parameters: Mapping[str, float] = field(default_factory=dict)  # all parameters, including defaults
@@ -107,7 +107,7 @@ class Kernel:
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return an equivalent call for the exponential kernel if this kernel has one; otherwise both unchanged."""
+        """Return an equivalent call and exponential kernel if there are any; otherwise, the call and this kernel."""
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:
@@ -151,10 +151,10 @@ class Kernel:
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| exactly for queries `rows` and keys `columns`; `key` has one head per query head.
 
-        Terms that depend on the query alone are included, except if a tie needs whole sequences. Score kernels use
+        Terms that depend only on the query are included, except if a tie needs whole sequences. Score kernels use
         softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
         unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises UsageError if a tie
-        combines different tokens, or if the kernel must be fitted first.
+        would pair different tokens, or if the kernel must be fitted first.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -176,7 +176,7 @@ class Kernel:
     def apply_tie(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
-        """Return queries and keys after the tie; raise UsageError if a tie combines different tokens."""
+        """Return queries and keys after the tie; raise UsageError if the tie would pair different tokens."""
         if self.tie is not None:
             refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
@@ -215,8 +215,11 @@ class Kernel:
 def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
     """Raise UsageError if queries and keys belong to different tokens or, with `cross`, to different sequences."""
     if cross or queries != keys:
-        difference = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
-        remedy = "Leave out cross-attention with --part, and run without a key-value cache (use_cache=False)."
+        if cross:
+            difference, remedy = "attends to another sequence", "Leave out cross-attention with --part."
+        else:
+            difference = f"has {queries} queries and {keys} keys"
+            remedy = "Run without a key-value cache (use_cache=False)."
         problem = f"{name} needs queries and keys of the same tokens, but this attention layer {difference}."
         raise UsageError(problem, remedy)
 

@@ -1,4 +1,4 @@
-"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers stored per head."""
+"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers that it stores per head."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """Parse the spelling of a kernel: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
 
     Values can be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
-    alone applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for parameters of
-    a wrong type or range, for parts that cannot be combined, and for an odd power unless `allow_signed` is true.
+    without a kernel applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for
+    parameters of a wrong type or range, for parts that cannot be combined, and for an odd power unless `allow_signed`
+    is true.
     """
     known = kernels()
     bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()

@@ -1,7 +1,7 @@
 """Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
 
-All functions take plain tensors (…, tokens, features) and work in float64 over all leading axes, without a model. They
-return tensors, or a frozen `Dual`, `Primal` or `Nystrom`. Importers: as for `attnlens.maths`.
+All functions take plain tensors, such as (…, tokens, features), and treat leading axes as a batch. They return tensors,
+or a frozen `Dual`, `Primal` or `Nystrom`. Decompositions are computed in float64. Importers: as for `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import ksvd
@@ -113,7 +113,7 @@ def random_features(
 
 
 def sampled_rows(x: Queries, count: int) -> Sampled:
-    """Return `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
+    """Return `count` evenly spaced rows of X, first to last; all rows if n ≤ count, the first row if count = 1.
 
     In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F = X'. Raises UsageError if count < 1.
     """
@@ -124,10 +124,10 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return `count` evenly spaced rows among those at which the mask is true, or among all rows if it is None.
+    """Return `count` evenly spaced rows among the rows at which the mask is true, or among all rows without a mask.
 
-    Of n such rows, these are the rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code. Rows are
-    repeated if n < count, and row 0 is repeated if the mask is all false.
+    From n such rows, the function takes rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code.
+    Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -202,8 +202,8 @@ def dual(query_features: Queries, key_features: Keys, s: int, projection: Sample
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
     `projection` is F; None means the identity. At most min(n, m, features, sampled) components are returned, because K
-    cannot have more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an
-    argument contains NaN or Inf.
+    cannot have more. σ up to eps · min(features, sampled) · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s <
+    1 or if an argument contains NaN or Inf.
     """
     require_positive("s", s)
     for name, value in (("query features", query_features), ("key features", key_features), ("projection", projection)):
@@ -214,7 +214,7 @@ def dual(query_features: Queries, key_features: Keys, s: int, projection: Sample
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
-    """Compute the s ≤ min(n, m) leading singular triplets of a dense K, such as an attention matrix, by a full SVD.
+    """Compute the min(s, n, m) leading singular triplets of a dense K, such as an attention matrix, by a full SVD.
 
     σ up to eps · max(n, m) · σ₁ count as 0. Raises UsageError if s < 1 or if K contains NaN or Inf. `truncated` is
     faster for large n.
@@ -251,7 +251,7 @@ def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHe
 
 
 def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:
-    """Return the factors of K = A Bᵀ. If F has more rows than columns, a root R with RᵀR = FᵀF first replaces it."""
+    """Return A and B with K = A Bᵀ. An F with more rows than columns is first replaced by a root R with RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
         return left, right
@@ -293,9 +293,9 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     are lost. σ up to eps · max(n, m) · σ₁ count as 0.
 
     No command calls this function; programs can call `truncated(attention, s=8)` for attention matrices (heads, n, m).
-    Use it if s is far below min(n, m), as for attention over more than a thousand tokens. If 4s ≥ min(n, m), it uses
-    the full SVD, which is then as fast. If K is computed from features, use `dual`, which is exact and faster. Raises
-    UsageError if s < 1 or if the matrix contains NaN or Inf.
+    Use it if s is far below min(n, m), as for attention over more than a thousand tokens. If 4s ≥ min(n, m), the
+    function uses the full SVD, which is then as fast. If K is computed from features, use `dual`, which is exact and
+    faster. Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
     """
     require_positive("s", s)
     n, m = matrix.shape[-2:]
@@ -308,7 +308,7 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
 
 
 def _sparse_svd(matrix: Float[ndarray, "n m"], s: int) -> Float[ndarray, "n+m+2 s"]:
-    """Return the s leading singular components of a matrix, packed as by `_pack`."""
+    """Return the s leading singular components of a matrix, packed as in `_pack`."""
     n, m = matrix.shape
     if not matrix.any():
         return np.zeros((n + m + 2, s))
@@ -320,10 +320,11 @@ def _sparse_svd(matrix: Float[ndarray, "n m"], s: int) -> Float[ndarray, "n+m+2 
 
 @dataclass(frozen=True)
 class Nystrom:
-    """Features with ⟨φ_q(x), φ_k(y)⟩ ≈ K(x, y) for any x and y, from a block K(x_I, y_J) of n' queries and m' keys.
+    """Feature maps with ⟨φ_q(x), φ_k(y)⟩ ≈ K(x, y) for any x and y, from a block K(x_I, y_J) of n' queries and m' keys.
 
-    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), where W = U Σ Vᵀ is the block's truncated SVD. Their
-    product is K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
+    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), where W = U Σ Vᵀ is the block's truncated SVD. The
+    inner products of these features are K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to
+    normalisation).
     """
 
     through_keys: Float[Tensor, "*batch m_sampled s"]  # V Σ^{−½}; zero columns beyond the block's rank
@@ -347,8 +348,8 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
     The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
     invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of
-    K's k leading right singular vectors. It grows as W approaches singularity: σ of W up to eps · size · σ₁ count as 0.
-    Raises UsageError if s < 1 or if W contains NaN or Inf.
+    K's k leading right singular vectors. This bound grows as W approaches a singular matrix. σ of W up to eps · size ·
+    σ₁ count as 0. Raises UsageError if s < 1 or if W contains NaN or Inf.
     """
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]

@@ -302,7 +302,7 @@ NOT_FUSED = [
     (call(dropout=0.1), "rbf", "dropout"),
     (call(), "rbf+symmetric", "transpose"),
     (call(bias=bias(150)), "elu", "bias"),
-    (call(allowed=sliding(150)), "elu", "neither causal nor"),
+    (call(allowed=sliding(150)), "elu", "neither padding nor later"),
     (call(), "sink-window:2,9", "SDPA cannot apply the filter sink-window"),
     (call(), "elu+sink-window:2,9", "running sums cannot apply the filter sink-window"),
     (CASES["decoding"](), "elu+hybrid:9", "hybrids with a key-value cache are computed in row tiles"),

@@ -61,7 +61,7 @@ class PrimalHeads(nn.Module):
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, and F = X' is sampled from the inputs `rows`.
 
-        If `causal`, means over the tokens 0 … i replace queries and keys. Raises UsageError if `samples` > 0 and `rows`
+        If `causal`, means over the tokens 0 … i replace queries and keys. If `samples` > 0, raises UsageError if `rows`
         is missing or `causal` is true.
         """
         if self.samples and rows is None:
@@ -79,7 +79,7 @@ class PrimalHeads(nn.Module):
         """
         if self.last is None:
             problem = (
-                "The KSVD objective J needs a forward pass, but none has run since the last call of `regulariser`."
+                "The KSVD objective J needs a forward pass, but none is stored; `regulariser` deletes the last one."
             )
             raise UsageError(problem, "Run the model before computing J.")
         e, r, real = self.last

@@ -23,8 +23,8 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v; for signed kernels, Σ k v / Σ k.
 
     All routes sum over the same keys without truncation and differ only by rounding. Queries that see no key have
-    uniform weights on the routes "row tiles" and "banded tiles", and zero weights on other routes. Raises UsageError if
-    no route supports the call.
+    uniform weights on the routes "row tiles" and "banded tiles" in models without sinks, and zero weights otherwise.
+    Raises UsageError if no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
@@ -33,9 +33,9 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     """Return the name of the route, a key of COMPUTED, by which `attend` computes the call.
 
-    Raises UsageError for a tie, filter or hybrid in cross-attention; for sinks with a signed kernel; for sinks, or
-    pairs hidden by a mask, with a tie that needs whole sequences; and if path is "fused" but no fused route is exact
-    for this call.
+    Raises UsageError in cross-attention for a tie, filter, hybrid or `primal`; for a tie or `primal` if queries and
+    keys differ in number; for a signed kernel if the model has sinks; for a tie that needs whole sequences if a mask
+    hides pairs or the model has sinks; and if path is "fused" but no fused route is exact for this call.
     """
     call, kernel = _prepare(call, kernel)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
@@ -119,7 +119,7 @@ def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
     if any(obstacles.values()):
         return next(reason for reason, present in obstacles.items() if present)
     unknown_reach = sums and find_reach(call) is None  # computed last, since it compares whole masks
-    return "the mask is neither causal nor a mask of padded keys alone" if unknown_reach else None
+    return "the mask hides keys that are neither padding nor later than the query" if unknown_reach else None
 
 
 COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {

@@ -128,7 +128,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
     config = getattr(call.module, "config", None)
-    # The layer's setting precedes the model's: it is None in a layer with full attention among sliding ones.
+    # The layer's setting precedes the model's: None marks a layer with full attention among layers with windows.
     if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
         return True
     if seen is None:
@@ -199,8 +199,9 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
     The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
     which is not finite if the sum is zero. The hard kernel gives weight 1 to the first of the largest scores. Rows that
-    see no key are uniform, as in transformers' eager attention, or zero if the kernel has a tie that needs whole
-    sequences. Raises UsageError for a tie or a filter if queries have no position among the keys.
+    see no key are uniform, as in transformers' eager attention, or zero if the model has sinks or the kernel has a tie
+    that needs whole sequences. Raises UsageError for a tie if queries and keys differ in number, and for a filter or
+    hybrid if the queries' positions among the keys are unknown.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
@@ -269,7 +270,7 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
 
 
 def _weights(call: Call, kernel: Kernel, key: Key, where: Positions | None, rows: slice, columns: slice) -> Tile:
-    """Compute the weights of one tile from log k, bias, mask and filter; the arguments are those of `weights`."""
+    """Compute one tile of `weights`, for queries `rows` and keys `columns`; `key` has one head per query head."""
     log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
     if call.bias is not None:

@@ -302,7 +302,7 @@ def objectives(
 
 
 def running_means(x: Tokens, real: Real = None) -> Tokens:
-    """Return running means: row i is the mean of rows 0 … i that are not padding, or zero if all of them are."""
+    """Return running means: row i is the mean of the rows 0 … i that are not padding, or zero if there are none."""
     if real is None:
         return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
     count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]

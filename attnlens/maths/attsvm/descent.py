@@ -36,7 +36,7 @@ class Anchored(NamedTuple):
     token: Float[Tensor, "trials n d"]  # x_α
     differences: Float[Tensor, "trials n T d"]  # u_t = x_t − x_α
     pulls: Bool[Tensor, "trials n T"]
-    """True if t affects the gradient: it is allowed, and u_t is not 0, as for α and its duplicates."""
+    """True if token t affects the gradient: t is allowed and differs from α (u_t ≠ 0)."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,8 @@ def gradient(
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
     In the textbook formula Σ_t s_t (γ_t − f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α
-    < 1e-16. Logarithms keep the direction exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are ≤ 1.
+    < 1e-16. Logarithms keep the direction exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at
+    most 1 in absolute value.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
@@ -230,7 +231,7 @@ def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floo
 
 
 def unit(slope: Slope, floor: PerTrial) -> Slope:
-    """Return slope/(‖slope‖ + floor), first divided by the largest entry so that no square underflows; 0 stays 0."""
+    """Return slope/(‖slope‖ + floor), in units of the largest entry so that no square underflows; 0 stays 0."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
     scaled = slope / safe

@@ -33,7 +33,7 @@ PIVOTS = 3  # Consecutive exchanges without a new least number of wrong signs af
 LEAST_DAMPING = 1e-12  # Damping, relative to the diagonal of G, below which a step is Newton's up to rounding
 SHORTEST = 1e-6  # Smallest fraction of a Newton step that is tried
 DECREASE = 1e-4  # Share of the decrease predicted by the slope that a step must reach (Armijo's condition)
-LONG = 1e-3  # If the residual of NNLS is below this, w is longer than 1/LONG in its units or does not exist
+LONG = 1e-3  # If the residual of NNLS is below this for bounds of at most 1, w is longer than 1/LONG or does not exist
 RESOLVED = 1e-12  # If the residual of NNLS is below this, float64 cannot tell if w exists
 INSIDE = 1e-10  # An inequality can contradict the equalities if its squared share outside their span is below this
 MISSED = 1e-9  # Rounding, relative to the largest b, allowed in equalities that depend on other equalities
@@ -55,9 +55,9 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
     This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ (G is the Gram
     matrix of the u zᵀ) over a working set of constraints, and adds each query's most violated constraints, at most
-    `limit` times. If that is too few, the status is `inaccurate`, and the solution has the gap reached. Raises
-    UsageError for a tolerance ≤ 0, a limit < 1, and sizes outside [1e-50, 1e50]; raises UnposedError for a problem
-    without constraints.
+    `limit` times. If that is too few, the status is `inaccurate`, and the solution contains the gap reached. Raises
+    UsageError for a tolerance ≤ 0, a limit < 1, and differences, queries or margins that are not 0 and have a size
+    outside [1e-50, 1e50]; raises UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -92,7 +92,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Answer to the question whether a W with u W z ≥ b exists, and its proof.
+    """Answer to the question whether any W meets the constraints u W z ≥ b, and the proof of the answer.
 
     The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
     """

@@ -173,10 +173,11 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
-    """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for one visible token, NaN for none.
+    """Return log p_max/(1 − p_max) of every query, without cancellation; NaN if no token is visible.
 
     p_max is the query's largest weight. `masked` contains the scores, and `log_weights` the softmax logits with the log
-    number of copies added. Both are −∞ for hidden tokens.
+    number of copies added. Both are −∞ for hidden tokens. Without a sink, the result is +∞ if a single token is
+    visible.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -270,7 +271,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # W_fin solves the problem of the equalities alone, with the head's score differences: u W z = u M z.
+        # W_fin solves the problem of only the equalities, with the head's score differences: u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:

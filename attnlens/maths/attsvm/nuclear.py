@@ -103,7 +103,7 @@ class Point:
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
     """Return the best W and λ, and the number of steps until a bound last improved.
 
-    `size` is the expected norm of W, and `limit` is the largest number of steps. The method stops early if rounding
+    `size` is the expected norm of W. The method stops at the relative gap `goal`, after `limit` steps, or if rounding
     prevents better bounds. It is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
     # Start well inside the cone: X = size · I, and equal λ with ‖M‖ = ½ at inequalities, 0 at equalities.
@@ -132,7 +132,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W violates a constraint); D from λ."""
+    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W is clearly infeasible); D from λ."""
     b, equal = constraints.b, constraints.equal
     multipliers = point.multipliers / max(float(np.linalg.norm(constraints.form(point.multipliers), 2)), EPS)
     scores, needed, factor, P = constraints.scores(point.X) / 2, ~equal & (b > 0), 1.0, np.inf
@@ -171,7 +171,7 @@ class Newton:
         self.system = cho_factor(system, lower=True, overwrite_a=True, check_finite=False)
 
     def direction(self, mean: float, affine: Point | None) -> Point:
-        """Return the step towards X S = mean · I and s λ = mean, with a second-order correction from `affine`."""
+        """Return the step towards X S = mean · I and s λ = mean, corrected to second order by `affine` if given."""
         constraints, point, inverse = self.constraints, self.point, self.inverse
         fixed, slack = mean * inverse, mean * self.reciprocal
         if affine is not None:
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after primal and dual steps of min(1, share · t), t the largest step inside the cone."""
+        """Return the point after a primal and a dual step, each min(1, share · t) for its largest t inside the cone."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -257,11 +257,11 @@ def refine_on_face(
 def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -> Solution:
     """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c (= b_c where `equal`); Tarzanagh et al. 2023, Eq. Att-SVM⋆.
 
-    An interior-point method solves a working set of constraints, to which violated constraints are added, in the row
-    spaces of u and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default of 1e-4, the
-    norm is accurate to 1e-4, but not W; 1e-10 gives a W that is exact to rounding. `limit` is the largest number of
-    interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no norm. Raises the
-    same errors as `solve`.
+    An interior-point method solves a working set of constraints, to which violated constraints are added. It works in
+    the row spaces of u and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default of
+    1e-4, the norm is accurate to 1e-4, but not W; 1e-10 gives a W that is exact to rounding. `limit` is the largest
+    number of interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no norm.
+    Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)

@@ -351,8 +351,9 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     The gap is (P − D)/P, where P is the value of the scaled W(λ) and D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P. Negative λ of
     inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
     ≤ 0 or equalities with b ≠ 0: if they are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
-    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². Raises UsageError if λ has the wrong
-    length or is not finite, and the errors of `solve`.
+    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W exists, the
+    result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the errors of
+    `solve`.
     """
     check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():

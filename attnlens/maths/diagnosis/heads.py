@@ -146,7 +146,7 @@ def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[
 
 
 def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that key heads (and value heads) were averaged within groups, or repeated, or tiled."""
+    """Propose that key heads (and value heads) were averaged within groups, repeated or tiled."""
     present = present_roles(first, second, roles=("key", "value"))
     counts = {first.parts[f"{role}.weight"].shape[0] for role in present}
     others = {second.parts[f"{role}.weight"].shape[0] for role in present}

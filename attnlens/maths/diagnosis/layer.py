@@ -17,7 +17,7 @@ ROLES = ("query", "key", "value", "output")
 SYMBOLS = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 SINGLE = torch.finfo(torch.float32).eps
 ROUNDING = 0.25
-"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its number type; mean: 0.2."""
+"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its number type (mean: 0.2)."""
 EXPLAINED, FACTOR = 10.0, 10.0
 """A hypothesis explains a tensor if the remaining difference is at most EXPLAINED times the rounding, and at most
 1/FACTOR of the difference without a hypothesis."""
@@ -72,7 +72,7 @@ class Layer:
 
     @property
     def is_unrotated(self) -> bool:
-        """True if position does not rotate queries and keys."""
+        """True if position is known not to rotate queries and keys."""
         return self.pairs is not None and not self.pairs
 
     def parts_along(self, *sizes: int) -> list[str]:
@@ -130,7 +130,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def name_unchanged(names: Sequence[str]) -> str:
-    """Format parts that should have changed but did not as `, but W_V is unchanged`; return '' for no parts."""
+    """Return `, but W_V is unchanged` for the names of parts that should have changed; return '' if there are none."""
     return f", but {name_parts(names)} {'is' if len(names) == 1 else 'are'} unchanged" if names else ""
 
 

@@ -163,7 +163,7 @@ def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
-    """Return q, k and v of a fused matrix stored head by head but split into thirds; if not `flat`, the reverse."""
+    """Return q, k and v of a fused matrix stored head by head but split into thirds or, if not `flat`, the reverse."""
     parts: dict[str, Tensor] = {}
     roles = ("query", "key", "value")
     for kind in KINDS:
@@ -245,7 +245,10 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that changes W_Q and W_K by a basis A: harmless if A commutes with RoPE and no norm follows."""
+    """Build the step that changes the basis of W_Q and W_K by a matrix A.
+
+    The step is harmless if A commutes with RoPE and no norm follows W_Q and W_K.
+    """
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None
     harmless = False
@@ -276,7 +279,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a change of basis commutes with RoPE, that is, only rotates and scales each rotated pair."""
+    """Return True if a basis change commutes with RoPE: it only turns and scales rotated pairs, or mixes other rows."""
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False
@@ -292,7 +295,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that `diagnose` tries as first causes even if alone they do not bring layers closer."""
+    """Yield structural steps that `diagnose` tries as first causes even if they explain nothing by themselves."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:

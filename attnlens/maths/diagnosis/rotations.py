@@ -17,8 +17,8 @@ def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"
     """Describe how RoPE's frequencies differ; None if they are equal.
 
     With θ_p = base^(−p/pairs), another base gives ratios θ'_p/θ_p that are exponential in p, linear scaling gives a
-    constant ratio, and both together give an exponential times a constant. All other ratios are reported as a range, as
-    by llama3 or yarn scaling.
+    constant ratio, and both together give an exponential times a constant. All other ratios, such as those of llama3 or
+    yarn scaling, are reported as a range.
     """
     if first.shape != second.shape:
         return f"RoPE rotates {2 * len(second)} coordinates of a head instead of {2 * len(first)}"

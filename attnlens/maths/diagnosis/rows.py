@@ -115,15 +115,15 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                     bias = first.parts[f"{role}.bias"]
                     parts[f"{role}.bias"] = bias.flatten()[flat].reshape(bias.shape)
                 symbol = name_parts([f"{role}.weight"])
-                text = (
-                    f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {count} heads"
-                )
+                wrong = "a single head" if count == 1 else f"{count} heads"
+                text = f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {wrong}"
                 text += f", but {symbol} has {counts[role]}"
-                yield Step(f"{name} of {count} heads", text, f"permute {symbol} with {counts[role]} heads", parts)
+                repair = f"permute the rows of {symbol} for {counts[role]} heads"
+                yield Step(f"{name} of {count} heads", text, repair, parts)
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or otherwise permuted in heads."""
+    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or permuted within heads."""
     for roles in SIDES:
         yield from _permuted_rows(first, second, roles)
 
@@ -225,7 +225,7 @@ def _match_across_heads(
 ) -> Tensor | None:
     """Return, for each row of `second`, the index of the matching row of `first` in any head.
 
-    Returns None unless this order brings all heads that differ clearly closer.
+    Returns None unless this order makes every changed head clearly more similar.
     """
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))

@@ -64,7 +64,7 @@ class Cause:
     text: str  # how the second layer differs, as a clause
     repair: str | None  # how to undo the difference, as an imperative; None if there is nothing to undo
     heads: tuple[int, ...]  # query heads concerned; empty for the whole layer
-    residual: float  # largest relative residual of an explained part, as by `residuals`
+    residual: float  # largest relative residual of an explained part, as computed by `residuals`
     parts: tuple[str, ...]  # names of the explained parts
     harmless: bool = False  # True if the layer's output is the same
 
@@ -187,7 +187,7 @@ class Search:
         return True
 
     def _find_non_finite(self) -> None:
-        """Add a cause for parts with NaN or infinite numbers in the second layer only; exclude these heads."""
+        """Add a cause for heads with NaN or infinite numbers only in the second layer; exclude these heads."""
         self.broken: State = {}
         for name in self.names:
             before, after = self.first.parts[name], self.second.parts[name]
@@ -229,8 +229,8 @@ class Search:
     def adopt(self, step: Step, fitted: Sequence[str] | None = None) -> None:
         """Add a structural step to the causes and apply it.
 
-        If `fitted` is given, apply only the parts that it names, and those that are nearer to the second layer than
-        before.
+        If `fitted` is given, apply only the parts that it names, and the parts that the step brings nearer to the
+        second layer.
         """
         parts = step.parts
         if fitted is not None:

@@ -58,7 +58,7 @@ class Pair:
     heads: tuple[int, ...] = ()  # numbers of these heads; empty for a part without heads
     inputs_first: bool = False  # True if the rows of the matrix are its inputs
     offset: float = 0.0  # number that a norm adds to its stored weight to make this gain
-    weight: Pair | None = None  # the matrix to whose product this bias is added; None if the part is not a bias
+    weight: Pair | None = None  # for a bias: the weight of the same name, if both layers have it
 
 
 def show_factor(factor: float) -> str:

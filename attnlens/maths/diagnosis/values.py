@@ -24,7 +24,7 @@ PRECISION = frozenset({"rounding", *(f"{side}rounded to {kind}" for side in ("",
 
 
 def propose_rounding(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is A rounded to a coarser type, that A is B rounded, or that they differ by at most a spacing."""
+    """Propose that B is A rounded to a coarser type, that A is B rounded, or that they are equal up to rounding."""
     first, second = pair.first.double() - pair.offset, pair.second.double() - pair.offset
     if torch.equal(first, second):
         return
@@ -41,8 +41,8 @@ def propose_rounding(pair: Pair) -> Iterator[Fit]:
 
 
 UNIFORM = 0.15, 1.95
-"""Limits on the Kolmogorov–Smirnov statistic of n rounding errors: the first, or the second over √n (the 0.1 % level)
-if that is larger."""
+"""Limits on the Kolmogorov–Smirnov statistic of n rounding errors: the first number or, if larger, the second divided
+by √n (the 0.1 % level)."""
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ def _unit_spacing(numbers: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
-    """Return True if `second` is `first` rounded to a type; False if it is all 0: its values are lost, not rounded."""
+    """Return True if `second` is `first` rounded to a type; False if `second` is all 0 (values lost, not rounded)."""
     return bool((second != 0).any()) and torch.equal(first.to(kind).double(), second.double())
 
 
@@ -108,8 +108,10 @@ def propose_offset(pair: Pair) -> Iterator[Fit]:
         return
     step = float((pair.second.double() - pair.first.double()).mean().round())
     if abs(step) == 1:
-        size, how, verb = ("large", "once too often", "subtract 1 from") if step > 0 else ("small", "not", "add 1 to")
-        text = f"{{parts}} 1 too {size}: 1 was {how} added to the norm's stored weight"
+        size, how, verb = (
+            ("large", "added once too often", "subtract 1 from") if step > 0 else ("small", "not added", "add 1 to")
+        )
+        text = f"{{parts}} 1 too {size}: 1 was {how} to the norm's stored weight"
         yield Fit("gain offset", text, f"{verb} the gain", pair.first.double() + step)
 
 
@@ -139,12 +141,12 @@ def _name_factor(factor: float, head_dim: int) -> str:
 
 
 BITS = 8  # largest number of bits of a grid
-GROUPS = (0, 128, 64, 32, 16)  # values that share a grid: a row (0), or this number of consecutive values of a row
+GROUPS = (0, 128, 64, 32, 16)  # numbers of consecutive values of a row that share a grid; 0: a whole row
 SAMPLE = 64  # number of groups of values that are tested before all groups are
 GAPS = (1, 2, 3)  # possible distances, in steps, between the two nearest levels that a group uses
 OFF = 0.1  # largest distance from a level, in steps, beyond the rounding of dequantised values
-RADII = (4, 8, 16, 32, 64, 128, 256)  # levels around 0 from which the step is fitted, more and more precisely
-LEAST_VALUES = 8  # values of a row, column or head from which a grid or a factor is fitted
+RADII = (4, 8, 16, 32, 64, 128, 256)  # numbers of levels around 0 from which the step is fitted, in this order
+LEAST_VALUES = 8  # fewest values of a row, column or head to which a grid or a factor is fitted
 
 
 @dataclass(frozen=True)
@@ -167,15 +169,16 @@ class Grid:
 
 
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
-    """Find the equally spaced levels of each group, at most 2^BITS; return None if any group has none.
+    """Find the equally spaced levels of each group of values, at most 2^BITS.
 
-    Values are rounded to a type with this relative spacing, so values near 0 determine the step best.
+    Return None if the values of any group do not lie on such levels. The values are rounded to a type with the relative
+    spacing `spacing`, so values near 0 determine the step best.
     """
     ordered = values.double().sort(dim=-1).values
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
     doubt = noise[:, 1:] + noise[:, :-1]
     gaps = ordered.diff(dim=-1)
-    # a gap of one level is longer or shorter by the rounding of its ends; the least rounded one is the most precise
+    # a gap of one level is longer or shorter by the rounding of its ends; the least rounded gap is the most precise
     is_gap = gaps > 2 * doubt
     longest = (gaps + doubt).masked_fill(~is_gap, torch.inf).amin(-1, keepdim=True)
     if not bool(longest.isfinite().any()):
@@ -276,7 +279,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
     """Propose that B is A divided by a factor, rounded to float8, and multiplied by the factor.
 
     The factor is that of the whole matrix, or of each row, group of values or column. Each value of B is then the
-    representable number nearest to that of A.
+    representable number nearest to the value of A.
     """
     if pair.first.dim() < 2:
         return
@@ -297,7 +300,10 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
-    """Return a factor per group whose products with float8 numbers are the group's values; None if a group has none."""
+    """Return a factor for each group such that all its values are products of this factor and float8 numbers.
+
+    Return None if any group lacks such a factor.
+    """
     numbers = torch.arange(256, dtype=torch.uint8).view(kind).double()
     numbers = numbers[numbers.isfinite() & (numbers > 0)].sort(descending=True).values[:LARGEST]
     most = values.abs().amax(1, keepdim=True).clamp(min=TINY)

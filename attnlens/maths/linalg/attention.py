@@ -30,7 +30,7 @@ POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan  # values of `definite`
 
 
 def entropy(query_key: QueryKey) -> PerHead:
-    """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
+    """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]; uniform weights give 1.
 
     A sink logit counts as one more allowed key. Queries with fewer than two allowed keys are left out; NaN if no query
     remains.
@@ -49,7 +49,7 @@ def first_weight(query_key: QueryKey) -> PerHead:
 
 
 def even_weight(query_key: QueryKey) -> PerHead:
-    """Return the `first_weight` of uniform attention: the mean of 1/keys over queries that see two or more keys.
+    """Return the `first_weight` of uniform attention: the mean of 1/(keys seen) over queries that see ≥ 2 keys.
 
     A sink logit counts as a key in the denominator.
     """
@@ -139,7 +139,7 @@ class Anatomy:
     """Shares of ‖LJ‖² = Σμ₊² + Σμ₋² + ‖JAJ‖² + n‖c‖², each in [0, 1]; NaN if LJ = 0.
 
     J = I − 11ᵀ/n; S and A are the symmetric and antisymmetric parts of the logits L, μ are the eigenvalues of JSJ, and
-    c contains the centred column means of L. Softmax ignores query-only terms, so attention depends on LJ alone.
+    c contains the centred column means of L. Softmax ignores query-only terms, so attention depends only on LJ.
     """
 
     positive: PerHead  # Σμ₊²/‖LJ‖²: positive definite part of the symmetric kernel
@@ -188,7 +188,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
     positive, negative = (side.clamp(min=0).square().sum(-1) for side in (eigenvalues, -eigenvalues))
     skew = ((core - core.mT) / 2).square().sum((-2, -1))
     parts = torch.stack((positive, negative, skew, salience), -1)
-    # Strict: rounding leaves at most this norm if logits depend on the query alone.
+    # Strict: rounding leaves at most this norm if logits depend only on the query.
     defined = whole > (torch.finfo(whole.dtype).eps * n) ** 2 * uncentred
     return torch.where(defined[..., None], parts / whole[..., None], torch.nan)
 
@@ -205,7 +205,7 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` for the head's logits of all pairs, without position bias or mask; in tiles if long."""
+    """Return `definite` for the head's logits of all pairs, without position bias and mask; long heads use tiles."""
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 

@@ -79,7 +79,7 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     if rotation is None and 3 * query.shape[1] >= len(query):
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    # Three Gram matrices also take fewer multiplications than Σ_h M_h if they are much smaller than it.
+    # Three Gram matrices also take fewer multiplications than Σ_h M_h if they are much smaller than the sum.
     query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
     if rotation is None:
         return _trace_ratio(query_gram, key_gram, cross)
@@ -187,7 +187,7 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 
 
 def eigenvalue_root(gram: Roots) -> Roots:
-    """Return R with RᵀR = G from the eigenvalues of G; those up to eps · size · largest count as zero.
+    """Return R with RᵀR = G from the eigendecomposition of G; eigenvalues up to eps · size · largest count as zero.
 
     Use this root for an ill-conditioned Gram matrix whose factor is too long for QR. Singular values below √eps · σ₁
     (1e-8 · σ₁) are then rounding errors.
@@ -363,12 +363,15 @@ class Form:
         """Number of positive μ and number of negative μ, beyond eps · size · max|μ|; each is 0 … head_dim."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
-        # Strict on both sides: an eigenvalue at the border is zero up to rounding, and all of a zero matrix are.
+        # Strict on both sides: an eigenvalue at the border is zero up to rounding, as are those of a zero matrix.
         return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
 
     @property
     def positivity(self) -> PerHead:
-        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
+        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021).
+
+        NaN if all λ are 0.
+        """
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
@@ -386,8 +389,8 @@ class Form:
         """Apply `decompose` to a root R of each Gram matrix G, with RᵀR = G.
 
         Each matrix is a tuple: G, and the factors whose columns, concatenated, have the Gram matrix G. R is computed by
-        Cholesky. If G is ill-conditioned, R is computed by QR of the concatenated factors or, under rotation, because
-        these are then too long, from the eigenvalues of G.
+        Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are
+        too long for QR, which the eigendecomposition of G then replaces.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:
@@ -425,7 +428,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
 
     Under RoPE, M is the form at equal positions. The rank is the number of σ of ΔM above the largest effect of
     rounding, eps · n · max(‖M‖_F, ‖ΔM‖_F), where eps is that of float32, in which models compute cos and sin of
-    rotations. NaN if M = 0.
+    rotations. If M = 0, the rank is NaN and the ratio infinite, or NaN if ΔM = 0 too.
     """
     values = over_heads(root_singular_values, *_change_roots(query_key, base)) * abs(query_key.scale)
     norm, difference = _norm_at_equal_positions(base), values.square().sum(-1).sqrt()
@@ -452,7 +455,7 @@ def _norm_at_equal_positions(query_key: QueryKey) -> PerHead:
 def _change_roots(query_key: QueryKey, base: QueryKey) -> tuple[Roots, Roots]:
     """Return roots R_L, R_R of the factors of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: ΔM has the σ and the norm of s R_L R_Rᵀ.
 
-    Products of blocks are as small as ΔM, so rounding errors are relative to ΔM.
+    Each product of two blocks is as small as ΔM, so rounding errors are relative to ΔM.
     """
     query, key = base.query.double(), base.paired_key.double()
     query_after, key_after = query_key.query.double(), query_key.paired_key.double()

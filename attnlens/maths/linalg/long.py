@@ -31,7 +31,7 @@ SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a wh
 LARGEST_BASIS = 1024  # Most vectors of the Krylov space; ranks up to about a quarter of it can be proven
 POWERS = 8  # Largest power of the deflated matrix used to bound its norm: higher powers give tighter bounds
 SLACK = 1.3  # First guess of the ratio of the bound on the deflated norm to the next Ritz value
-ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: it exceeds their rounding
+ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: rounding can be the cause
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 RESIDUAL = 1e-10
@@ -41,12 +41,12 @@ STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
 def is_long(query_key: QueryKey) -> bool:
-    """Return True if the heads have more than LONG pairs of queries and keys."""
+    """Return True if each head has more than LONG pairs of queries and keys."""
     return query_key.query.shape[-2] * query_key.key.shape[-2] > LONG
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield each block of queries: its slice, and its QueryKey with the keys it can see; one block unless `is_long`."""
+    """Yield each block of queries as a slice and a QueryKey with the keys that it sees; one block unless `is_long`."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key
@@ -114,9 +114,9 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
     """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A for A = PᵀP, proven from both sides; NaN if unproven.
 
     The Ritz values of block Lanczos with full reorthogonalisation (Golub & Underwood 1977) bound Σ_{l≤k} λ_l from
-    below; their residuals and the norm of the deflated A bound it from above. That norm is bounded by powers of A
-    applied to Gaussian vectors; the bound fails for one seed in 10^14. If A has at most SMALL columns, it is decomposed
-    as a whole. NaN if A = 0.
+    below; their residuals and the norm of the deflated A bound it from above. That norm is bounded by powers of the
+    deflated A applied to Gaussian vectors; the bound fails for one seed in 10^14. If A has at most SMALL columns, it is
+    decomposed as a whole. NaN if A = 0.
     """
     generator = torch.Generator().manual_seed(seed)
     energy = float(matrix.energy())
@@ -204,10 +204,10 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores that key terms b explain, and that distance terms c add.
+        """Return the sums of squares of row-centred scores explained by key terms b, and additionally by distances c.
 
-        The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
-        The sums are NaN if conjugate gradients do not converge.
+        The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention, for which
+        the second result is NaN). The results are NaN if conjugate gradients do not converge.
         """
         n, size = len(self.keys[0]), len(by_key)
         query, key = (torch.arange(count, device=by_key.device) for count in (n, size))

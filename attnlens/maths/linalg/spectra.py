@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EPS = torch.finfo(torch.float64).eps
 STEPS = 20  # Number of Newton steps and of subspace iterations; 60 would find up to a sixth fewer features on `demo`
-RIDGE = 1e-9  # Added per query to Newton's equations for key scores b, which are singular: b + constant fits equally
+RIDGE = 1e-9  # Added per query to Newton's equations for key scores b, which are singular: b + constant fits as well
 BOUND = 3.0  # Bound on each entry of a Newton step: if a weight is 1, b is unbounded and Newton's steps diverge
 PIECE = 1 << 18  # Most numbers per call of a worker: 2 MB of float64 fit in the second-level cache
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
@@ -41,13 +41,13 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
     """Return the least even N ≤ `largest` for which Σ_{n≤N} xⁿ/n! gives the head's attention within `error`; else NaN.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
-    is the softmax input (score and bias) minus its mean over the keys that query i sees, which attention determines.
-    The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more; without such queries the result is
-    NaN too.
+    is the softmax input (score and bias) minus its mean over the keys that query i sees; attention determines this
+    difference. The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more; without such queries
+    the result is NaN too.
 
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to the largest
-    weight of a row. This error is noticeable only if |x| > 32; then even the exact sum exceeds the other sums of the
-    row until N > e·|x|.
+    weight of a row. This error is noticeable only if |x| > 32. Such a score makes even the exact sum exceed the other
+    sums of its row until N > e·|x|, which is above 64.
     """
     score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -78,10 +78,10 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     Sums and errors are over the visible pairs; K is free at hidden pairs, because zeros there would give every causal
     head full rank. As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
 
-    For m = 1, attention depends on the key alone and is fitted by likelihood. For m > 1, K is fitted to P at the
-    visible pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps
-    of subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the
-    least rank under a mask has no closed form. NaN if no query sees two keys.
+    For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to P at the visible
+    pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of
+    subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the least
+    rank under a mask has no closed form. NaN if no query sees two keys.
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Fit attention by the key alone: return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention.
+    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{j seen by i} e^{b_j} times i's total weight.
 
-    b maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b, by Newton's method.
+    Newton's method finds the b that maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b.
     """
     hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
@@ -252,7 +252,7 @@ def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> li
 
 def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     workers = torch.get_num_threads()
-    with one_thread():  # restores the initial value for later threads, which workers change
+    with one_thread():  # restores torch's default for later threads, because workers change the default
         return list(_pool(workers).map(function, items))
 
 
@@ -302,7 +302,7 @@ def product_singular_values(
 
 
 def root_singular_values(left_root: Tensor, right_root: Tensor) -> Tensor:
-    """Return σ of A Bᵀ from roots R of the Gram matrices, RᵀR = AᵀA and RᵀR = BᵀB."""
+    """Return σ of A Bᵀ from roots R and S of the Gram matrices, RᵀR = AᵀA and SᵀS = BᵀB."""
     values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
     return values
 
@@ -335,7 +335,7 @@ def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch s
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """Fit log σ_l ≈ a − b·l to descending values by least squares, and return b ≥ 0; NaN for fewer than two values.
 
-    Values up to eps · steps · largest are rounding and left out. Random factors also have b > 0.
+    Values up to eps · steps · largest count as rounding and are left out. Random factors also have b > 0.
     """
     # Strict: a zero matrix keeps no value.
     above = values > EPS * values.shape[-1] * values[..., :1]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 RIDGE = 1e-10
 """Number added to the unit diagonal of the normal equations, which are singular because constant and linear terms can
-be moved between key terms b and distance terms c. It is above rounding, as Cholesky needs, and below the least
-non-zero eigenvalue."""
+be moved between key terms b and distance terms c. The number exceeds rounding, so that Cholesky succeeds, and is below
+the least non-zero eigenvalue."""
 REFINEMENTS = 2  # Steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue
 
 
@@ -57,8 +57,8 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
     """Prepare the least-squares fit of b_j + c_{i−j} to row-centred scores on one mask's visible pairs.
 
     `packed` contains the bits of the mask (None: all pairs are visible). The returned function takes the scores' sums
-    per key (heads, m) and per distance (heads, n + m). It returns the sums of squares (heads, 2) explained by b, and by
-    c in addition to b (NaN if `distances` is false).
+    per key (heads, m) and per distance (heads, n + m). It returns the sums of squares (heads, 2): the part explained by
+    b, and the part that c explains in addition (NaN if `distances` is false).
     """
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
@@ -147,7 +147,7 @@ class VisibleShares:
 def visible_shares(query_key: QueryKey) -> VisibleShares:
     """Compute the three shares of every head under any mask; NaN if the head `is_long` and its mask has gaps.
 
-    The normal equations depend on the mask alone and are factored once per mask; long heads use conjugate gradients.
+    The normal equations depend only on the mask and are factored once per mask; long heads use conjugate gradients.
     """
     shares = map_heads(_long_shares, query_key) if is_long(query_key) else _shares(query_key)
     key, distance = shares.clamp(0, 1).unbind(-1)  # rounding can leave a share outside [0, 1]
@@ -177,7 +177,10 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 
 
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if all are zero."""
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if all are zero.
+
+    For long heads, k is also NaN if `least_rank` cannot prove it.
+    """
 
     def rank(head: QueryKey) -> float:
         if not _long_sums(head)[0] > 0:
@@ -208,7 +211,7 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
-    """Return the shares of one long head explained by keys, and by distances in addition to keys."""
+    """Return the shares of one long head explained by keys, and by distances in addition; NaN if the mask has gaps."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
     fit = find_intervals((all_pairs if head.allowed is None else head.allowed).expand(1, 1, n, m)[0, 0])

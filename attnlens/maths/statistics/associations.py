@@ -1,4 +1,4 @@
-"""Rank correlations of measures with harm (the rise in the loss per head), tests, reliability; treatments in blocks."""
+"""Rank correlations of measures with harm (loss added by changing a head), tests, reliability; treatments in blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Blocks:
 
     values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
     kinds: Sequence[int] = ()
-    """Kind of each treatment. A pair is only compared with pairs of the same two kinds; if empty, there is one kind."""
+    """Kind of each treatment. The variance of a pair is moderated by pairs of the same two kinds. Empty: one kind."""
 
     @property
     def means(self) -> Float[Tensor, " treatments"]:
@@ -129,7 +129,8 @@ def rank_correlation(
     The interval's ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers). Few
     layers would give too narrow intervals. Therefore the distance of each end from the artanh ρ of all heads is
     multiplied by √(n/(n − 1)), for n heads or groups, and by the ratio of Student's t (n − 1 degrees of freedom) to the
-    normal quantile. NaN for fewer than four pairs, or if all x or all y are equal.
+    normal quantile. NaN for fewer than four pairs, or if all x or all y are equal; for a single group, only the ends
+    are NaN.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -180,7 +181,7 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
     p is (1 + #{t* ≥ t})/(1 + draws), where t = |ρ|√(n − 1) over the n heads with both values. Each permutation of the
     harms is used for all measures. `corrected` compares t with the largest t* of any measure (maxT, Westfall & Young
     1993, section 2.6), which bounds the probability of reporting any unassociated measure. Harms are ranked among all
-    heads. NaN for a measure that is constant or has fewer than four values.
+    heads that have one. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -229,7 +230,7 @@ def windows_interval(
     The interval is tanh(artanh ρ ± t·sd), with Student's t and the sd of artanh ρ* over bootstrap samples of windows or
     texts, widened by `Design.widening`. Each sample recomputes the harm. It also recomputes the measure, unless the
     measure has no axis of windows because it depends only on the weights. Samples in which a head lacks a value are
-    ignored. NaN if `design` has no degrees of freedom.
+    ignored. The ends are NaN if ρ is NaN, if `design` has no degrees of freedom, or if fewer than two samples remain.
     """
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)
@@ -256,7 +257,7 @@ def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> fl
 
     r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
     1910). A measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for
-    fewer than two windows or four heads.
+    fewer than two windows or four heads; 0 if r is undefined.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -138,7 +138,7 @@ class Design:
 
     @property
     def exchangeable(self) -> int:
-        """Number of exchangeable draws: the texts if texts were sampled, else the fewest windows of any text."""
+        """Number of exchangeable draws: the texts if texts were sampled, else the windows of the smallest stratum."""
         return self.units if self.clustered else min(Counter(self.strata).values(), default=0)
 
     @property
@@ -179,7 +179,7 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """Factor √(n/(n − 1)) of each window, by which bootstrap deviations are too small.
+        """Factor √(n/(n − 1)) for each window, by which bootstrap deviations must be multiplied.
 
         n is the number of texts if texts were sampled, else the number of windows in the window's stratum.
         """
@@ -191,7 +191,8 @@ class Design:
         """Return the variance of Σ times · residuals; each window counts `times` times (0 if it has no value).
 
         Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)² for strata t of n_t windows; over T texts t it is
-        T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals are those of a mean, divided by its denominator. NaN for one draw.
+        T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals are those of a mean, divided by its denominator. NaN for fewer than
+        two texts or, over windows, for fewer than two windows in all or exactly one in a stratum.
         """
         sums = (times * residuals) @ self.members.mT
         if self.clustered:
@@ -212,7 +213,7 @@ class Design:
         """Return the mean over tokens of every unit (row of `values`) in every sample, and its standard error.
 
         `values` are the windows' means, and `size` is each window's number of tokens. The standard error is √`variance`
-        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). It is computed by matrix products,
+        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). It is computed as matrix products,
         because the residuals of all draws, units and windows do not fit in memory.
         """
         drawn = times * size

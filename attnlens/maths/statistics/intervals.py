@@ -44,8 +44,8 @@ def gaussian_null(
 
     The factors of a random head are independent and Gaussian, with unit Frobenius norm: the caller must rescale
     measures that are proportional to ‖W_Q‖‖W_K‖. Each analyzer needs a `function` of a QueryKey, and `measures` with
-    `name`, `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count; a
-    measure with fewer than two values is left out.
+    `name`, `curve` and `has_null`; all analyzers get the same draws. Draws in which a measure is NaN do not count.
+    Curves, measures whose `has_null` is false, and measures with fewer than two values are left out.
     """
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
@@ -147,9 +147,9 @@ def paired_difference(
 
     The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
     resampled with both values of each window, and the quantiles of (θ* − θ)/se* turn the sample's error into an
-    interval. Student's t is used if a text has fewer than eight windows, or if fewer than eight texts were sampled. If
-    `weights` (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp
-    (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
+    interval. Student's t is used if the design has fewer than eight `exchangeable` draws. If `weights` (each window's
+    number of tokens) are given, means are over tokens. `of` is the identity (None), exp (perplexity) or log. Pairs with
+    a NaN do not count; all three numbers are NaN if no pair remains.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is sd/√n for windows of one text; `Design` describes the error for several texts. NaN if there is only one draw.
+    It is sd/√n for windows of one text; for several texts, see `Design.variance`. NaN if there is only one draw.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
