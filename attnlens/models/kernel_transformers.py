@@ -61,7 +61,7 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (Vaswani et al. 2017 alternate)."""
+    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (in Vaswani et al. 2017, alternating)."""
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]
@@ -195,7 +195,7 @@ def _projection(d_model: int) -> nn.Linear:
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids t of each token, which are about as large as its features after a layer norm."""
+    """Return the sinusoids of each token's position, about as large as the token's features after a layer norm."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 

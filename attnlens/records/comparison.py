@@ -37,10 +37,10 @@ class Check(Record):
     passed: bool
     value: Number | None = None  # Value that was compared; None if heads are compared individually
     median: Number | None = None  # Median over heads that are compared individually; else None
-    base: Number | None = None  # Median over these heads in the baseline; None without a baseline
+    base: Number | None = None  # Median over the compared heads in the baseline; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or no head alone breaks it
+    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or judges no single heads
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
@@ -203,7 +203,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the compared heads, with changes as measures (`change.tokens.entropy`) and their partners' measures."""
+    """Return the compared heads with their changes as measures (`change.tokens.entropy`) and their partners' measures."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

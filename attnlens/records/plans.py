@@ -152,22 +152,25 @@ class Plan(Record):
 
     @property
     def tokens(self) -> int:
-        """Length of a sequence in tokens."""
+        """Length of a sequence in tokens; 0 if unknown."""
         return self.settings.length or 0
 
     @property
     def text(self) -> str:
-        """Name of the evaluation text."""
+        """Name of the evaluation text; empty if unknown."""
         return self.settings.text.name if self.settings.text else ""
 
     @property
     def calibration(self) -> str:
-        """Name of the calibration text."""
+        """Name of the calibration text; empty if unknown."""
         return self.settings.calibration.name if self.settings.calibration else ""
 
     @property
     def within_budget(self) -> bool:
-        """True if the measured rise and the upper bound of the promised rise, if known, are within the budget."""
+        """True if the measured rise and, if a rise was promised, the promised rise's upper bound are within the budget.
+
+        False if the model diverged, or if the rise was not measured.
+        """
         if self.measured is None or self.measured.share > self.budget:
             return False
         if self.promised is not None:

@@ -254,7 +254,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if peft needs over SECONDS to match expressions; `re` has no time limit."""
+    """Inside the `with`, raise TimeoutError if an expression is too long or peft needs over SECONDS to match all."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
@@ -322,7 +322,7 @@ def _check_tensors(
             rank_axis = int(re.search(r"lora_(embedding_)?B", name) is not None)
             is_low_rank = ".lora_" in name and len(entry.shape) == len(shape) == 2
             if is_low_rank and entry.shape[1 - rank_axis] == shape[1 - rank_axis]:
-                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} contains other settings"
+                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} declares another rank"
                 remedy = f"Correct r or rank_pattern in {ADAPTER_CONFIG}, or get the adapter again."
             elif {size for _, size in differing} == {vocabulary}:
                 cause = "the adapter was trained with a resized vocabulary"

@@ -86,7 +86,7 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error, shortened (two lines if it ends with a colon), or else its type."""
+    """Return an error's first line of text (two if the first ends with a colon), shortened; its type without text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -226,7 +226,7 @@ def read_json(path: Path) -> Json:
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     """Return the sorted names of the weight files that an index lists.
 
-    Raises ModelError unless each is a file name, not a path, and ends in `suffix`.
+    Raises ModelError if there are none, or if a name is a path or does not end in `suffix`.
     """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -377,7 +377,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """Sentence on other copies of the weights in the folder, unless the user named the file that is read."""
+        """Sentence on other weights in the folder; empty without any, if the user named the file, or for remote weights."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -494,7 +494,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or different revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")

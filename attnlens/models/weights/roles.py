@@ -161,7 +161,7 @@ def read_layer(
         if not name.startswith(tuple(outside)) and (rest or name.startswith(own))
     }
     rows_by_role, norms = ({}, {}) if roles is None else (roles.rows, roles.gains)
-    used: dict[str, set[int]] = {}  # rows by name of the tensors that have a role; empty if all are used
+    used: dict[str, set[int]] = {}  # rows with a role, by tensor name; empty if all rows have the role
     for role, rows in rows_by_role.items():
         for kind in ("weight", "bias"):
             name = inside + (rows.name if kind == "weight" else _bias_of(rows.name))
