@@ -61,7 +61,7 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (in Vaswani et al. 2017, alternating)."""
+    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (Vaswani et al.: alternating)."""
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]

@@ -177,7 +177,7 @@ class HealingRate(Record):
     """One learning rate that the range test tried."""
 
     rate: Number  # Largest learning rate of AdamW
-    validation: Number | None  # Held-out distance; in `transfer`, Σ ‖new − old‖²/‖old‖² over sites; None: training diverged
+    validation: Number | None  # Held-out distance; in `transfer` Σ ‖new − old‖²/‖old‖² over sites; None if diverged
 
 
 class HealingTraining(Record):

@@ -282,7 +282,10 @@ class QueryKey:
         )
 
     def rows(self, rows: slice) -> QueryKey:
-        """Return the QueryKey of these queries and of the keys up to the last visible one (at least one), without values."""
+        """Return the QueryKey of these queries and of the keys up to the last one that they can see (at least one).
+
+        Values and inputs are left out.
+        """
         allowed, end = self.allowed, self.key.shape[-2]
         if allowed is not None:
             allowed = allowed[..., rows, :]

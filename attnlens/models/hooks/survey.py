@@ -285,7 +285,7 @@ def _part(call: Call, arguments: Mapping[str, object]) -> Part:
 
 @contextmanager
 def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the latest input, (batch, tokens, d_model), of each site's module inside the `with`; yield inputs by module."""
+    """Inside the `with`, record each site module's latest input, (batch, tokens, d_model); yield inputs by module."""
     latest: dict[nn.Module, Tensor] = {}
     by_module = {target.module: target for target in sites}
 

@@ -60,7 +60,7 @@ class Loaded:
     deferred: DeferredWeights | None = None
     """Reader of the weights, module by module, if the model has only shapes; None if the weights are in memory."""
     shapes: Loaded | None = None
-    """The same model with only shapes, for reading weights from files; None unless this model is spread over devices."""
+    """The same model with only shapes, to read weights from files; None unless this model is spread over devices."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -67,7 +67,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of a model's input: `seq2seq` is text for encoder and decoder, `pixels+text` both inputs of CLIP."""
+    """Return the kind of a model's input: `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's inputs."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"

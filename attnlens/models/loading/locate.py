@@ -377,7 +377,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """Sentence on other weights in the folder; empty without any, if the user named the file, or for remote weights."""
+        """Sentence on other weights in the folder; empty without any, for remote weights, or if a file was named."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}

@@ -164,7 +164,10 @@ class TensorFiles(ABC):
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some bytes of each tensor in local files, to detect changes; remote files have stamps that show them."""
+        """Return some bytes of each tensor in local files, to detect changed weights.
+
+        Remote files are left out, because their stamps change with their content.
+        """
         spans = self.spans(names)
         return b"".join(file.sample(start, size) for file, start, size in spans if isinstance(file, LocalFile))
 

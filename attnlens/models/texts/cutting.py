@@ -134,9 +134,9 @@ def batches(
 ) -> Batches:
     """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
 
-    A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws; its
-    decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no tokenizer,
-    and UsageError if there are too many tokens or files.
+    A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
+    its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no
+    tokenizer, and UsageError if there are too many tokens or files.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -276,7 +276,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
 
 
 def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
-    """Build batches of `size` sequences, or of one sequence if files are read or an input packs all images into one row."""
+    """Build batches of `size` sequences, or of one sequence if files are read or one row contains all images."""
     if feed.files or not PACKED.isdisjoint(feed.media.names):
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

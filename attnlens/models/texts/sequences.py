@@ -69,7 +69,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
-                raise TextError(problem, f"Name one of these splits, e.g. {DATASETS}{rows.name},split={next(iter(parts))}")
+                raise TextError(problem, f"Name a split that it has: {DATASETS}{rows.name},split={next(iter(parts))}")
             for number, row in enumerate(parts[split], 1):
                 if not isinstance(value := row.get(rows.column), str):
                     problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; its columns are "
@@ -107,7 +107,7 @@ class Row(NamedTuple):
     """One sequence of a text."""
 
     ids: Sequence[int]
-    types: Sequence[int] = ()  # for each token, the number of its text within a pair; empty if the sequence is not a pair
+    types: Sequence[int] = ()  # for each id, which text of a pair it belongs to; empty if the sequence is not a pair
     text: str = ""  # name of the text
 
 
@@ -319,7 +319,7 @@ NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains 
 
 
 def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
-    """Return a warning for each text whose share of unknown tokens is at least `least`; `shares` maps names to shares."""
+    """Return a warning for each text whose share of unknown tokens is at least `least`; `shares` is keyed by name."""
     return [
         f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
         "the text may be in a language or domain that the model does not cover."

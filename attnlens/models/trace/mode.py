@@ -44,8 +44,8 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
     """Fit scores = factor · ⟨query, key⟩ + bias, up to a term per query; return factor, visible pairs and bias.
 
     `zero` contains the scores if every product ⟨query, key⟩ is 0, and `scores` the scores if the products are `signs`,
-    (queries, keys). The factor's shape is (heads,). Raises UnreadableError if `zero` contains NaN, or if the factor is 0,
-    is not finite or differs within a head.
+    (queries, keys). The factor's shape is (heads,). Raises UnreadableError if `zero` contains NaN, or if the factor is
+    0, is not finite or differs within a head.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -97,7 +97,7 @@ Tokens = tuple[int, ...] | None  # shape of a module's first floating-point inpu
 
 @dataclass(frozen=True)
 class Lead:
-    """The axes of queries, keys and scores before the last two; heads have their own axis, or share one with the batch."""
+    """The leading axes of queries, keys and scores (all but two); heads have their own axis, or share the batch's."""
 
     shape: tuple[int, ...]  # sizes of the leading axes
     axis: int  # axis of the heads; 1 if a single axis merges batch and heads
@@ -115,7 +115,7 @@ class Lead:
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if all heads share the tensor."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if heads share the tensor."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -379,7 +379,7 @@ class _Tracer(TorchFunctionMode):
     def _answer_site(
         self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the result of `answer` for the innermost of `owners`, or `original()` if its attention is not replaced."""
+        """Return the result of `answer` for the innermost of `owners`, or `original()` to keep its attention."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()

@@ -103,7 +103,10 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless heads have one query per token of the first input, and one key per token of the last."""
+        """Raise UnreadableError unless each head has one query or key per token of its input.
+
+        `sequences` contains the input for queries and the input for keys.
+        """
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
@@ -143,7 +146,7 @@ class Probe:
 
     @property
     def least(self) -> int:
-        """Number of sequences in a small call that the module accepts: 1 or, if 1 fails, the number in the captured call."""
+        """Number of sequences in a small call that the module accepts: 1 or, if 1 fails, that of the captured call."""
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
@@ -410,9 +413,9 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar products, and keep the columns that are multiples of their row.
+    """Match each column to the row with the most similar products; keep the columns that are multiples of them.
 
-    Return None if the first column is not such a multiple.
+    Return None if the first column is not a multiple of its row's products.
     """
     values, down = multiplicand
     products = values @ rows.mT

@@ -351,11 +351,11 @@ def factors(
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
     `first` contains the sites' calls with a single token (position 0), and `window` their calls with as many positions
-    as the rotations must cover. Random inputs test whether the maps are affine. Norms inside the module are applied with
-    their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All computations
-    are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to read (None:
-    all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in `turns`.
-    `present` loads the weights of a model that is not in memory.
+    as the rotations must cover. Random inputs test whether the maps are affine. Norms inside the module are applied
+    with their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All
+    computations are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to
+    read (None: all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in
+    `turns`. `present` loads the weights of a model that is not in memory.
     """
     turns = Turns() if turns is None else turns
     kinds = [_kind(target) for target in window]
