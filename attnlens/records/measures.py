@@ -152,7 +152,7 @@ class Head(HeadId):
     curves: dict[str, list[Number]] = {}  # Values at each step, by qualified name
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a table row: layer, head, each measure's value and, if known, its .se, .z and .base, then the site."""
+        """Return a table row: layer, head, each measure with .se, .z and .base if known, part, key head and site."""
         row: dict[str, str | int | float | None] = {"layer": self.layer, "head": self.head}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label
@@ -208,7 +208,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """List of the sources that lack values; else the first skipped site if all heads were analysed; else empty."""
+        """Sources that lack values, as text; else, if all heads were analysed, the first skipped site; else empty."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()

@@ -46,7 +46,7 @@ third of the runs. With 2, it exceeds the budget in 5 % of the runs, and ranks a
 
 
 class Rise(Record):
-    """Relative rise in a loss: after / before − 1."""
+    """Relative rise in the loss or the perplexity: after / before − 1."""
 
     share: Number  # Rise as a share: 0.01 is 1 %
     ci95: Interval | None = None
@@ -88,7 +88,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks chosen so that the estimated rise in the loss is within the budget, or ranks taken from an earlier plan."""
+    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or from an earlier plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool

@@ -32,7 +32,10 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map modules outside the decoder to their innermost submodel's modality, if single; {} if all have the same."""
+    """Map modules outside the decoder to the modality that their innermost submodel reads.
+
+    Modules of submodels with several or unknown modalities are left out. Return {} if all modalities are equal.
+    """
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -237,7 +240,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert real and complex tensors, also in tuples, lists and dicts, to double precision; move them to `device`."""
+    """Convert real and complex tensors, also nested ones, to double precision, on `device` unless that is None."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -333,7 +336,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module), in execution order, of the modules in outermost module lists that run exactly once."""
+    """Return (path, module), in execution order, of each module that runs once and is in an outermost ModuleList."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):

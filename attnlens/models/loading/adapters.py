@@ -283,8 +283,10 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = f"{file.parent} changes {format_names(lacking)}, not found among this model's linear layers and"
-        raise ModelError(f"{problem} embeddings. The adapter was trained on a different base model.", say_base)
+        problem = (
+            f"The adapter in {file.parent} changes {format_names(lacking)}, not found among this model's linear layers"
+        )
+        raise ModelError(f"{problem} and embeddings. It was trained on a different base model.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules

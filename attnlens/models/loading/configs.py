@@ -210,7 +210,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the quantisation method and its settings; (None, {}) if unquantised. Raises ModelError if unsupported."""
+    """Return quantisation method and settings, (None, {}) for plain weights. Raises ModelError for other variants."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))

@@ -68,7 +68,10 @@ class Hub:
             raise ModelError(problem, remedy) from None
 
     def _find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache, or raise ModelError with the `reason` for not using the hub."""
+        """Return the model's folder in the local cache.
+
+        Raises ModelError if the model is not cached; the message gives the `reason` why the hub is not used.
+        """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -86,7 +89,10 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line of text (two if the first ends with a colon), shortened; its type without text."""
+    """Return the first non-empty line of an error's text, shortened; two lines if the first ends with a colon.
+
+    If the text is empty, return the error's type; for a KeyError, return type and key.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -194,8 +200,8 @@ Json = dict[str, Any]  # JSON object in a model's file, whose values are checked
 
 
 PLACEHOLDERS = {  # Beginning of a placeholder file → kind of the placeholder, and how to get the actual file
-    b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in that folder, or use `hf download`."),
-    b"/annex/objects": ("a git-annex pointer", "Run `git annex get` in that folder."),
+    b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in its folder, or use `hf download`."),
+    b"/annex/objects": ("a git-annex pointer", "Run `git annex get` in its folder."),
     **dict.fromkeys((b"<!doctype", b"<html", b"<?xml"), ("a web page", "Download it again with `hf download`.")),
 }
 

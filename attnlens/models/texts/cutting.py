@@ -172,7 +172,10 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files per modality (None: no files). Raises UsageError if over `most` or unequal."""
+    """Return the number of files of each modality, or None if there are no files.
+
+    Raises UsageError if modalities have different numbers of files, or more than `most`.
+    """
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} for {modality}" for modality, count in counts.items())

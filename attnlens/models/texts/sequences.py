@@ -170,7 +170,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: King James for `demo` and models derived from it, all for others."""
+    """Return the built-in texts for a model: only King James for `demo` and models derived from it, all for others."""
     names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
@@ -198,7 +198,7 @@ def thin_text(content: Content, *, spread: bool) -> Content:
 
 
 def _read_text(path: str, name: str) -> str:
-    """Read a file, or standard input (`-`). Raises TextError with `name` in its message if the content is not UTF-8."""
+    """Read a file, or standard input (`-`), as UTF-8. Raises TextError, which calls the text `name`, if that fails."""
     if path != "-":
         content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     else:
@@ -419,7 +419,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` exceeds it."""
+    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError for more than the limit."""
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:

@@ -379,7 +379,10 @@ class _Tracer(TorchFunctionMode):
     def _answer_site(
         self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the result of `answer` for the innermost of `owners`, or `original()` to keep its attention."""
+        """Return the result of `answer` for the innermost module of `owners`.
+
+        Return `original()` if there is no such module, if its attention is unreadable or not traced, or with `prove`.
+        """
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()

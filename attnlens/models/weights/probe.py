@@ -402,7 +402,7 @@ def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequenc
 
 
 def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """Assemble W of each head from matched columns; return a view if a single match contains all columns."""
+    """Assemble W of each head from matched columns; return a view if a single match without D contains all."""
     _, whole, down = pieces[0]
     if len(pieces) > 1 or down is not None:
         whole = whole.new_empty(shape.numel(), (whole if down is None else down).shape[1])
@@ -444,7 +444,7 @@ def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " col
 
 
 def take_coordinates(factor: Tensor, chosen: Int[Tensor, " some"]) -> Tensor:
-    """Return the `chosen` coordinates of each head, as a view without a copy if they are consecutive."""
+    """Return the `chosen` coordinates of each head, as a view if they are consecutive, else as a copy."""
     first, count = int(chosen[0]), len(chosen)
     if torch.equal(chosen, torch.arange(first, first + count, device=chosen.device)):
         return factor[..., first : first + count]

@@ -116,7 +116,10 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K; None if logits are not bilinear in x."""
+        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K.
+
+        None in cross-attention, or if logits are not bilinear in x.
+        """
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -186,7 +189,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (None: none) describes how a repeated token's queries and keys change with position."""
+    """Return True if `rotation` (None: no rotation) describes how a repeated token's vectors change with position."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))

@@ -149,7 +149,7 @@ def read_layer(
 
     `factors` is the site's Factors, which contain its rotation, or any other object if they could not be read. `others`
     contains the module paths of the block's other attention sites and of their norms, whose tensors are left out. If
-    `rest` is False, only the tensors of the site's own module, and those of its `norm`, are returned.
+    `rest` is False, only the tensors of the site's own module and of the norm at the path `norm` are returned.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(norm_offsets(block))
