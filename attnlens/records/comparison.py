@@ -40,7 +40,7 @@ class Check(Record):
     base: Number | None = None  # Median over the compared heads in the baseline; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or judges no single heads
+    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or tests no single heads
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 

@@ -183,7 +183,10 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently use `answer`, registered as `name`, for a model's attention. Raises ModelError if unsupported."""
+    """Permanently compute a model's attention with `answer`, registered as `name`.
+
+    Raises ModelError if no part of the model uses transformers' attention interface.
+    """
     if not _choose(model, _implementations(model), *_register(name, answer)):
         raise out_of_reach(model)
 

@@ -167,7 +167,10 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model over all devices, and again with only shapes. Raises ModelError if not in plain safetensors."""
+    """Load the model over all devices, and again with only shapes.
+
+    Raises ModelError unless the weights are unquantised safetensors.
+    """
     if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
         raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")

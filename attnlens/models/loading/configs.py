@@ -67,7 +67,10 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of a model's input: `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's inputs."""
+    """Return the kind of a model's input.
+
+    `seq2seq` means text for encoder and decoder, and `pixels+text` means images and texts (CLIP).
+    """
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -210,7 +213,10 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return quantisation method and settings, (None, {}) for plain weights. Raises ModelError for other variants."""
+    """Return the quantisation method and its settings, or (None, {}) for plain weights.
+
+    Raises ModelError for a variant of the method that is not supported.
+    """
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))

@@ -250,7 +250,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return the scaling as transformers' rope_parameters; {} if there is none. Raises ModelError if unknown."""
+        """Return the scaling as transformers' rope_parameters, or {}. Raises ModelError if it is not supported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)

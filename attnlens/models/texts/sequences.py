@@ -69,7 +69,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
-                raise TextError(problem, f"Name a split that it has: {DATASETS}{rows.name},split={next(iter(parts))}")
+                raise TextError(problem, f"Name one of its splits: {DATASETS}{rows.name},split={next(iter(parts))}")
             for number, row in enumerate(parts[split], 1):
                 if not isinstance(value := row.get(rows.column), str):
                     problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; its columns are "
@@ -419,7 +419,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError for more than the limit."""
+    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` is too large."""
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:
