@@ -61,7 +61,10 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d_model}) of places t for p < d_model/2, then cosines (Vaswani et al. 2017 alternate)."""
+    """Return sin(t/10000^{2p/d_model}) for places t and p < d_model/2, followed by the cosines of the same angles.
+
+    Vaswani et al. 2017 alternate sines and cosines.
+    """
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]
@@ -195,13 +198,13 @@ def _projection(d_model: int) -> nn.Linear:
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids t of each token, which are about as large as its features after a layer norm."""
+    """Return the sinusoids of each token's position, about as large as the token's features after a layer norm."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
 
 class Layer(nn.Module):
-    """Pre-norm layer: x + attention(LN(x)), cross-attention to a memory if `crosses`, and x + MLP(LN(x)) with GELU."""
+    """Pre-norm layer: attention, cross-attention to a memory if `crosses`, and MLP with GELU, each as x + f(LN(x))."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool
@@ -346,7 +349,7 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
     @property
     def attention_form(self) -> AttentionForm:
-        """The model's attention form. Raises ModelError if the fields in `form` are not those of an AttentionForm."""
+        """The model's attention form. Raises ModelError if `form` has unknown fields or invalid values."""
         try:
             return TypeAdapter(AttentionForm).validate_json(json.dumps(self.form), strict=True, extra="forbid")
         except ValidationError as error:

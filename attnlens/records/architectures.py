@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-TABLE = Path(__file__).with_name("architectures.csv")  # Its first line names the version of transformers
+TABLE = Path(__file__).with_name("architectures.csv")  # Its first line names the versions of the libraries
 
 
 class Architecture(NamedTuple):

@@ -37,10 +37,10 @@ class Check(Record):
     passed: bool
     value: Number | None = None  # Value that was compared; None if heads are compared individually
     median: Number | None = None  # Median over heads that are compared individually; else None
-    base: Number | None = None  # Median over these heads in the baseline; None without a baseline
+    base: Number | None = None  # Median over the compared heads in the baseline; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or no head alone breaks it
+    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or tests no single heads
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
@@ -143,7 +143,7 @@ class Shift(Record):
 
 
 class ConfigChange(Record):
-    """A configuration field that affects attention and differs between the models."""
+    """A configuration field that affects attention or hidden states, and differs between the models."""
 
     field: str  # Dotted name: `rope_parameters.rope_theta`
     first: str | None  # Value in the first model, as JSON; None if the field is missing
@@ -151,7 +151,7 @@ class ConfigChange(Record):
 
 
 class TensorChanges(Record):
-    """Names of the tensors that differ between both models or are missing in one."""
+    """Names of the tensors that differ between the models or are missing in one of them."""
 
     total: Count  # Number of tensors that both models have
     differ: list[str] = []  # Tensors with different values
@@ -203,7 +203,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the compared heads, with changes as measures (`change.tokens.entropy`) and their partners' measures."""
+    """Return the compared heads, with the changes (`change.tokens.entropy`) and their partners' values as measures."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

@@ -67,10 +67,10 @@ def read_record(
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
-    """Read a record of class `kind` from an untrusted JSON file; `convert` upgrades a file of version 1.
+    """Read a record of class `kind` from an untrusted JSON file; `convert`, if given, upgrades a file of version 1.
 
-    Raise UsageError with `remedy` if the file is missing or invalid; its message describes an invalid file as
-    `mismatch` (`not a plan`).
+    Raise UsageError if the file is missing or invalid, with `remedy` unless the file has an unsupported version. The
+    message describes an invalid file as `mismatch` (`not a plan`).
     """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
@@ -152,7 +152,7 @@ class Head(HeadId):
     curves: dict[str, list[Number]] = {}  # Values at each step, by qualified name
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a table row: layer, head, each measure's value and, if known, its .se, .z and .base, then the site."""
+        """Return a table row: layer, head, each measure with .se, .z and .base if known, part, key head and site."""
         row: dict[str, str | int | float | None] = {"layer": self.layer, "head": self.head}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label
@@ -202,13 +202,13 @@ class Coverage(Record):
         if self.complete:
             return f"COMPLETE: {count}"
         lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # missing sources come first
-        reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
+        reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach all heads"]
         others = f" (and {format_count(len(reasons) - 1, 'more reason')})" if len(reasons) > 1 else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
 
     @property
     def _lacking(self) -> str:
-        """Text that lists the sources without values in analysed heads; if there are none, the first skipped site."""
+        """Sources that lack values, as text; else, if all heads were analysed, the first skipped site; else empty."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -227,7 +227,7 @@ class Pick(Record):
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query / best margin, 1/‖W_mm‖ for the SVM W_mm; ≥ 1 if the head is the SVM
+    margin: Number  # Smallest margin of the query / best margin 1/‖W_mm‖ of the SVM W_mm; ≥ 1 if the head is the SVM
 
 
 class Sentence(Record):
@@ -244,7 +244,7 @@ class Selection(HeadId):
     space: Space  # Space in which the problem is posed: the module's inputs, or queries and keys
     picks: list[Pick]
     best: Number  # 1/‖W_mm‖_F of the SVM W_mm: the largest minimum margin of any form of unit norm
-    null_margins: list[list[Number]] = []  # Margins of each random head / its best possible margin, ascending
+    null_margins: list[list[Number]] = []  # Margins of each random head / the head's best possible margin, ascending
     sentences: list[Sentence] = []
 
 
@@ -253,9 +253,9 @@ class AttentionRows(HeadId):
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     keys: list[list[Count]]  # For each query, the positions of the keys with the largest weights, largest first
-    weights: list[list[Number]]  # For each query, the weights of these keys
+    weights: list[list[Number]]  # For each query, the weights of the keys in `keys`
     rest: list[Number]  # For each query, the sum of all other weights
-    sentence: Sentence | None = None  # The tokens; None if the model reads no text, or if rows are not tokens
+    sentence: Sentence | None = None  # The tokens; None if the model reads no text, or queries or keys are not tokens
 
     @model_validator(mode="after")
     def _check_sizes(self) -> AttentionRows:

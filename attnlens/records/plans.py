@@ -46,7 +46,7 @@ third of the runs. With 2, it exceeds the budget in 5 % of the runs, and ranks a
 
 
 class Rise(Record):
-    """Relative rise in a loss: after / before − 1."""
+    """Relative rise in the loss or the perplexity: after / before − 1."""
 
     share: Number  # Rise as a share: 0.01 is 1 %
     ci95: Interval | None = None
@@ -88,7 +88,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks chosen so that the estimated rise in the loss is within the budget, or ranks taken from an earlier plan."""
+    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or from an earlier plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool
@@ -152,22 +152,25 @@ class Plan(Record):
 
     @property
     def tokens(self) -> int:
-        """Length of a sequence in tokens."""
+        """Length of a sequence in tokens; 0 if unknown."""
         return self.settings.length or 0
 
     @property
     def text(self) -> str:
-        """Name of the evaluation text."""
+        """Name of the evaluation text; empty if unknown."""
         return self.settings.text.name if self.settings.text else ""
 
     @property
     def calibration(self) -> str:
-        """Name of the calibration text."""
+        """Name of the calibration text; empty if unknown."""
         return self.settings.calibration.name if self.settings.calibration else ""
 
     @property
     def within_budget(self) -> bool:
-        """True if the measured rise and the upper bound of the promised rise, if known, are within the budget."""
+        """True if the measured rise and, if a rise was promised, the promised rise's upper bound are within the budget.
+
+        False if the model diverged, or if the rise was not measured.
+        """
         if self.measured is None or self.measured.share > self.budget:
             return False
         if self.promised is not None:

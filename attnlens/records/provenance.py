@@ -40,7 +40,7 @@ class Conventions(Record):
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
     """How positions enter the scores. absolute: through the inputs, if at all; rotary: a rotation; bias: an added bias;
     content–position: products of contents and positions; unknown: the weights of a site can't be read."""
-    qk_norm: bool  # True if queries and keys are normalised per token; weights.* leave out the token's factor
+    qk_norm: bool  # True if queries and keys are normalised per token; weights.* omit each token's factor
     bias: Literal["excluded", "none"]  # excluded: biases exist; weights.* omit them, tokens.* include them
     scale: Literal["included"] = "included"  # weights.* include the scale as the model applies it
     notes: list[str] = []  # Facts that readers of the measures must know, one sentence each
@@ -128,7 +128,7 @@ class Settings(Record):
     text: Text | None = None  # The text, if any; several texts are described as one
     texts: list[Text] = []  # The texts one by one
     placement: Placement | None = None  # Position of the windows (or lines) in each text; None without a text
-    intervals: Intervals | None = None  # Population of standard errors and intervals; None without a text
+    intervals: Intervals | None = None  # Population to which errors and intervals refer; None without a text
     noise: Text | None = None  # Random pixels or sound, if the model reads no text
     calibration: Text | None = None  # Text used to fit parameters or train weights, never for evaluation
     calibrations: list[Text] = []  # The calibration texts one by one
@@ -159,7 +159,7 @@ class Settings(Record):
 
     @property
     def input_summary(self) -> str:
-        """Description of the input: number and length of the sequences, and the texts that they come from."""
+        """Description of the input: number and length of the sequences, and their texts; empty without input."""
         count = self.windows or 0
         if self.text is None:
             if self.noise is None:

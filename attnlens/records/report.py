@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Windows:
     """Values of every head (`inspect`), or of every stage of each kernel (`swap-kernel`), on every window."""
 
-    windows: Sequence[tuple[str, int]]  # Name of each window's text, and number of the window in this text
-    units: Sequence[Mapping[str, str | int]]  # Columns that name each head or stage: layer, head or kernel, stage
+    windows: Sequence[tuple[str, int]]  # Name of each window's text, and the window's index in this text, from 0
+    units: Sequence[Mapping[str, str | int]]  # Columns that name each head (layer, head) or stage (kernel, stage)
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
     def __eq__(self, other: object) -> bool:
@@ -111,7 +111,7 @@ class Summary(Record):
     median_errors: dict[str, Number] = {}  # Standard errors of the medians: bootstrap over windows (or texts)
     median_nulls: dict[str, Null] = {}  # Median expected by chance for the same number of heads
     layers: list[dict[str, Number]] = []  # Medians over the heads of each layer, in the order of `layer_numbers`
-    layer_errors: list[dict[str, Number]] = []  # Standard errors of these medians
+    layer_errors: list[dict[str, Number]] = []  # Standard errors of the medians in `layers`
     layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
     layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
@@ -132,10 +132,10 @@ class SiteCheck(Record):
     heads: Count
     route: str  # How the site's weights were read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention weights P from the captured queries and keys
-    weights_error: Number | None  # The same error if queries and keys are computed from weights and inputs
+    weights_error: Number | None  # The same error of weights P from queries and keys computed from weights and inputs
     reason: str | None = None  # Reason why an error is missing
     rounding: Number | None = None
-    """Error of the model's own attention weights because the model rounds large scores; None if no error needs this
+    """Error of the model's own attention weights that rounding of large scores causes; None if no error needs this
     explanation."""
     passed: bool  # True if no error exceeds the tolerance, or the model's own rounding explains it
     verdict: Verdict | None = None
@@ -162,7 +162,7 @@ class MaskCheck(Record):
     mask: str
     verdict: Literal["agrees", "differs", "not checked"]
     error: Number | None = None
-    """Relative error of the outputs against a float64 pass over each sequence alone, without padding or cache."""
+    """Relative error of the outputs against a float64 pass over each sequence by itself, without padding or cache."""
     error_judged: bool = True  # False if `error` is not judged, because the tokens' positions also change the outputs
     faults: list[Sight] = []  # The fault with the largest change at each site, in the order of the layers
     count: Count = 0  # Number of faults: pairs of output and token that are wrong
@@ -178,7 +178,7 @@ class SiteError(Record):
 
 
 class BackendCheck(Record):
-    """Comparison of one attention backend with the same model in float64 (`doctor`)."""
+    """Comparison of the model under one attention backend with the model in float64 (`doctor`)."""
 
     backend: str
     verdict: Literal["agrees", "rounds", "differs", "not run"]
@@ -271,7 +271,7 @@ class Report(Record):
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:
-        """Attach the values of every window to this report, and return it."""
+        """Attach the values of every window to this report, and return the report."""
         self._windows = windows
         return self
 

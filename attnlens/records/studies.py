@@ -33,7 +33,7 @@ class Curve(Record):
 
 
 class Trajectory(Record):
-    """A measure of one head against the steps of its experiment."""
+    """Values of one head's measure at the steps of its experiment."""
 
     layer: Count
     head: Count
@@ -59,12 +59,12 @@ class Experiment(Record):
     tolerance: dict[str, Number] | None = None  # Largest difference from the reference value, by figure
     bounds: dict[str, Bound] = {}  # Figures whose reference is a lower or upper bound; others must be within tolerance
     passed: bool | None = None  # True if all tested figures agree with their reference; None if none was tested
-    axis: str = "iteration"  # Unit of the steps of its curves
+    axis: str = "iteration"  # Unit of the curves' steps
     curves: dict[str, Curve] = {}
     trajectories: list[Trajectory] = []  # One per head and measure, if the steps are training checkpoints
 
     def meets(self, figure: str) -> bool | None:
-        """Return True if a figure agrees with its reference value, False if not; None if it is not tested.
+        """Return True if a figure agrees with its reference value, False if it differs or is missing; None if untested.
 
         A figure is not tested if it has no reference value, or if it lies within a tolerance that is too wide (WIDEST)
         to show agreement.
@@ -174,7 +174,7 @@ class StudyPair(Record):
     second: str  # Name of the second row
     difference: Number  # Mean measure of the first cell − that of the second
     p: Number | None  # Two-sided p of the hypothesis of no difference; None if runs have no spread
-    p_holm: Number | None  # p corrected for all pairs of the table (Holm); None if p is
+    p_holm: Number | None  # p corrected for all pairs of the table (Holm); None if p is None
     agrees: bool | None = None  # True if the paper ranks the cells alike; None if its numbers are missing or equal
 
 
@@ -184,8 +184,8 @@ class StudyOrdering(Record):
     task: str
     measure: str
     tau: Number  # Kendall's τ_a of the measured means and the published numbers, each ranked from best to worst
-    low: Number  # Lower 95 % bound of τ: all undecided pairs contradict the paper
-    high: Number  # Upper 95 % bound of τ: all undecided pairs confirm the paper
+    low: Number  # Lower 95 % bound: τ if all undecided pairs contradict the paper
+    high: Number  # Upper 95 % bound: τ if all undecided pairs confirm the paper
     agree: Count  # Number of pairs with a significant difference (Holm, 5 %) of the same sign as in the paper
     disagree: Count  # Number of pairs with a significant difference of the opposite sign
     undecided: Count  # Number of pairs without a significant difference

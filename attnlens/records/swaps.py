@@ -107,9 +107,9 @@ class TextCosine(Record):
 
 
 class PredictionChange(Record):
-    """Statistics of the change in predictions that llama.cpp's perplexity tool prints for quantised models.
+    """Statistics of the change in predictions, as printed by llama.cpp's perplexity tool for quantised models.
 
-    Standard errors are over windows, or over texts if there are at least five; None if only one was read.
+    Standard errors are over windows, or over texts if there are at least five; None if only one window was read.
     """
 
     tokens: Count  # Number of predictions compared
@@ -137,7 +137,7 @@ class Outcome(Record):
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
     predictions: PredictionChange | None = None  # Distribution of this KL; None if nothing is predicted
-    top1_agreement: Number | None = None  # Share of predictions with the same likeliest token in both models
+    top1_agreement: Number | None = None  # Share of predictions with the same likeliest token or class in both models
     hidden_cosine: Number | None = None  # Cosine of both models' last hidden states, mean over tokens
     hidden_cosine_ci95: Interval | None = None
     hidden_cosine_by_text: list[TextCosine] = []
@@ -177,13 +177,13 @@ class HealingRate(Record):
     """One learning rate that the range test tried."""
 
     rate: Number  # Largest learning rate of AdamW
-    validation: Number | None  # Held-out distance; for `transfer`, Σ ‖new − old‖²/‖old‖² over sites; None: it diverged
+    validation: Number | None  # Held-out distance; in `transfer` Σ ‖new − old‖²/‖old‖² over sites; None if diverged
 
 
 class HealingTraining(Record):
     """One training stage of `heal`."""
 
-    stage: HealingStage  # transfer: trained on outputs of each site; whole: on predictions of the model, or the text
+    stage: HealingStage  # transfer: trained on outputs of each site; whole: on the model's predictions or the text
     steps: int
     tokens: int  # Number of tokens trained on, without the range test, which takes up to eight steps at each rate
     seconds: Number  # Duration of the steps, without range test and checks
@@ -251,7 +251,7 @@ class Effect(Record):
     layer: int
     head: int | None = None  # Query head; None for the whole layer
     part: Part
-    delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged
+    delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None: model diverged
     ci95: Interval | None = None
     p_value: Number | None = None  # Two-sided p of no change, by studentised bootstrap; None for a distance
     significant: bool = False  # True if significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)

@@ -33,7 +33,7 @@ class Call:
     module: nn.Module | None = None  # The attention module; None outside a model
     traced: bool = False  # True if attention was traced in the module's own code
     places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token; None if the model omits it
-    selected: tuple[int, ...] | None = None  # Number of each selected query head's key head; None: all, h // group
+    selected: tuple[int, ...] | None = None  # Numbers of the selected query heads' key heads; None: all are selected
     relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
 
     @property
@@ -160,7 +160,7 @@ class Rotation:
 
     pairs: Int[Tensor, "pairs 2"]  # Coordinates that are rotated together
     angles: Float[Tensor, "positions pairs"]  # Angles φ of the pairs in radians, in float64
-    size: int  # head_dim
+    size: int  # Number of coordinates, head_dim
     by_distance: bool = True  # True if R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j
 
     @property
@@ -282,7 +282,10 @@ class QueryKey:
         )
 
     def rows(self, rows: slice) -> QueryKey:
-        """Return the QueryKey of these queries, with the keys up to the last one that they can see (at least one)."""
+        """Return the QueryKey of these queries and of the keys up to the last one that they can see (at least one).
+
+        Values and inputs are left out.
+        """
         allowed, end = self.allowed, self.key.shape[-2]
         if allowed is not None:
             allowed = allowed[..., rows, :]

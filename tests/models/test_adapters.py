@@ -267,7 +267,7 @@ FAULTS = {
     "endless rank": (config(r=10**12), "instead of 1000000000000 × 32"),
     "rank of none": (config(r=0), "the value passed is 0"),
     "α of text": (config(lora_alpha="16"), "lora_alpha = '16'"),
-    "rank pattern": (config(rank_pattern={"q_proj": 5}), "its rank is 2", "other settings", "r or rank_pattern"),
+    "rank pattern": (config(rank_pattern={"q_proj": 5}), "its rank is 2", "declares another rank", "r or rank_pattern"),
     "other rank": (config(r=4), "2 × 32 instead of 4 × 32", "its rank is 2", "Correct r or rank_pattern"),
     "fewer targets": (config(layers_to_transform=[1]), "layers.0.self_attn.q_proj", "disagree"),
     "more targets": (config(target_modules=["q_proj", "v_proj"]), "v_proj", "disagree"),

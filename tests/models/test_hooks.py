@@ -143,7 +143,7 @@ def test_a_module_without_a_softmax_is_distinguished_from_one_that_does_not_run(
     assert hooks.run_survey(model, inputs).missed == {"bert.idle": None}
     model.bert.embeddings.by_hand = HandWrittenAttention()
     model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
-    reason = "it has no softmax over query–key products that weights the values"
+    reason = "it does not multiply values by a softmax of query–key products"
     assert hooks.run_survey(model, inputs).missed == {"bert.embeddings.by_hand": reason, "bert.idle": None}
 
 

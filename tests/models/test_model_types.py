@@ -40,7 +40,7 @@ FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model
 """Types with modules that call torch's fused attention, whose softmax nobody sees."""
 WEIGHTS = ("none", "some", "all")
 REFUSED = {
-    "mra": "has its own attention code, without a softmax",
+    "mra": "has its own attention code, which does not multiply",
     "longformer": "its softmax has the axes",
     "mamba": "has no softmax attention",
     "patchtst": "cannot generate past_values",
@@ -49,7 +49,7 @@ REFUSED = {
     "inkling2_text": "has a separate sink for every query",
 }
 REFUSED_SWEEP = {
-    **dict.fromkeys(("yoso", "rwkv"), "has its own attention code, without a softmax"),
+    **dict.fromkeys(("yoso", "rwkv"), "has its own attention code, which does not multiply"),
     "mimi_decoder": "cannot generate latents",
     "sam2_video": "cannot generate inference_session",
     "gemma4_audio": "cannot generate input_features",

@@ -96,7 +96,7 @@ def out_of_reach(
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", remedy)
     if ran is not None and not any(map(is_attention, ran)):
         return ModelError(f"{name} does not run attention on this input.", "Give an input that reaches its attention.")
-    problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
+    problem = f"{name} has its own attention code, which does not multiply values by a softmax of query–key products."
     return ModelError(problem, remedy)
 
 
@@ -183,13 +183,16 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently compute a model's attention with `answer`, registered as `name`. Raises ModelError if impossible."""
+    """Permanently compute a model's attention with `answer`, registered as `name`.
+
+    Raises ModelError if no part of the model uses transformers' attention interface.
+    """
     if not _choose(model, _implementations(model), *_register(name, answer)):
         raise out_of_reach(model)
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers; return two names of it, to replace SDPA and to replace eager attention."""
+    """Register `answer` with transformers under two names, for replacing SDPA and eager attention; return the names."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
@@ -210,7 +213,7 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CallCounter:
-    """Numbers of calls of each attention module while attention is watched or replaced."""
+    """Number of calls of each attention module while attention is watched or replaced."""
 
     calls: Counter[str] = field(default_factory=Counter)  # by the module's path
 

@@ -32,7 +32,10 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module outside the decoder to the modality of its innermost submodel; {} if all have one modality."""
+    """Map modules outside the decoder to the modality that their innermost submodel reads.
+
+    Modules of submodels with several or unknown modalities are left out. Return {} if all modalities are equal.
+    """
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -50,7 +53,7 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """Parameters by which transformers' cross-attention modules receive the sequence from which keys are computed."""
 
-UNTRACED = "it has no softmax over query–key products that weights the values"
+UNTRACED = "it does not multiply values by a softmax of query–key products"
 """Reason reported if a module whose class name contains "Attention" runs but is not a site."""
 
 
@@ -237,7 +240,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert real and complex tensors, also in tuples, lists and dicts, to double precision on `device`."""
+    """Convert real and complex tensors, also nested ones, to double precision, on `device` unless that is None."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -285,7 +288,7 @@ def _part(call: Call, arguments: Mapping[str, object]) -> Part:
 
 @contextmanager
 def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the latest input, (batch, tokens, d_model), of each site's module inside the `with`; yield the dict."""
+    """Inside the `with`, record each site module's latest input, (batch, tokens, d_model); yield inputs by module."""
     latest: dict[nn.Module, Tensor] = {}
     by_module = {target.module: target for target in sites}
 
@@ -298,7 +301,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 
 
 def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """Return a call of cross-attention with all keys hidden from padded queries, or of self-attention unchanged."""
+    """Return the call; if it is cross-attention, all keys are hidden from padded queries."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
         return call
@@ -333,7 +336,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module), in execution order, of each module in an outermost module list, if it runs just once."""
+    """Return (path, module), in execution order, of each module that runs once and is in an outermost ModuleList."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -366,7 +369,7 @@ def place_of(site: Site, blocks: Sequence[tuple[str, nn.Module]]) -> int | None:
 
 @contextmanager
 def replay_outputs(blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object]) -> Iterator[None]:
-    """Context manager: `blocks` return the outputs recorded under their paths without running."""
+    """Inside the `with`, make `blocks` return the outputs recorded under their paths instead of running."""
     for path, block in blocks:
         block.forward = lambda *_args, _output=outputs[path], **_kwargs: _output
     try:
@@ -509,7 +512,7 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Disable joint computation of experts and GPT-2's forced float32 attention: neither can compute in float64."""
+    """Disable joint computation of experts and GPT-2's forced float32 attention: neither supports float64."""
     for module in model.modules():
         # private: transformers has no public test for such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():

@@ -60,7 +60,7 @@ class Loaded:
     deferred: DeferredWeights | None = None
     """Reader of the weights, module by module, if the model has only shapes; None if the weights are in memory."""
     shapes: Loaded | None = None
-    """The same model with only shapes, used to read weights from files if this model is spread over devices."""
+    """The same model with only shapes, to read weights from files; None unless this model is spread over devices."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,7 +167,10 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model over all devices, and again as shapes alone. Raises ModelError unless it has plain safetensors."""
+    """Load the model over all devices, and again with only shapes.
+
+    Raises ModelError unless the weights are unquantised safetensors.
+    """
     if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
         raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")

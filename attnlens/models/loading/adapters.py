@@ -254,7 +254,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if peft needs over SECONDS to match expressions; `re` has no time limit."""
+    """Inside the `with`, raise TimeoutError if an expression is too long or peft needs over SECONDS to match all."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
@@ -283,8 +283,10 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = f"{file.parent} changes {format_names(lacking)}, not found among this model's linear layers and"
-        raise ModelError(f"{problem} embeddings. The adapter was trained on a different base model.", say_base)
+        problem = (
+            f"The adapter in {file.parent} changes {format_names(lacking)}, not found among this model's linear layers"
+        )
+        raise ModelError(f"{problem} and embeddings. It was trained on a different base model.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules
@@ -322,7 +324,7 @@ def _check_tensors(
             rank_axis = int(re.search(r"lora_(embedding_)?B", name) is not None)
             is_low_rank = ".lora_" in name and len(entry.shape) == len(shape) == 2
             if is_low_rank and entry.shape[1 - rank_axis] == shape[1 - rank_axis]:
-                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} contains other settings"
+                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} declares another rank"
                 remedy = f"Correct r or rank_pattern in {ADAPTER_CONFIG}, or get the adapter again."
             elif {size for _, size in differing} == {vocabulary}:
                 cause = "the adapter was trained with a resized vocabulary"

@@ -201,7 +201,7 @@ def silence_logging(*names: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(place: Location | None = None) -> Iterator[None]:
-    """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF once only.
+    """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF only once.
 
     Code from the hub is blocked by a patch, because no setting blocks it: if the package `kernels` is installed, RWKV,
     YOSO and MRA call transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS

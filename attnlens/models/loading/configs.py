@@ -67,7 +67,10 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of a model's input: `seq2seq` is text for encoder and decoder, `pixels+text` a pair for CLIP."""
+    """Return the kind of a model's input.
+
+    `seq2seq` means text for encoder and decoder, and `pixels+text` means images and texts (CLIP).
+    """
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -129,7 +132,7 @@ SIZES = {  # Names of widths, layer counts and head counts in the configs of tra
     *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
 }
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
-"""Pattern of the names of counts; config classes build lists or maps of this length before they check the count."""
+"""Pattern of the names of counts; config classes build lists or maps of that many entries before they check it."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
 """Number of layers that is always allowed, since layers can share tensors (ALBERT); maximum number of labels."""
 CHOICES = {  # Settings that choose the code that computes a model, or the file from which its weights are read
@@ -151,7 +154,7 @@ READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quant
 """Fields that describe quantised weights of the whole model or its language model; other parts are not decoded."""
 LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
-DTYPES = ("dtype", "torch_dtype")  # Names of the weights' type
+DTYPES = ("dtype", "torch_dtype")  # Names of the field that gives the weights' type
 OTHER_ROPES = ("default", "axial", "main", "mrope", "xdrope", "su")
 """Rotation types that transformers supports, but does not list in its table of functions. `su` is longrope's old name,
 which transformers replaces only in part."""
@@ -202,15 +205,18 @@ def check_config(place: Location) -> None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
                 problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
-                supported = f"supported quantised formats are GGUF, {', '.join(DECODED)}"
+                supported = f"supported are GGUF and, for the whole or the language model, {', '.join(DECODED)}"
                 raise ModelError(f"{problem} {shorten_text(str(method))}; {supported}.", SAY_UNQUANTISED)
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not place.trusts_code:
         problem = f"{place.id} contains Python code, which would run on this machine."
-        raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
+        raise ModelError(problem, "Read the code in the model's folder; if you trust it, add --trust-remote-code.")
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the quantisation method and its settings, or (None, {}). Raises ModelError for an unsupported variant."""
+    """Return the quantisation method and its settings, or (None, {}) for plain weights.
+
+    Raises ModelError for a variant of the method that is not supported.
+    """
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
     method = str(_method(settings))

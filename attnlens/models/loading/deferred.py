@@ -38,7 +38,7 @@ class DeferredWeights:
 
     model: PreTrainedModel  # The model, whose tensors have only shapes
     files: TensorFiles  # Files from which the weights are read
-    rounded_to: torch.dtype | None  # Type to which weights are rounded when read; None: the stored type
+    rounded_to: torch.dtype | None  # Type to which weights are rounded when read; None: not rounded
     bytes_read: int = 0  # Number of bytes read so far
     nonfinite: list[str] = field(default_factory=list)  # Names of parameters with NaN or Inf among those read so far
 

@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file. Raises ModelError if the file is not GGUF or is damaged."""
+    """Read the header of a GGUF file. Raises ModelError if the file is not a valid and complete GGUF model."""
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
     from transformers.integrations.gguf.reader import TensorInfo, _mapped, _read_metadata, _read_tensor_table
 
@@ -130,7 +130,7 @@ GATING = {"gpt-oss": 3, "minimax-m2": 2}
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
+"""Architecture → layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
 ATTENTION_NAMES = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
 """Pattern in the names of fields and tensors that change attention or its inputs."""
 
@@ -250,7 +250,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return the scaling as transformers' rope_parameters; {} without scaling. Raises ModelError if unsupported."""
+        """Return the scaling as transformers' rope_parameters, or {}. Raises ModelError if it is not supported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)

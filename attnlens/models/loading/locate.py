@@ -68,7 +68,10 @@ class Hub:
             raise ModelError(problem, remedy) from None
 
     def _find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache, or raise ModelError with the `reason` for not using the hub."""
+        """Return the model's folder in the local cache.
+
+        Raises ModelError if the model is not cached; the message gives the `reason` why the hub is not used.
+        """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -86,7 +89,10 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error, shortened (two lines if it ends with a colon), or else its type."""
+    """Return the first non-empty line of an error's text, shortened; two lines if the first ends with a colon.
+
+    If the text is empty, return the error's type; for a KeyError, return type and key.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -194,8 +200,8 @@ Json = dict[str, Any]  # JSON object in a model's file, whose values are checked
 
 
 PLACEHOLDERS = {  # Beginning of a placeholder file → kind of the placeholder, and how to get the actual file
-    b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in that folder, or use `hf download`."),
-    b"/annex/objects": ("a git-annex pointer", "Run `git annex get` in that folder."),
+    b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in its folder, or use `hf download`."),
+    b"/annex/objects": ("a git-annex pointer", "Run `git annex get` in its folder."),
     **dict.fromkeys((b"<!doctype", b"<html", b"<?xml"), ("a web page", "Download it again with `hf download`.")),
 }
 
@@ -226,7 +232,7 @@ def read_json(path: Path) -> Json:
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     """Return the sorted names of the weight files that an index lists.
 
-    Raises ModelError unless each is a file name, not a path, and ends in `suffix`.
+    Raises ModelError if there are none, or if a name is a path or does not end in `suffix`.
     """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -377,7 +383,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """Sentence on other copies of the weights in the folder, unless the user named the file that is read."""
+        """Sentence on other weights in the folder; empty without any, for remote weights, or if a file was named."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -494,7 +500,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or different revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")

@@ -1,7 +1,7 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. transformers' decoder is used for mxfp4 only: its decoder of
-fp8 guesses block sizes and rejects smaller blocks at an edge, and the others need a GPU or packages that attnlens does
+W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded by transformers. Its decoder for fp8
+guesses block sizes and rejects smaller blocks at an edge; its other decoders need a GPU, or packages that attnlens does
 not require.
 """
 
@@ -73,7 +73,7 @@ class CodedWeight:
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
     """Return the coded weights by name; {} if the config declares none.
 
-    Raises ModelError if none is in the files, or if the files contain a weight both as codes and as numbers.
+    Raises ModelError if the files contain none of the declared weights, or a weight both as codes and as numbers.
     """
     method, settings = quantisation(place)
     if method is None:

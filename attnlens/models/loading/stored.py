@@ -86,7 +86,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor, to detect changes to the file that its modification time does not show."""
+        """Read some bytes of a tensor, to detect changes that the file's modification time does not show."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 
@@ -164,7 +164,10 @@ class TensorFiles(ABC):
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some bytes of each tensor in local files; the stamps of remote files already show changes."""
+        """Return some bytes of each tensor in local files, to detect changed weights.
+
+        Remote files are left out, because their stamps change with their content.
+        """
         spans = self.spans(names)
         return b"".join(file.sample(start, size) for file, start, size in spans if isinstance(file, LocalFile))
 
@@ -228,5 +231,5 @@ def read_pickle(file: Path) -> dict[str, Stored]:
     inner = [str(name) for name, value in content.items() if isinstance(value, Mapping)]
     if inner and not tensors:
         problem = f"{file} contains {format_names(inner)} instead of tensors: it is a checkpoint of a training run."
-        raise ModelError(problem, "Save the model's state_dict alone.")
+        raise ModelError(problem, "Save only the model's state_dict.")
     return tensors

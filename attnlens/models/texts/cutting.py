@@ -49,7 +49,7 @@ class Batches:
     batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
     sequences: int  # number of sequences; fewer than requested if the texts have no more
     tokens: int  # number of ids of the longest sequence, with special tokens; 0 if the model reads no tokens
-    texts: tuple[Text, ...]  # the texts with the numbers of their windows, followed by files or noise, if any
+    texts: tuple[Text, ...]  # the texts with the indices of their windows, followed by files or noise, if any
     unknown: Mapping[str, float]  # share, 0 to 1, of each text's ids that are the tokenizer's unknown token
     pack: bool = True  # True if the sequences are windows of running text instead of lines
     notes: tuple[str, ...] = ()  # sentences for the report about inputs other than the texts
@@ -87,7 +87,7 @@ class Batches:
 
     @property
     def taken(self) -> dict[str, frozenset[int]]:
-        """Numbers of the windows that are used from each text, keyed by the text's SHA-256."""
+        """Indices of the windows that are used from each text, keyed by the text's SHA-256."""
         return {text.sha256: frozenset(text.windows) for text in self.texts}
 
 
@@ -134,9 +134,9 @@ def batches(
 ) -> Batches:
     """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
 
-    A model of pixels or sound gets files or, without files, noise from random draw number `skip_noise` on; its decoder,
-    or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no tokenizer, and
-    UsageError if there are too many tokens or files.
+    A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
+    its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no
+    tokenizer, and UsageError if there are too many tokens or files.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -172,7 +172,10 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files per modality (None: no files). Raises UsageError if it exceeds `most` or differs."""
+    """Return the number of files of each modality, or None if there are no files.
+
+    Raises UsageError if modalities have different numbers of files, or more than `most`.
+    """
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} for {modality}" for modality, count in counts.items())
@@ -276,7 +279,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
 
 
 def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
-    """Build batches of `size` sequences, or of one sequence if files are read or an input packs all images in a row."""
+    """Build batches of `size` sequences, or of one sequence if files are read or one row contains all images."""
     if feed.files or not PACKED.isdisjoint(feed.media.names):
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -134,7 +134,7 @@ class Feed:
     model: PreTrainedModel
     media: Media
     seed: int
-    skip: int = 0  # number of the first random draw
+    skip: int = 0  # index of the first random draw
     files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
     """Prepared inputs of each modality that is read from files, by sequence."""
 
@@ -373,7 +373,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _input_name(model: PreTrainedModel, modality: Modality) -> str:
-    """Return the name of the parameter of the model's forward pass for the prepared image or sound."""
+    """Return the name of the forward pass's parameter that gets the prepared image or sound."""
     names = _parameters(model)
     return next(names[name] for name in INPUTS[modality] if name in names)
 

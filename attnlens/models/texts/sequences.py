@@ -69,7 +69,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
-                raise TextError(problem, f"Name one of these, e.g. {DATASETS}{rows.name},split={next(iter(parts))}")
+                raise TextError(problem, f"Name one of its splits: {DATASETS}{rows.name},split={next(iter(parts))}")
             for number, row in enumerate(parts[split], 1):
                 if not isinstance(value := row.get(rows.column), str):
                     problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; its columns are "
@@ -107,7 +107,7 @@ class Row(NamedTuple):
     """One sequence of a text."""
 
     ids: Sequence[int]
-    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if the sequence is not a pair
+    types: Sequence[int] = ()  # for each id, which text of a pair it belongs to; empty if the sequence is not a pair
     text: str = ""  # name of the text
 
 
@@ -170,7 +170,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: the book for `demo` or a model derived from it, all three for others."""
+    """Return the built-in texts for a model: only King James for `demo` and models derived from it, all for others."""
     names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
@@ -198,7 +198,7 @@ def thin_text(content: Content, *, spread: bool) -> Content:
 
 
 def _read_text(path: str, name: str) -> str:
-    """Read a file, or standard input (`-`). Raises TextError with `name` in its message if the content is not UTF-8."""
+    """Read a file, or standard input (`-`), as UTF-8. Raises TextError, which calls the text `name`, if that fails."""
     if path != "-":
         content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     else:
@@ -319,7 +319,7 @@ NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains 
 
 
 def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
-    """Return a warning for each text with too large a share of unknown tokens; `shares` maps names to shares."""
+    """Return a warning for each text whose share of unknown tokens is at least `least`; `shares` is keyed by name."""
     return [
         f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
         "the text may be in a language or domain that the model does not cover."
@@ -338,7 +338,7 @@ def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
 def choose_windows(
     available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()
 ) -> list[int]:
-    """Choose k = `wanted` of the n `available` windows that are not `taken`; return their numbers in ascending order.
+    """Choose k = `wanted` of the n `available` windows that are not `taken`; return their indices in ascending order.
 
     `spread` is systematic sampling: the windows ⌊(i + u)·n/k⌋ for i = 0 … k − 1, where u in [0, 1) is random with
     `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement; `first` takes the first k.
@@ -359,7 +359,10 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
-    """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
+    """Cut the running text into consecutive windows of `tokens` ids, including the special tokens.
+
+    Raises TextError if the text is too short for one window, and UsageError if special tokens leave no room for text.
+    """
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
     ids = _ids(tokenizer, content, content.text, special=False)
@@ -416,7 +419,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` exceeds it."""
+    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` is too large."""
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:

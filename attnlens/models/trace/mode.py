@@ -44,7 +44,8 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
     """Fit scores = factor · ⟨query, key⟩ + bias, up to a term per query; return factor, visible pairs and bias.
 
     `zero` contains the scores if every product ⟨query, key⟩ is 0, and `scores` the scores if the products are `signs`,
-    (queries, keys). The factor's shape is (heads,). Raises UnreadableError if it is 0, or if it differs within a head.
+    (queries, keys). The factor's shape is (heads,). Raises UnreadableError if `zero` contains NaN, or if the factor is
+    0, is not finite or differs within a head.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -96,7 +97,7 @@ Tokens = tuple[int, ...] | None  # shape of a module's first floating-point inpu
 
 @dataclass(frozen=True)
 class Lead:
-    """The axes of queries, keys and scores before the last two; heads have an axis, or share one with the batch."""
+    """The leading axes of queries, keys and scores (all but two); heads have their own axis, or share the batch's."""
 
     shape: tuple[int, ...]  # sizes of the leading axes
     axis: int  # axis of the heads; 1 if a single axis merges batch and heads
@@ -114,7 +115,7 @@ class Lead:
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if it is equal for all heads."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or to (batch, 1, a, b) if heads share the tensor."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -269,7 +270,7 @@ class _Tracer(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Add a module to the running modules (forward pre-hook); record the inputs of the outermost module."""
-        with torch._C.DisableTorchFunction():  # private: only it also disables modes, such as this tracer
+        with torch._C.DisableTorchFunction():  # private: the public class does not disable modes, such as this tracer
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
                 self.constants = {tensor.untyped_storage().data_ptr() for tensor in state}
@@ -378,7 +379,10 @@ class _Tracer(TorchFunctionMode):
     def _answer_site(
         self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the result of `answer` for the innermost module of `owners`, or `original()` if it is not replaced."""
+        """Return the result of `answer` for the innermost module of `owners`.
+
+        Return `original()` if there is no such module, if its attention is unreadable or not traced, or with `prove`.
+        """
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()

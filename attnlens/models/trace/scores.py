@@ -1,6 +1,6 @@
 """Trace products of queries and keys to a softmax.
 
-Each step in between also runs on stand-ins, which are other values of the product, to show how it changes the product.
+Each step in between also runs on stand-ins, which are other values of the product, to show how the step changes it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class TracedScores:
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values of a tensor if the product is 0, if it is `signs` and, if any, for `moved`
+Standins = tuple[Tensor, ...]  # values of a tensor if the product is 0, if it is `signs` and, with `prove`, for `moved`
 
 
 def start_scores(

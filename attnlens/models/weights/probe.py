@@ -103,7 +103,10 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless each head has a query per token of the first input and a key for the second."""
+        """Raise UnreadableError unless each head has one query or key per token of its input.
+
+        `sequences` contains the input for queries and the input for keys.
+        """
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
@@ -112,7 +115,7 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the captured call in float64; a cache, and a mask that does not fit the probe, are None."""
+        """Arguments of the captured call in float64; a cache, or a mask that does not fit the probe, becomes None."""
         arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
@@ -143,7 +146,7 @@ class Probe:
 
     @property
     def least(self) -> int:
-        """Smallest number of sequences that the module accepts: 1 or, if that fails, that of the captured call."""
+        """Number of sequences in a small call that the module accepts: 1 or, if 1 fails, that of the captured call."""
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
@@ -236,7 +239,7 @@ def norms_inside(module: nn.Module) -> Norms:
 
 
 def fit_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that a module computes: an RMSNorm, or a LayerNorm without bias; None for any other."""
+    """Return the norm that a module computes: an RMSNorm, or a LayerNorm without bias; None if neither."""
     weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
@@ -399,7 +402,7 @@ def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequenc
 
 
 def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """Assemble W of each head from matched columns; return a view if a single match contains all columns."""
+    """Assemble W of each head from matched columns; return a view if a single match without D contains all."""
     _, whole, down = pieces[0]
     if len(pieces) > 1 or down is not None:
         whole = whole.new_empty(shape.numel(), (whole if down is None else down).shape[1])
@@ -410,9 +413,9 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar products, and keep the columns that are multiples of these.
+    """Match each column to the row with the most similar products; keep the columns that are multiples of them.
 
-    Return None if the first column is not a multiple.
+    Return None if the first column is not a multiple of its row's products.
     """
     values, down = multiplicand
     products = values @ rows.mT
@@ -441,7 +444,7 @@ def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " col
 
 
 def take_coordinates(factor: Tensor, chosen: Int[Tensor, " some"]) -> Tensor:
-    """Return the `chosen` coordinates of each head, as a view without a copy if they are consecutive."""
+    """Return the `chosen` coordinates of each head, as a view if they are consecutive, else as a copy."""
     first, count = int(chosen[0]), len(chosen)
     if torch.equal(chosen, torch.arange(first, first + count, device=chosen.device)):
         return factor[..., first : first + count]

@@ -116,7 +116,10 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K; None if logits are not bilinear in x."""
+        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K.
+
+        None in cross-attention, or if logits are not bilinear in x.
+        """
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -147,12 +150,13 @@ DIRECTION = "position changes more than the direction of queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    Each later site of the same kind reuses the leader's rotation if this fits the site, and otherwise gets its own.
+    Each later site of the same kind reuses the leader's rotation if that rotation fits the site; else the site gets its
+    own.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
     """By kind of site: its position tensors (stored so that no other tensors get their ids) and its rotations. The
-    rotation at key True was fitted to directions alone, because norms scale queries and keys."""
+    rotation at key True was fitted to directions only, because norms scale queries and keys."""
 
     def add_kind(self, leader: SiteCall) -> bool:
         """Add the kind of this site; return False if it is already known."""
@@ -185,7 +189,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (None: no rotation) describes how a repeated token's queries and keys change."""
+    """Return True if `rotation` (None: no rotation) describes how a repeated token's vectors change with position."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -350,11 +354,11 @@ def factors(
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
     `first` contains the sites' calls with a single token (position 0), and `window` their calls with as many positions
-    as the rotations must cover. Random inputs test if the maps are affine. Norms inside the module are applied with
-    their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All computations
-    are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to read (None:
-    all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in `turns`.
-    `present` loads the weights of a model that is not in memory.
+    as the rotations must cover. Random inputs test whether the maps are affine. Norms inside the module are applied
+    with their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All
+    computations are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to
+    read (None: all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in
+    `turns`. `present` loads the weights of a model that is not in memory.
     """
     turns = Turns() if turns is None else turns
     kinds = [_kind(target) for target in window]
@@ -363,7 +367,7 @@ def factors(
         is_new = turns.add_kind(window[leader])
         try:
             if is_new and leader != index:
-                with suppress(UnreadableError):  # the leader is read for its rotation alone
+                with suppress(UnreadableError):  # the leader is read only for its rotation
                     _read_site(model, first[leader], window[leader], turns, present, leading=True)
             yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
         except UnreadableError as error:
@@ -397,7 +401,7 @@ def _read_site(
 
 
 def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
-    """Return the maps and the groups of normalised coordinates; raise NotBilinearError if there are no maps."""
+    """Return the maps and the groups of normalised coordinates; raise NotBilinearError if no maps fit."""
     with linear(norms):
         maps = match_weights(probe)
         if maps is not None and not norms:

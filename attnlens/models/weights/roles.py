@@ -149,7 +149,7 @@ def read_layer(
 
     `factors` is the site's Factors, which contain its rotation, or any other object if they could not be read. `others`
     contains the module paths of the block's other attention sites and of their norms, whose tensors are left out. If
-    `rest` is False, only the tensors of the site's own module, and those of its `norm`, are returned.
+    `rest` is False, only the tensors of the site's own module and of the norm at the path `norm` are returned.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(norm_offsets(block))
@@ -161,7 +161,7 @@ def read_layer(
         if not name.startswith(tuple(outside)) and (rest or name.startswith(own))
     }
     rows_by_role, norms = ({}, {}) if roles is None else (roles.rows, roles.gains)
-    used: dict[str, set[int]] = {}  # rows by name of the tensors that have a role; empty if all are used
+    used: dict[str, set[int]] = {}  # rows with a role, by tensor name; empty if all rows have the role
     for role, rows in rows_by_role.items():
         for kind in ("weight", "bias"):
             name = inside + (rows.name if kind == "weight" else _bias_of(rows.name))
