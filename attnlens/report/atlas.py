@@ -23,10 +23,10 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 """Percentages at which the file contains the quantiles of each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A model counts as a model of the atlas if their quantiles differ on average by less than SAME interquartile ranges
-(median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, lineages by at least 0.38.
-With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures agree,
-or if the report covers only some heads."""
+"""A model is taken for one of the atlas if the quantiles of both differ on average by less than SAME interquartile
+ranges (median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, lineages by at least
+0.38. With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures
+agree, or if the report covers only some heads."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
@@ -97,7 +97,10 @@ class Reference:
     reason: str | None = None  # why there is nothing to compare with
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads with a smaller value, averaged over models per lineage, then over lineages."""
+        """Return the percentage of heads with a smaller value: the mean over lineages of means over models.
+
+        Return None if there are no models.
+        """
         pairs = zip(self.models, self.spreads, strict=True)
         percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, percentages.values())) if percentages else None

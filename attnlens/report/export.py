@@ -67,7 +67,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview or, for a report on one head's selection, its picture. Raise UsageError if there is none."""
+    """Return the overview or, for a single selection, its picture. Raise UsageError if there is nothing to draw."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 

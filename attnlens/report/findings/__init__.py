@@ -55,9 +55,9 @@ def next_commands(shapes: Shapes) -> list[str]:
 
 
 def advise_saving(shapes: Shapes) -> str:
-    """Return the advice to save the result of a long command; empty if it was saved or drawn, or if the run is short.
+    """Return the advice to save the result of a long command; empty if the result was saved or drawn.
 
-    Inspections and `doctor` are short.
+    Inspections and `doctor` are short and get no advice.
     """
     report, written, options = shapes.report, shapes.written, show_again(shapes)
     if written is None or report.kind in ("inspection", "doctor"):

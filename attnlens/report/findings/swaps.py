@@ -24,7 +24,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
-NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
+NEGLIGIBLE = 0.01  # Share of the original loss: a rise counts as none if its interval includes 0 and ends below
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -305,7 +305,7 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the interval of the change includes both 0 and a rise above the share NEGLIGIBLE."""
+    """Return True if the change's interval includes 0 but also rises above NEGLIGIBLE times the original loss."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 

@@ -474,7 +474,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (label, colour) of each part; labels omit the words shared by all parts."""
+    """Return (label, colour) of each part; labels omit the first words if all parts share them."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
     colours = zip(labels, cycle(style.CATEGORIES), strict=False)

@@ -222,7 +222,7 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the changes of predictions and heads, most changed first, and the smallest detectable changes."""
+    """Yield changes of predictions and heads, and the smallest detectable; distributions if heads do not correspond."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
