@@ -1,4 +1,4 @@
-"""Help that fits on one screen: of `attnlens` without arguments, and `-h` of each command with its main options."""
+"""Help that fits on one screen: of `attnlens` without arguments, and of each command with `-h`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """Properties of a model that determine which models of the atlas its heads are compared with."""
+    """Properties of a model's part that determine with which models of the atlas its heads are compared."""
 
     part: str
     positions: str | None
@@ -155,7 +155,7 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """Return the properties that determine which atlas models the report's heads of one part are compared with."""
+    """Return the properties of a report's part that determine with which atlas models its heads are compared."""
     settings, conventions = report.settings, report.model.conventions
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]

@@ -189,7 +189,7 @@ class HealRequest(KeptRequest, KernelRequest):
 
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:
-    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions between the options."""
+    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions, OutputError for --save's folder."""
     kernels = _parse_kernels(words("kernels", spellings), request)
     if not kernels:
         raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")

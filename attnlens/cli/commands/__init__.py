@@ -41,7 +41,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
         *(report, list_, explain),
     )
 }
-"""Functions of the commands, by the name of the command."""
+"""Name of a command → its function."""
 for group, names in GROUPS.items():
     for name in names:
         epilog = None if name in WITHOUT_DEFAULTS else VARIABLES

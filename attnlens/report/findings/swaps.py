@@ -49,7 +49,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _cost(swap: Swap, method: str) -> Finding:
-    """State the rise in the loss or, without a loss, the distance of predictions or hidden states to the original's."""
+    """State the rise in the loss or, without a loss, how far predictions or hidden states are from the original's."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
         return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
@@ -205,7 +205,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
 
 
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
-    """Return the 95 % interval of the loss under the kernel minus that under a control.
+    """Return the 95 % interval of the loss under the kernel minus that under a control; −∞ to ∞ if it is unknown.
 
     Reports of older versions lack paired differences; for these, subtract the ends of the two intervals.
     """
@@ -239,7 +239,7 @@ def _is_measured(plan: Plan | None) -> bool:
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise is within the budget, and so is the promise or, without one, the interval."""
+    """Return True if the measured rise and the promised bound (without a promise, the interval) are within the budget."""
     measured = plan.measured
     if measured is None:
         return False

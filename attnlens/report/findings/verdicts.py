@@ -95,7 +95,7 @@ PLAIN = ("causal", "bidirectional", "window")
 
 
 def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
-    """Yield a clause per mask with a fault; if the first is PLAIN, only for this mask, as it can explain the others."""
+    """Yield a clause per faulty mask; if the first is in PLAIN, only for it, because it can explain the others."""
     wrong = _order_faults(check.masks)
     shown = wrong[:1] if wrong and wrong[0].mask in PLAIN else wrong
     others = [mask.mask for mask in wrong[len(shown) :]]
@@ -105,7 +105,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the masks with a fault, PLAIN ones first, led by `window` if a causal fault concerns an earlier token."""
+    """Return the faulty masks, those in PLAIN first; `window` leads if a fault of `causal` is in an earlier token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -217,7 +217,7 @@ def _weight(kl: float) -> str:
 
 
 def _ends(experiment: Experiment) -> dict[str, float | None]:
-    """Return the cosine to the SVM at which gradient descent ends, by start: `zero` or `the head`."""
+    """Map each start, `zero` or `the head`, to the cosine to the SVM after gradient descent; None if unknown."""
     return {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
 
 

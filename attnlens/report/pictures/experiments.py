@@ -58,7 +58,7 @@ def comparison_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def comparison_panels(report: Report) -> list[Panel]:
-    """Build a map of the most informative distance between heads and a volcano plot of all measures."""
+    """Build two panels: a map of the most informative distance between heads, and a volcano plot of all measures."""
     comparison = report.comparison
     if comparison is None or not comparison.rows:
         return []

@@ -345,7 +345,7 @@ def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Return True if curves, given by all values and by medians, fall so far that they need a logarithmic axis."""
+    """Return True if curves fall so far, judged by all values and by medians, that they need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 

@@ -102,7 +102,7 @@ def swap_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """Build the panels that get files of their own; each kernel with a sweep has its own panels for it."""
+    """Build the panels that get files of their own; each kernel with a sweep has its own panels of the sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
     panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]

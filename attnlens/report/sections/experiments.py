@@ -105,7 +105,7 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
 
 
 def _quartiles(curve: Curve, decimals: int) -> str:
-    """Format the quartiles over heads at the last checkpoint."""
+    """Format the quartiles over heads at the last checkpoint; `–` if they are unknown."""
     if curve.low is None or curve.high is None or curve.low[-1] is None:
         return NO_VALUE
     return f"{format_number(curve.low[-1], decimals)} … {format_number(curve.high[-1], decimals)}"

@@ -194,7 +194,7 @@ def state_unexpected(report: Report) -> list[str]:
 
 @section(60, views=(*TEXTS, "opening"))
 def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the list of skipped sites and the list of measures without a value, one line per reason."""
+    """Yield the skipped sites, and the measures without a value in some or all heads, each with one line per reason."""
     places = []
     for entry in shapes.report.coverage.skipped:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
@@ -206,7 +206,7 @@ def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def without_value(shapes: Shapes) -> list[str]:
-    """List the measures without values, one line per reason and number of heads."""
+    """List the measures without a value in some or all heads, one line per reason and number of heads."""
     pairs = []
     for name in shapes.report.measure_names():
         if name in shapes.readings:

@@ -414,7 +414,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
-    """Build one row per kernel and stage or control; after a sweep, one row per kernel and swept head or layer."""
+    """Build one row per stage or control of each kernel; after a sweep, one per swept head or layer of each kernel."""
     swaps = report.swaps
     if any(swap.sweep for swap in swaps):
         return [_effect_row(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
