@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     },
     "Reference": {
         "report": "Show, draw or convert a saved report",
-        "list": "List kernels, analyzers and measures, or only WHAT (also architectures, schema)",
+        "list": "List kernels, analyzers, measures (default: all three), architectures or schema",
         "explain": "Explain one measure, kernel or term",
     },
 }

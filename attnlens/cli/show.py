@@ -259,9 +259,9 @@ class Pace:
 def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
     """Wrap a progress function so that it announces, once, each stage that will take longer than LONG seconds.
 
-    The limit is SHORT for stages counted in iterations or trials. Forecasts are made after ESTIMATED seconds of a stage,
-    if its steps take similar times. The stage BOUNDED is always announced. `options` are the names of the options that
-    the running command accepts.
+    The limit is SHORT for stages counted in iterations or trials. Forecasts are made after ESTIMATED seconds of a
+    stage, if its steps take similar times. The stage BOUNDED is always announced. `options` are the names of the
+    options that the running command accepts.
     """
     paces: defaultdict[str, Pace] = defaultdict(Pace)
     announced: set[str] = set()

@@ -277,7 +277,7 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
             problem = f"{kernel.spelling} can't be fitted: this kernel decomposes the evaluated text's own logits."
             raise UsageError(problem, "Leave out --fit, or oracle.")
         if kernel.tie is not None:
-            problem = f"{kernel.spelling} can't be fitted: with {kernel.tie}, its logits are not those of the head."
+            problem = f"{kernel.spelling} can't be fitted: with {kernel.tie}, the logits are not those of the head."
             raise UsageError(problem, f"Leave out --fit, or {kernel.tie}.")
     return kernels
 

@@ -24,7 +24,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
-NEGLIGIBLE = 0.01  # Share of the original loss: a rise counts as none if its interval includes 0 and ends below
+NEGLIGIBLE = 0.01  # Share of the original loss; a rise is none if its interval includes 0 and ends below this share
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -239,7 +239,7 @@ def _is_measured(plan: Plan | None) -> bool:
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise and the promised bound (without a promise, the interval) are within the budget."""
+    """Return True if the measured rise and the promise (without a promise, the measured interval) are within budget."""
     measured = plan.measured
     if measured is None:
         return False
