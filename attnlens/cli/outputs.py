@@ -252,7 +252,7 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Map those of the options that are set to their paths, omitting stdout. Raise UsageError if one is invalid."""
+        """Map each of these options that is set to its path, except stdout. Raise UsageError for invalid ones."""
         named = {option: getattr(self, option) for option in options if getattr(self, option) is not None}
         return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 

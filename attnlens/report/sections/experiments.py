@@ -175,7 +175,8 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 def _decimals(experiment: Experiment, figure: str) -> int:
     """Return the number of decimals that shows the tolerance or error to two significant digits.
 
-    Without a tolerance or error, the number of decimals shows the value to four significant digits.
+    Without a tolerance or error, the number of decimals shows the value to four significant digits. It is SCIENTIFIC if
+    the value is below 1e-4.
     """
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
