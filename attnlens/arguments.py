@@ -36,7 +36,7 @@ _ONE_AT_A_TIME = RLock()  # Calls replace the model's attention; torch allows on
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is in `known`; otherwise raise a UsageError that suggests the nearest known name."""
+    """Return `name` if it is in `known`; else raise a UsageError that lists the known names and suggests a near one."""
     options = list(known)
     if name in options:
         return name
@@ -95,7 +95,7 @@ def _plain_torch() -> Iterator[None]:
 
 
 def word(what: str, value: object) -> str:
-    """Return `value` if it is a string without NUL characters that is not blank. Raise UsageError otherwise."""
+    """Return `value` if it is a non-blank string without NUL characters. Raise UsageError otherwise."""
     if isinstance(value, str) and "\0" not in value and value.strip():
         return value
     kind = "a valid name" if isinstance(value, str) else "a string"
@@ -103,7 +103,7 @@ def word(what: str, value: object) -> str:
 
 
 def path(what: str, value: object) -> str:
-    """Return a string or path object as a string. Raise UsageError for other types, blank strings and NULs."""
+    """Return a string or path object as a string. Raise UsageError for another type, a blank string or NULs."""
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
@@ -193,7 +193,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; return None for a file. Raise UsageError if invalid."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None without this prefix. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
@@ -213,7 +213,7 @@ def several(what: str, values: Iterable[object]) -> list[object]:
 
 
 def format_argument(value: object) -> str:
-    """Format a value as Python code, on one line of at most 60 characters."""
+    """Format a value for a message, as in Python code, on one line of at most 60 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to format very large integers
     try:
@@ -237,7 +237,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if registering `function` would replace `present`, unless the same module defines both."""
+    """Raise UsageError if registering `function` would replace `present`, unless the same module or file has both."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

@@ -25,9 +25,9 @@ SHOWN = "selection"  # Analyzer that --show prints for a head; a series of check
 ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
 """Simple alternative to a swapped kernel. `same size`: attend to the first and nearest tokens, as many as the kernel
-caches (64 if unbounded); `one key`: to the key with the largest score; `floor`: to all keys equally; `filter alone`:
-apply the kernel's filter to the model's kernel; `without filter`: omit the filter; `far part, healed`: apply a hybrid's
-trained far part to all keys."""
+caches (64 if unbounded); `one key`: attend to the key with the largest score; `floor`: attend to all keys equally;
+`filter alone`: apply the kernel's filter to the model's kernel; `without filter`: omit the filter; `far part, healed`:
+apply a hybrid's trained far part to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit in which the length of training is given
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
 HealingStage = Literal["transfer", "whole"]  # Stage of training: each site on the original's inputs, or the whole model

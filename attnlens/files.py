@@ -53,7 +53,7 @@ def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensEr
 
 
 def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error` with `remedy` unless `path` is a readable regular file, or a file that is already open."""
+    """Raise `error` unless `path` is a readable regular file or is already open; a missing file has its own remedy."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
 
 
 def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
-    """Read a JSON object from an untrusted file. Raise `error` with `remedy` for anything else."""
+    """Read a JSON object from an untrusted file. Raise `error` otherwise, with `remedy` except for byte order marks."""
     content = read_bytes(path, error, remedy)
     if content.startswith(BOM_UTF8):  # transformers can't parse such a file
         raise error(f"{path} begins with a byte order mark.", "Save the file as UTF-8 without a byte order mark.")
@@ -97,7 +97,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 
 def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
-    """Return the first of `tables` that is not empty in an untrusted TOML file, or {}. Raise UsageError if invalid."""
+    """Return the first non-empty table of an untrusted TOML file among `tables`, or {}. Raise UsageError if invalid."""
     import tomllib
 
     try:
@@ -118,7 +118,7 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
 
 
 def local_path(path: object, name: str = "path") -> Path:
-    """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or another object."""
+    """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or another type."""
     if not isinstance(path, str | Path):
         raise UsageError(f"{reprlib.repr(path)} is not a path.", "Give a string or a path object.")
     if "://" in str(path):

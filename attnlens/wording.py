@@ -61,9 +61,9 @@ def title_of(name: str) -> str:
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return how many decimals show `figures` significant digits of the largest number.
+    """Return how many decimals show `figures` significant digits of the number that is largest in absolute value.
 
-    Return 0 if all numbers are integers, and SCIENTIFIC if the largest is below 1e-4, or at least 1e6.
+    Return 0 if all numbers are integers below 1e6, and SCIENTIFIC if the largest is below 1e-4 or at least 1e6.
     """
     numbers = list(values)
     largest = max((abs(number) for number in numbers), default=0.0)
@@ -79,7 +79,7 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
     """Return how many decimals to print for numbers with a standard error.
 
-    The decimals show at most two digits of the error, and beyond the third decimal at most one.
+    The decimals show at most two digits of the error, or one if two would need more than three decimals.
     """
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
@@ -145,7 +145,7 @@ def format_spans(numbers: Iterable[int], limit: int = 6) -> str:
 
 
 def big(number: int) -> str:
-    """Format a number of parameters: 912, 1.3 M, 22.7 M, 7.24 B."""
+    """Format a count, e.g. of parameters or tokens, with three significant digits: 912, 1.3 M, 22.7 M, 7.24 B."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.3g} {letter}"

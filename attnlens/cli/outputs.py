@@ -252,7 +252,7 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Return the checked paths of the options that are set and do not name stdout."""
+        """Map each of these options that is set to its path, except stdout. Raise UsageError for invalid ones."""
         named = {option: getattr(self, option) for option in options if getattr(self, option) is not None}
         return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
@@ -360,7 +360,7 @@ def deliver(
 
 
 def _list_files(outputs: Outputs, source: str | None, ranks: str | None, *, saved: bool) -> Written:
-    """Return the files that "Next" can name; `saved` is True if the changed model was saved."""
+    """Return the files that the commands under "Next" can name; `saved` is True if the changed model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
     kept = {name: str(path) for name, path in outputs.files("json", "plan").items()}

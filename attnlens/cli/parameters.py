@@ -24,7 +24,7 @@ from attnlens.requests.run_options import OUTPUT, ModelRequest
 R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files that set options → table to read
 RULES = "check"  # Table in these files that contains rules of `check`, not options
-NEGATED = {"no_pack": "pack"}  # Negative flag of a switch, which a file can set → the switch
+NEGATED = {"no_pack": "pack"}  # Negative flag of a switch, which a file can set → name of the switch
 REMEDY = "Correct the file, or run in another folder."
 WANTED = {  # Type → description and example of its values in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
@@ -33,7 +33,7 @@ WANTED = {  # Type → description and example of its values in a file
 
 
 def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
-    """Return the type of every option of these commands by parameter name, annotated for typer."""
+    """Map the parameter name of every option of these commands to the option's type, annotated for typer."""
     options = {name: each for command in commands for name, each in signature(command).parameters.items()}
     return {name: each.annotation for name, each in options.items() if name != "context"}
 
@@ -91,7 +91,7 @@ def _add_default(help: str, shown: object) -> str:  # noqa: A002
 
 
 def list_kernels(incomplete: str) -> list[str]:
-    """Return the kernels or, after a plus sign, that kernel with each tie, filter and hybrid."""
+    """Return all kernels or, if the text contains a plus sign, the part before it with each tie, filter and hybrid."""
     from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels  # late, because only completion needs them
 
     kernel, plus, _ = incomplete.rpartition("+")
@@ -106,7 +106,7 @@ def list_analyzers() -> list[str]:
 
 
 COMPLETIONS: dict[str, Callable[..., list[str]]] = {"kernel": list_kernels, "analyzer": list_analyzers}
-"""Functions that list what a shell completes the value of an option to, by parameter name."""
+"""Parameter name of an option → function that lists the values that a shell offers for it."""
 
 
 def argument(
@@ -192,16 +192,13 @@ def option_name(option: str) -> str:
 MODEL = argument(
     "model", "Model: hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
-WINDOWS_CSV = output(
-    "--windows-csv",
-    "Write the values of each window as CSV: one row per window and head (swaps: per window, kernel and stage).",
-)
+WINDOWS_CSV = output("--windows-csv", "Write the values of each window as CSV: one row per window, kernel and stage.")
 TABLE = option("--table", bool, "Print all tables in addition to the findings.", panel=OUTPUT)
-STRICT = option("--strict", bool, "Exit with code 3 if a part of the model could not be analysed.")
+STRICT = option("--strict", bool, "Exit with code 3 if anything requested was left out.")
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
 JSON = output("--json", "Write the report as JSON; `-` writes to stdout.")
-QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
+QUIET = option("-q --quiet", bool, "Do not print results or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command that makes a report."""
 FIGURE = (
@@ -256,6 +253,6 @@ def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
 
 
 def command_line_options(context: typer.Context) -> list[str]:
-    """Return the parameters that were set on the command line of this call."""
+    """Return the names of the parameters that were set on the command line, not by a variable or file."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

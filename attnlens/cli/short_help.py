@@ -1,4 +1,4 @@
-"""The help that fits on one screen: `attnlens` alone, and `-h` of each command with its main options and examples."""
+"""Help that fits on one screen: of `attnlens` without arguments, and of each command with `-h`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     },
     "Reference": {
         "report": "Show, draw or convert a saved report",
-        "list": "List kernels, analyzers, measures and model types",
+        "list": "List kernels, analyzers, measures (default: all three), architectures or schema",
         "explain": "Explain one measure, kernel or term",
     },
 }
@@ -79,9 +79,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "attnlens ranks demo --ranks plan.json --save smaller",
     ),
     "heal": (
-        "attnlens heal demo --kernel rbf --train 20k",
-        "attnlens heal demo --kernel rbf --train 20k --layers 3 --save healed",
-        "attnlens heal demo --kernel linear --train 20k --learn text --control",
+        "attnlens heal demo --kernel rbf --train 20ktok",
+        "attnlens heal demo --kernel rbf --train 20ktok --layers 3 --save healed",
+        "attnlens heal demo --kernel linear --train 20ktok --learn text --control",
     ),
     "converge": (
         "attnlens converge --experiment local-convergence",
@@ -105,7 +105,7 @@ VARIABLES = "Environment variables, such as ATTNLENS_WINDOWS=8, and the file att
 
 
 def overview() -> str:
-    """Return the text that `attnlens` alone shows: each command by purpose, with an example."""
+    """Return the text that `attnlens` without arguments shows: for each command, its question and an example."""
     lines = ["attnlens analyses the attention of pretrained transformers as kernel machines."]
     for group, commands in GROUPS.items():
         lines += ["", group]

@@ -166,7 +166,7 @@ _received: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Raise KeyboardInterrupt, after recording the signal, because pydantic can replace this error with another."""
+    """Record the signal and raise KeyboardInterrupt, which pydantic can replace with another error."""
     _received.append(number)
     raise KeyboardInterrupt
 
@@ -257,10 +257,11 @@ class Pace:
 
 
 def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
-    """Wrap a progress function so that it announces, once, each stage that will take longer than LONG or SHORT seconds.
+    """Wrap a progress function so that it announces, once, each stage that will take longer than LONG seconds.
 
-    Forecasts are made after ESTIMATED seconds of a stage, if its steps take similar times. The stage BOUNDED is always
-    announced. `options` are the names of the options that the running command accepts.
+    The limit is SHORT for stages counted in iterations or trials. Forecasts are made after ESTIMATED seconds of a
+    stage, if its steps take similar times. The stage BOUNDED is always announced. `options` are the names of the
+    options that the running command accepts.
     """
     paces: defaultdict[str, Pace] = defaultdict(Pace)
     announced: set[str] = set()

@@ -23,10 +23,10 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 """Percentages at which the file contains the quantiles of each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A model counts as a model of the atlas if their quantiles differ on average by less than SAME interquartile ranges
-(median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, lineages by at least 0.38.
-With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures agree,
-or if the report covers only some heads."""
+"""A model is taken for one of the atlas if the quantiles of both differ on average by less than SAME interquartile
+ranges (median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, lineages by at least
+0.38. With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures
+agree, or if the report covers only some heads."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
@@ -79,7 +79,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """Properties of a model that determine which models of the atlas its heads are compared with."""
+    """Properties of a model's part that determine with which models of the atlas its heads are compared."""
 
     part: str
     positions: str | None
@@ -97,7 +97,10 @@ class Reference:
     reason: str | None = None  # why there is nothing to compare with
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads with a smaller value, averaged over models per lineage, then over lineages."""
+        """Return the percentage of heads with a smaller value: the mean over lineages of means over models.
+
+        Return None if there are no models.
+        """
         pairs = zip(self.models, self.spreads, strict=True)
         percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, percentages.values())) if percentages else None
@@ -152,7 +155,7 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """Return the properties that determine which atlas models the report's heads of one part are compared with."""
+    """Return the properties of a report's part that determine with which atlas models its heads are compared."""
     settings, conventions = report.settings, report.model.conventions
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]

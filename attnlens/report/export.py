@@ -67,7 +67,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview or, for a report on one head's selection, its picture. Raise UsageError if there is none."""
+    """Return the overview or, for a single selection, its picture. Raise UsageError if there is nothing to draw."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
@@ -78,14 +78,15 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
     "experiments": experiment_rows,
     "studies": study_rows,
 }
-"""Function that builds the rows of a spreadsheet, by kind; other kinds have one row per head."""
+"""Kind of report → function that builds its spreadsheet rows; other kinds have one row per head."""
 
 
 def rows(report: Report) -> Sequence[Row]:
     """Build the spreadsheet rows of a report.
 
-    Inspections have one row per head, with the columns of `Report.to_dataframe`; swaps one per stage and control, or
-    per head or layer of a sweep; experiments one per figure, or per head, measure and step; see ROWS.
+    Inspections have one row per head, with the columns of `Report.to_dataframe`; swaps have one per stage and one per
+    control, or one per head or layer of a sweep; experiments have one per figure, or per head, measure and step; for
+    other kinds see ROWS.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)

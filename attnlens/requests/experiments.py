@@ -66,7 +66,7 @@ class StudyRequest(EngineRequest):
         "Number of models to train in parallel.", least=1, most=256, shown="one per core; 1 on a GPU"
     )
     save: FolderPlace = new_folder(
-        "In the first run of each cell, save the model at each evaluation, in this new or empty folder."
+        "Save the model of each cell's first run, at each evaluation, to this new or empty folder."
     )
     work: FolderPlace = new_folder(
         "Folder that stores finished runs. Repeat the command to resume.", shown="in the user's cache"

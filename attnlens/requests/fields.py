@@ -63,7 +63,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Build a UsageError for the first invalid option; raise it for an unknown option, or an unknown word as value."""
+    """Return a UsageError for the first invalid option, or raise one if the option or its value is an unknown word."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -181,7 +181,7 @@ def words(what: str, value: object) -> tuple[str, ...]:
 
 
 def numbers(what: str, value: object) -> list[int] | None:
-    """Return distinct numbers from a list or a string such as `0-3,7` (None: all). Raise UsageError otherwise."""
+    """Return distinct numbers from a list or a string such as `0-3,7`; None means all. Raise UsageError otherwise."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -194,7 +194,7 @@ def numbers(what: str, value: object) -> list[int] | None:
 
 
 def layer_list(what: str, value: object) -> list[int | str] | None:
-    """Return distinct layers from a list or a string such as `0-3,7` or `decoder.0-3` (None: all).
+    """Return distinct layers from a list or a string such as `0-3,7` or `decoder.0-3`; None means all.
 
     Layers of a named part are strings such as `decoder.2`. Raise UsageError for anything else.
     """
@@ -224,7 +224,7 @@ def head(value: object) -> tuple[int | str, int]:
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int | str] | list[int]]:
-    """Return the options `layers` and `heads` that select one head; {} for None. Raise UsageError if either is set."""
+    """Return the options that select the head `value`; {} for None. Raise UsageError if layers or heads are set too."""
     if value is None:
         return {}
     if layers is not None or heads is not None:

@@ -13,7 +13,7 @@ from attnlens.requests.run_options import Feeding, is_recorded
 
 
 def settings(request: Feeding) -> Settings:
-    """Return a report's settings; options without a field in `Settings` are stored by name in `options`."""
+    """Return a report's settings; changed options that `Settings` lacks go to `options` if reports record them."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known after the model is loaded
     fields = type(request).model_fields
     known = {name: getattr(request, name) for name in Settings.model_fields if name in fields and name not in later}

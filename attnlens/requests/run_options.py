@@ -153,7 +153,9 @@ class CheckRequest(Request):
     update_baseline: bool = switch(
         "Write the report's values to --baseline, as the new baseline.", panel=BASELINE, call_only="written"
     )
-    recompute: Whole | None = option("Recompute this many heads from MODEL to verify them.", metavar="NUMBER", least=1)
+    recompute: Whole | None = option(
+        "Verify this many heads by recomputing them from MODEL.", metavar="NUMBER", least=1
+    )
     annotations: bool = switch(
         "Print at most ten GitHub annotations (failed rules and the worst heads), and write the step summary. Enabled "
         "by default in GitHub Actions.",
@@ -164,12 +166,14 @@ class CheckRequest(Request):
         "Largest allowed relative deviation of a head's value from the baseline.", RELATIVE, metavar="NUMBER"
     )
     absolute: float | None = baseline_option(
-        "Largest allowed absolute deviation of a head's value. A head fails only if it exceeds this and --relative.",
+        "Largest allowed absolute deviation of a head's value from the baseline. A head fails only if its deviation "
+        "exceeds both --absolute and --relative.",
         metavar="NUMBER",
         shown="--relative times the measure's range",
     )
     fdr: float = baseline_option(
-        "Maximum expected share of false alarms among heads that fail by their p-value (Benjamini–Hochberg).",
+        "Maximum expected share of false alarms (Benjamini–Hochberg): a head with standard errors fails only if its "
+        "deviation is also significant at this rate.",
         FDR,
         metavar="SHARE",
     )
@@ -178,8 +182,8 @@ class CheckRequest(Request):
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 dtype_option = partial(
     option,
-    "Data type of the model's weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures "
-    "are computed in float64.",
+    "Data type of the model's weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures of heads are "
+    "always computed in float64.",
     metavar="TYPE",
 )
 device_option = partial(option, default="auto", metavar="DEVICE")
@@ -364,7 +368,7 @@ class DoctorRequest(ModelRequest):
     backends: Backends | None = option(
         f"Compare these attention implementations, e.g. `eager,sdpa`. Choose from {', '.join(BACKENDS)}.",
         metavar="NAMES",
-        shown="those that run here without compilation",
+        shown="eager and sdpa; on a CUDA GPU, all that run there",
     )
     masks: Masks | None = option(
         f"Test these properties of the masks, e.g. `causal,cache`. Choose from {', '.join(MASKS)}.",

@@ -66,32 +66,35 @@ class Amount:
         unit, factor = UNITS[match[2] if match else ""]
         number = float(match[1]) * factor if match else 0
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
-            remedy = "Give a positive number of steps or tokens, or a duration: --train 200, 500k, 2M, 90s or 2h."
+            remedy = "Give a number of steps (--train 200) or tokens (500k, 2M), or a duration (90s, 2h), above 0."
             raise UsageError(f"--train: cannot parse {format_argument(value)}.", remedy)
         return cls(number, unit)
+
+
+CALIBRATION = "Text for {} (calibration); repeatable. Default: windows of --text that are not used for evaluation."
 
 
 class KernelRequest(ModelRequest):
     """Options of the three commands that replace a kernel: where to replace it, and what to measure."""
 
     part: Part | None = option(
-        "Replace the kernel only in this part: `encoder`, `decoder` or `cross` (cross-attention); in models with "
+        "Change attention only in this part: `encoder`, `decoder` or `cross` (cross-attention); in models with "
         "several towers also `vision`, `audio` or `text`.",
         metavar="PART",
     )
     layers: fields.Layers | None = option(
-        "Replace the kernel only in these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.",
+        "Change attention only in these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.",
         metavar="NUMBERS",
     )
-    heads: fields.Numbers | None = option("Replace the kernel only in these heads, e.g. `0,5`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option("Change attention only in these heads, e.g. `0,5`.", metavar="NUMBERS")
     controls: bool = keyword(
         "Also measure trivial alternatives to each kernel: a sink-window of the same size, `hard`, `uniform`, and the "
         "branches of filtered kernels and hybrids.",
         True,
     )
     generate: Whole = option(
-        "Generate up to this many tokens greedily, and count the tokens before the first one that differs from the "
-        "original model's output.",
+        "Generate up to this many tokens greedily, and count those before the first difference from the original "
+        "model's output.",
         64,
         least=0,
         most=65536,
@@ -100,10 +103,7 @@ class KernelRequest(ModelRequest):
         "File of prompts to continue, one per line. Default: the first halves of 16 evaluated windows.",
         python_only=True,
     )
-    calibration: Words = several_files(
-        "Calibration text for fitting, choosing ranks and training; repeatable. Default: windows of --text that are "
-        "not used for evaluation."
-    )
+    calibration: Words = several_files(CALIBRATION.format("fitting kernels"))
     save: fields.FolderPlace = new_folder("Save the changed model to this new or empty folder.")
 
 
@@ -141,6 +141,7 @@ class RanksRequest(KeptRequest, KernelRequest):
         metavar="FORM",
         shown="the best form on calibration text",
     )
+    calibration: Words = several_files(CALIBRATION.format("choosing ranks"))
     ranks: object = one_file(
         "Take the rank of each key head from this plan (written by --plan or --json) instead of searching."
     )
@@ -150,8 +151,8 @@ class HealRequest(KeptRequest, KernelRequest):
     """Options of `heal`, without the kernel."""
 
     train: Annotated[Amount, checks(lambda _name, value: Amount.of(value))] = option(
-        "Train W_Q, W_K and the kernel's parameters for a number of steps (`200`), a number of tokens (`2Mtok`) or a "
-        "duration (`30min`).",
+        "Amount of training: steps (`200`), tokens (`20k`) or time (`2h`). Tokens are also written `20ktok`, `2M` or "
+        "`2Mtok`, and times `90s` or `30min`. W_Q, W_K and the kernel's parameters are trained.",
         Amount(STEPS, "steps"),
         metavar="AMOUNT",
         typed=str,
@@ -164,6 +165,7 @@ class HealRequest(KeptRequest, KernelRequest):
         metavar="GOAL",
         noun="--learn",
     )
+    calibration: Words = several_files(CALIBRATION.format("training and fitting"))
     batch: Whole | None = keyword(
         "Sequences per training step (default: batch_size; fewer if `train` is a small number of tokens).",
         least=1,
@@ -187,7 +189,7 @@ class HealRequest(KeptRequest, KernelRequest):
 
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:
-    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions between the options."""
+    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions, OutputError for --save's folder."""
     kernels = _parse_kernels(words("kernels", spellings), request)
     if not kernels:
         raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")
@@ -230,7 +232,8 @@ def heal_kernels(
         problem = f"{new.spelling} can't be healed: this kernel decomposes the evaluated text's own logits."
         raise UsageError(problem, "Omit oracle: only the fitted form can be trained.")
     if not new.has_gradient:
-        raise UsageError(f"{new.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
+        problem = f"{new.spelling} can't be healed: its attention weights are not differentiable."
+        raise UsageError(problem, "Measure its effect without training: attnlens swap-kernel.")
     if request.control and request.learn != "text":
         problem = "--control has no effect with --learn teacher: the original model would learn its own predictions."
         raise UsageError(problem, "Add --learn text, so that both models are trained on the text.")
@@ -274,7 +277,7 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
             problem = f"{kernel.spelling} can't be fitted: this kernel decomposes the evaluated text's own logits."
             raise UsageError(problem, "Leave out --fit, or oracle.")
         if kernel.tie is not None:
-            problem = f"{kernel.spelling} can't be fitted: with {kernel.tie}, its logits are not those of the head."
+            problem = f"{kernel.spelling} can't be fitted: with {kernel.tie}, the logits are not those of the head."
             raise UsageError(problem, f"Leave out --fit, or {kernel.tie}.")
     return kernels
 

@@ -79,7 +79,7 @@ def test_reproduce_ends_with_1_where_a_row_misses_and_names_it(monkeypatch, tmp_
         monkeypatch.setattr(analyses, "reproduce", lambda *_, report=report, **__: report)
         result = invoke("reproduce", "--json", "v.json", "--quick", cwd=tmp_path)
         assert result.returncode == code
-        assert ("Results differ from the published ones: spoiled." in result.stderr) == (code == 1)
+        assert ("Results differ from the reference values: spoiled." in result.stderr) == (code == 1)
         assert ("1 of 3 values differs" in " ".join(result.stdout.split())) == (code == 1)
         assert read_report(tmp_path / "v.json").command == "reproduce", "the report is written either way"
 

@@ -185,7 +185,7 @@ def broken():
         ("demo", "linear", {"fit": True} | READ, "no free parameter", ""),
         ("x/y", ["rbf", "cosine+tied-query"], {"fit": True}, "can't be fitted", "Leave out --fit"),
         ("x/y", "rbf+symmetric", {"fit": True}, "can't be fitted", "Leave out --fit"),
-        ("x/y", "hard", {"train": 2}, "no gradient", "swap-kernel"),
+        ("x/y", "hard", {"train": 2}, "not differentiable", "swap-kernel"),
         ("x/y", "rbf", {"train": 2, "control": True}, "the original model would learn its own predictions", ""),
         ("x/y", "rbf", {"train": 2, "learn": "txt"}, "Unknown --learn 'txt'", ""),
         ("x/y", "rbf", {"train": 2, "rank": 0}, "rank=0 is not a whole number", ""),

@@ -31,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+WITHOUT_DEFAULTS = ("list", "explain")  # Commands that read no options from files
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__.strip("_").replace("_", "-"): command
     for command in (
@@ -40,14 +41,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
         *(report, list_, explain),
     )
 }
-"""Functions of the commands, by the name of the command."""
+"""Name of a command → its function."""
 for group, names in GROUPS.items():
     for name in names:
-        app.command(name=name, rich_help_panel=group, epilog=VARIABLES)(COMMANDS[name])
+        epilog = None if name in WITHOUT_DEFAULTS else VARIABLES
+        app.command(name=name, rich_help_panel=group, epilog=epilog)(COMMANDS[name])
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """If `-h` is among the words, return the command's short help, or the overview without a command; else None."""
+    """If `-h` is among the words, return the help of the command with which they begin, or the overview; else None."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:
@@ -74,8 +76,8 @@ def root(
     if context.invoked_subcommand is None:
         typer.echo(help_for(["-h"]))
         raise typer.Exit(UNUSABLE)
-    if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
-        return  # `list` and `explain` read no defaults, and an error in a file must not prevent help
+    if context.invoked_subcommand in WITHOUT_DEFAULTS or "--help" in sys.argv:
+        return  # an error in a file must not prevent help
     try:
         Path.cwd()  # if the current folder was removed, no path can be resolved, and torch's MKL ends the process
     except OSError as error:

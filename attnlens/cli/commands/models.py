@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 HEAD = opt.option(
     "--head", str | None, "Analyse only this head, e.g. `3.7` (layer 3, head 7) or `decoder.3.7`.", metavar="LAYER.HEAD"
 )
+WINDOWS_CSV = opt.output("--windows-csv", "Write the values of each window as CSV: one row per window and head.")
 
 
 @opt.with_options(
-    opt.MODEL | HEAD | opt.WINDOWS_CSV | opt.STRICT,
+    opt.MODEL | HEAD | WINDOWS_CSV | opt.STRICT,
     opt.parameters(requests.InspectRequest),
     opt.OUTPUT_OPTIONS | opt.output("--csv", "Write a CSV file with one row per head."),
 )
 def inspect(context: typer.Context) -> None:
-    """Measure the symmetry, definiteness and spectrum of each head. With `--analyzer selection`, compare the tokens
-    that each head selects with those of a max-margin SVM."""
+    """Measure the symmetry, definiteness and spectrum of each head. With `--analyzer selection`, compare each head with
+    the max-margin SVM that selects the same tokens."""
     params = context.params
     if params["head"] is None and params["show"] == SHOWN:
         raise UsageError("--show selection requires a single head.", "Add --head, e.g. --head 3.7.")

@@ -44,7 +44,7 @@ CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Follow every head through the checkpoints given as MODEL, e.g. `--checkpoints a b c`. Default: "
+        "Follow every head through the checkpoints given as MODEL, e.g. `converge a b c --checkpoints`. Default: "
         "the checkpoints of `demo`.",
         panel=TRAINED,
     ),
@@ -132,8 +132,8 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
 
 EXPERIMENTS = opt.argument(
     "experiments",
-    f"`{CLAIMS}`: small experiments with published values. {', '.join(f'`{name}`' for name in STUDIES)}: train the "
-    "models of one table. `all`: train the models of all tables.",
+    f"`{CLAIMS}`: rerun small experiments and compare the results with reference values. "
+    f"{', '.join(f'`{name}`' for name in STUDIES)}: train the models of one table. `all`: train those of all tables.",
     default=CLAIMS,
     metavar="TABLE",
 )
@@ -142,8 +142,8 @@ QUICK = opt.option("--quick", bool, "For `claims`: run fewer trials with wider t
 
 @opt.with_options(EXPERIMENTS | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
 def reproduce(context: typer.Context) -> None:
-    """Reproduce small experiments from the papers behind attnlens (exit 1 if a claim fails), or train the models of one
-    of their tables."""
+    """Rerun small experiments from the papers behind attnlens (exit 1 if a result differs from its reference value), or
+    train the models of a table in these papers."""
     params = context.params
     request, table = opt.build(StudyRequest, params), checked_table(params["experiments"])
     kinds = {CLAIMS: {"experiments", "quick"}, "a table": {*StudyRequest.model_fields}}
@@ -161,6 +161,6 @@ def reproduce(context: typer.Context) -> None:
     )
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
-        problem = f"Results differ from the published ones: {join_items(failed, 12)}."
-        complain(problem, "The table and --json contain the measured and the published values.")
+        problem = f"Results differ from the reference values: {join_items(failed, 12)}."
+        complain(problem, "The table and --json contain the measured and the reference values.")
         raise typer.Exit(FAILED)

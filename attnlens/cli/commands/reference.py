@@ -96,7 +96,7 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
 
 @opt.with_options(SAVED, opt.OUTPUT_OPTIONS)
 def report(context: typer.Context) -> None:
-    """Show the tables of a saved report, or export the report with --html, --figure, --csv or --markdown."""
+    """Show the findings of a saved report, or export the report with --html, --figure, --csv or --markdown."""
     outputs, saved = Outputs.of(context.params), context.params["saved"]
     from attnlens.report.report import read_report  # late, because building the records takes time
 

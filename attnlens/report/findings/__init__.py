@@ -55,9 +55,9 @@ def next_commands(shapes: Shapes) -> list[str]:
 
 
 def advise_saving(shapes: Shapes) -> str:
-    """Return the advice to save the result of a long command; empty if it was saved or drawn, or if the run is short.
+    """Return the advice to save the result of a long command; empty if it was saved or, unless it is a plan, drawn.
 
-    Inspections and `doctor` are short.
+    Inspections and `doctor`, which are short, get no advice, and neither do reports outside a command line.
     """
     report, written, options = shapes.report, shapes.written, show_again(shapes)
     if written is None or report.kind in ("inspection", "doctor"):

@@ -46,7 +46,7 @@ ADAPTED = "adapter.change"  # Relative change of M by an adapter
 FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM describes few of a head's queries
 HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
 SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it is called slight
-SLIGHTLY_LOWER = 0.1  # Share by which a rank lies below chance, below which the difference is called slight
+SLIGHTLY_LOWER = 0.1  # Relative distance of a rank below chance, up to which the difference is called slight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
 ROUNDING = 1e-9  # Relative size up to which an error is only rounding of a constant value
@@ -331,7 +331,7 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _null_decimals(mean: float, sd: float) -> int:
-    """Return the decimals of a null: two digits of its sd, but only one if the mean then has more than three."""
+    """Return the decimals of a null: two digits of its sd, or one if two would show more than three of the mean."""
     if not sd:
         return decimals_for([mean], 2)
     return min(decimals_for([sd], 2), max(decimals_for([mean]), decimals_for([sd], 1)))

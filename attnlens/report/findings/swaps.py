@@ -24,7 +24,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
-NEGLIGIBLE = 0.01  # Share of the loss: a rise counts as none if its interval includes 0 and ends below this share
+NEGLIGIBLE = 0.01  # Share of the original loss; a rise is none if its interval includes 0 and ends below this share
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _cost(swap: Swap, method: str) -> Finding:
-    """State the rise in the loss or, without a loss, the distance of predictions or hidden states to the original's."""
+    """State the rise in the loss or, without a loss, how far predictions or hidden states are from the original's."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
         return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
@@ -205,7 +205,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
 
 
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
-    """Return the 95 % interval of the loss under the kernel minus that under a control.
+    """Return the 95 % interval of the loss under the kernel minus that under a control; −∞ to ∞ if it is unknown.
 
     Reports of older versions lack paired differences; for these, subtract the ends of the two intervals.
     """
@@ -239,7 +239,7 @@ def _is_measured(plan: Plan | None) -> bool:
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise is within the budget, and so is the promise or, without one, the interval."""
+    """Return True if the measured rise and the promise (without a promise, the measured interval) are within budget."""
     measured = plan.measured
     if measured is None:
         return False
@@ -305,7 +305,7 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the interval of the change includes both 0 and a rise above the share NEGLIGIBLE."""
+    """Return True if the change's interval includes 0 but also rises above NEGLIGIBLE times the original loss."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 

@@ -1,4 +1,4 @@
-"""Findings of `doctor`, experiments and studies: is the model read exactly, are published results reproduced?
+"""Findings of `doctor`, experiments and studies: is the model read exactly, and are published results reproduced?
 
 A site agrees if the error of its attention is at most the tolerance of `doctor`; a figure is reproduced if it lies
 within the tolerance of its published value.
@@ -26,7 +26,7 @@ MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that ar
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings: does attnlens compute each site's attention as the model does, and do its backends agree?"""
+    """Yield findings: does attnlens compute the attention of each site as the model does, and do backends agree?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -95,7 +95,7 @@ PLAIN = ("causal", "bidirectional", "window")
 
 
 def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
-    """Yield a clause per mask with a fault; if the first is PLAIN, only for this mask, as it can explain the others."""
+    """Yield a clause per faulty mask; if the first is in PLAIN, only for it, because it can explain the others."""
     wrong = _order_faults(check.masks)
     shown = wrong[:1] if wrong and wrong[0].mask in PLAIN else wrong
     others = [mask.mask for mask in wrong[len(shown) :]]
@@ -105,7 +105,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the masks with a fault, PLAIN ones first, led by `window` if a causal fault concerns an earlier token."""
+    """Return the faulty masks, those in PLAIN first; `window` leads if a fault of `causal` is in an earlier token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -140,7 +140,7 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the command that inspects the checked model, unless attnlens computes it differently."""
+    """Yield the command that inspects the checked model, unless attnlens computes a site's attention differently."""
     if all(check.passed for check in shapes.report.doctor):
         yield f"attnlens inspect {model_argument(shapes.report)}"
 
@@ -217,7 +217,7 @@ def _weight(kl: float) -> str:
 
 
 def _ends(experiment: Experiment) -> dict[str, float | None]:
-    """Return the cosine to the SVM at which gradient descent ends, by start: `zero` or `the head`."""
+    """Map each start, `zero` or `the head`, to the cosine to the SVM after gradient descent; None if unknown."""
     return {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
 
 
@@ -228,7 +228,7 @@ def _verdict(experiment: Experiment) -> str:
 
 
 def _head_finding(experiment: Experiment) -> Finding:
-    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
+    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine to it."""
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
     reached = [f"{value:.3f} {starts[name]}" for name, value in _ends(experiment).items() if value is not None]
     verdict = _verdict(experiment)

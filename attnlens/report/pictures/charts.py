@@ -172,7 +172,7 @@ def fan_chart(
 ) -> None:
     """Draw one thin line per head in the colour of its layer; `lines` are (row of the layer out of `layers`, points).
 
-    `opacity` contains the sum over all lines, and the smallest and the largest opacity of a single line.
+    `opacity` is the sum of the opacities of all lines, and the smallest and the largest opacity of a single line.
     """
     if not lines:
         return
@@ -433,7 +433,7 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def _remove_title(panel: Panel) -> Panel:
-    """Remove a panel's title; if the panel has a colour bar without a label, the title becomes this label."""
+    """Remove a panel's title; if the panel has a colour bar without a label, the title becomes the bar's label."""
 
     def draw(axes: Axes) -> None:
         panel.draw(axes)

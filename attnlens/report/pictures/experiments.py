@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 LEAST_Q = LEAST_P  # q-values below this are drawn at the top of the picture
-WHOLE_RANGE = 1e6  # ratio of the largest distance to the smallest with a colour of its own
+WHOLE_RANGE = 1e6  # ratio of the largest distance to the smallest one that has a colour of its own
 QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Quantity of curves → clearer axis label
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
@@ -58,7 +58,7 @@ def comparison_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def comparison_panels(report: Report) -> list[Panel]:
-    """Build a map of the most informative distance between heads and a volcano plot of all measures."""
+    """Build two panels: a map of the most informative distance between heads, and a volcano plot of all measures."""
     comparison = report.comparison
     if comparison is None or not comparison.rows:
         return []

@@ -345,7 +345,7 @@ def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Return True if curves, given by all values and by medians, fall so far that they need a logarithmic axis."""
+    """Return True if curves fall so far, judged by all values and by medians, that they need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
@@ -474,7 +474,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (label, colour) of each part; labels omit the words shared by all parts."""
+    """Return (label, colour) of each part; labels omit the first words if all parts share them."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
     colours = zip(labels, cycle(style.CATEGORIES), strict=False)

@@ -75,7 +75,7 @@ LINES = {
 """Colours and markers that the lines of several kernels take in turn."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at the one in 1e+06."""
-OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which one is drawn at the edge of its scale
+OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which an effect is drawn at the edge
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Predictors that are always drawn if they have values."""
 PICTURES = 6  # number of measures drawn: those in ALWAYS, then the strongest predictors
@@ -102,7 +102,7 @@ def swap_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """Build the panels that get files of their own; each kernel with a sweep has its own panels for it."""
+    """Build the panels that get files of their own; each kernel with a sweep has its own panels of the sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
     panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]
@@ -255,7 +255,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
-    """Replace dots far above the original and the stages with arrows at the right edge."""
+    """If a dot's value far exceeds those of the original and the stages, replace it with an arrow at the right edge."""
     known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
     if original is None or not (span := max(abs(value - original) for value in known)):
         return list(dots)

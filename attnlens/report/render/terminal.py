@@ -189,7 +189,7 @@ def _width(column: Column) -> int:
 
 
 def _widths(columns: Sequence[Column]) -> list[int]:
-    """Compute the width of each column; the last one of a group is widened to the longest word of the group's name."""
+    """Compute the width of each column; the last one of a group is widened until each word of the group's name fits."""
     widths = [*map(_width, columns)]
     end = 0
     for group, members in groupby(columns, key=lambda column: column.group):

@@ -98,7 +98,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield the number of pairs of cells ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
+    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and reversed pairs."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -222,7 +222,7 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the changes of predictions and heads, most changed first, and the smallest detectable changes."""
+    """Yield changes of predictions and heads, and detection limits; only distributions if heads do not correspond."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:

@@ -105,7 +105,7 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
 
 
 def _quartiles(curve: Curve, decimals: int) -> str:
-    """Format the quartiles over heads at the last checkpoint."""
+    """Format the quartiles over heads at the last checkpoint; `–` if they are unknown."""
     if curve.low is None or curve.high is None or curve.low[-1] is None:
         return NO_VALUE
     return f"{format_number(curve.low[-1], decimals)} … {format_number(curve.high[-1], decimals)}"
@@ -175,7 +175,8 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 def _decimals(experiment: Experiment, figure: str) -> int:
     """Return the number of decimals that shows the tolerance or error to two significant digits.
 
-    Without a tolerance or error, the number of decimals shows the value to four significant digits.
+    Without a tolerance or error, the number of decimals shows the value to four significant digits. It is SCIENTIFIC if
+    the value is below 1e-4.
     """
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)

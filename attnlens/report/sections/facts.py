@@ -158,7 +158,7 @@ def state_whole(report: Report) -> str:
 
 
 def conventions(report: Report) -> str:
-    """State how positions, normalisation and biases enter the measures of weights; empty if it is unknown."""
+    """State how positions, normalisation and biases enter the measures of weights; empty if this is unknown."""
     if (record := report.model.conventions) is None:
         return ""
     parts = [f"positions: {record.position}"]
@@ -168,13 +168,13 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """List the caveats of the model's measures, one sentence each, and a sentence on tensors that it does not use."""
+    """List caveats of the model's measures, one sentence each, and one on stored tensors that it does not use."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*of_model, *state_unexpected(report))]
 
 
 def other_base(report: Report) -> list[str]:
-    """Return a warning if the adapter's base model is another one; only the last parts of their ids are compared."""
+    """Return a warning if the adapter was made for another base model, judged by the last parts of the ids; else []."""
 
     def last(name: str) -> str:
         return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
@@ -186,7 +186,7 @@ def other_base(report: Report) -> list[str]:
 
 
 def state_unexpected(report: Report) -> list[str]:
-    """Return the sentence on tensors in the files that the model does not use; empty if there are none."""
+    """Return a sentence, in a list, on stored tensors that the model does not use; [] if there are none."""
     names = report.model.unexpected
     count = format_count(len(names), "tensor")
     return [f"{report.model.architecture} does not use {count} of the files: {join_items(names)}."] if names else []
@@ -194,7 +194,7 @@ def state_unexpected(report: Report) -> list[str]:
 
 @section(60, views=(*TEXTS, "opening"))
 def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the list of skipped sites and the list of measures without a value, one line per reason."""
+    """Yield the skipped sites, and the measures without a value in some or all heads, each with one line per reason."""
     places = []
     for entry in shapes.report.coverage.skipped:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
@@ -206,7 +206,7 @@ def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def without_value(shapes: Shapes) -> list[str]:
-    """List the measures without values, one line per reason and number of heads."""
+    """List the measures without a value in some or all heads, one line per reason and number of heads."""
     pairs = []
     for name in shapes.report.measure_names():
         if name in shapes.readings:

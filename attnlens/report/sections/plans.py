@@ -81,7 +81,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _describe_latents(plan: Plan) -> Iterator[str]:
-    """Yield the form of the latents, and the other forms that were tried."""
+    """Yield the form of the latents, and the rise with each form that was compared."""
     form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     group = form.get("group", "1")
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"

@@ -68,7 +68,7 @@ TERMS = {  # Term used on screens and in reports → explanation
     "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3. In models of "
     "several parts, the part comes first: decoder.3.7.",
     "effect": "What a change does to the model's predictions: the change of the loss with its 95 % interval and, in "
-    "`compare`, the KL divergence between both models' predictions. A finding of heads states its size beside chance.",
+    "`compare`, the KL divergence between both models' predictions. Findings on heads state values beside chance.",
     "cache": "The keys and values of earlier tokens, which a model keeps while it generates: `ranks` makes the keys "
     "smaller within a loss budget, `swap-kernel --kernel sink-window:4,64` keeps fewer tokens, and `doctor --masks "
     "cache` tests that a pass with the cache gives the same outputs. Findings give its size in bytes or numbers.",
@@ -196,7 +196,7 @@ def _join_lines(first: str, *others: str) -> str:
 def describe_fit(info: KernelInfo) -> str:
     """Describe what a kernel's fit chooses, and whether the fit is required; return "" for a kernel without a fit.
 
-    What it chooses is the start of the docstring of its class, up to a colon, without "Fit of" or "Initial".
+    The description is the start of the docstring of the fit's class, up to a colon, without "Fit of" or "Initial".
     """
     if info.fit is None:
         return ""

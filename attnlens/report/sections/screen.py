@@ -23,9 +23,9 @@ def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(2, ("inspection", "experiments"), ("screen", "markdown"))
 def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a map of layers × heads; nothing for a single head.
+    """Yield a map of layers × heads; nothing if no measure of the findings differs between heads.
 
-    The map shows a measure of the findings: the first if a single analyzer ran, else the one that varies most.
+    The map shows the first of these measures if a single analyzer ran, else the one that varies most.
     """
     answered = [name for finding in find(shapes) for name in finding.measures if name in shapes.readings]
     shown = [shapes.readings[name] for name in dict.fromkeys(answered) if not shapes.readings[name].labels]

@@ -135,7 +135,7 @@ class Section:
     commands: Sequence[str] = ()  # commands to run next
     passages: Sequence[Passage] = ()  # texts with marked tokens, shown in a section only on a terminal
     instead: bool = False
-    """True if a page shows the section only without scripts; its script draws the content of `Document.explorer`."""
+    """True if a page shows the section only without scripts; with scripts, it draws `Document.explorer` instead."""
 
 
 @dataclass(frozen=True)

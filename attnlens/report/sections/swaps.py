@@ -15,7 +15,7 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format
 
 DIVERGED, DESTROYED = "diverged", "destroyed"
 LARGE = 11.0  # Factor of the perplexity at or above which a rise is shown as a factor instead of a percentage
-SCREEN_COLUMNS = 5  # Number of columns of the outcome table on the screen, which are on the loss or its substitute
+SCREEN_COLUMNS = 5  # Number of columns of the outcome table on the screen: those of the loss, or of what replaces it
 SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
 UNITS = {  # Task → unit of loss and KL
     "causal": "nats per token",
@@ -130,7 +130,7 @@ def measured_controls(swap: Swap) -> list[Control]:
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield kernel, number of heads, and effects (also by text); on the screen, only a table for several kernels."""
+    """Yield kernel, number of heads and effects; on the screen, a single table, and only for several kernels."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":
@@ -170,7 +170,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) of the stages, or of several kernels, each followed by its controls; shared ones last."""
+    """List (name, outcome) of the stages, or of several kernels, each before its controls; shared controls last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     # the controls of two kernels differ if their Δ beyond has different windows
@@ -414,7 +414,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
-    """Build one row per kernel and stage or control; after a sweep, one row per kernel and swept head or layer."""
+    """Build one row per stage or control of each kernel; after a sweep, one per swept head or layer of each kernel."""
     swaps = report.swaps
     if any(swap.sweep for swap in swaps):
         return [_effect_row(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
