@@ -481,7 +481,10 @@ class Descent:
 
 
 def shape(step: int, share: float, steps: float) -> float:
-    """Return min(1, (step + 1) / warm-up) times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1."""
+    """Return the factor of the learning rate at this step of a stage of `steps` steps.
+
+    It is a linear warm-up times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1.
+    """
     warm = min(WARM_UP, max(1, steps // 10))
     fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2
     return min(1.0, (step + 1) / warm) * (LOWEST + (1 - LOWEST) * fall)

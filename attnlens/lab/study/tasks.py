@@ -145,7 +145,7 @@ def split_text(text: str) -> dict[str, list[str]]:
     parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
 
     def cut(near: int) -> int:
-        """Return the end of line at or next after position `near`, or `near` if the line is long."""
+        """Return the first start of a line at or after position `near`, or `near` itself if the line is long."""
         end = text.find("\n", near - 1, near + LINE_CHARACTERS)
         return near if end == -1 or near in (0, len(text)) else end + 1
 
