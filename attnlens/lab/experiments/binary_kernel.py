@@ -143,7 +143,7 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
     turns = torch.stack([_rotation(generator) for generator in generators])
 
     def kernels(x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
-        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair in [−1, 1]², where R is the trial's rotation."""
+        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair of points, where R is the trial's rotation."""
         squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
         return (-squares / (2 * LENGTH**2)).exp()
 

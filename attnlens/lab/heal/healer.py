@@ -123,7 +123,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries; with low rank, those in rows of U and V that affect an entry whose mask is not 0."""
+        """Number of trained entries; with low rank, those in rows of U and V that affect an entry with mask ≠ 0."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -201,7 +201,10 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add the gradient of `weight` · (loss + η · ΣJ² of primal layers) to the leaves' gradients (Chen et al., 3.3)."""
+        """Add the gradient of `weight` · (loss + η · ΣJ² of primal layers) to the leaves (Chen et al. 2023, 3.3).
+
+        The loss is the mean of those of `run_student`.
+        """
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -402,7 +405,7 @@ class Distances:
     def falls_from(self, before: Distances) -> bool:
         """Return True if the 95 % interval of the paired difference from `before` (few pairs: its mean) is below 0.
 
-        If not all distances are finite, return True if these ones are.
+        If `self` or `before` is not finite, return True if `self` is.
         """
         if not (self.finite and before.finite):
             return self.finite

@@ -262,7 +262,7 @@ class Descent:
     evaluate: Callable[[], float | None]
     progress: AddSteps
     state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
-    order: list[int] = field(default_factory=list)  # numbers of the parts left in this epoch; the last is used next
+    order: list[int] = field(default_factory=list)  # indices of the parts left in this epoch; the last is used next
     stage: HealingStage = "transfer"
     begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
