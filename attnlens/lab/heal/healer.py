@@ -143,7 +143,10 @@ class Healer(SwapSetup):
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: texts.Batch) -> None:
-        """Create changes of trainable weights and kernel parameters; raise ModelError if no weight is trainable."""
+        """Create changes of trainable weights and kernel parameters.
+
+        Raises ModelError if no weight is trainable, or if checkpointing is requested and no block can be recomputed.
+        """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             problem = "No weight can be trained: each also affects more than the queries or keys of the swapped heads."
