@@ -68,7 +68,7 @@ def reproduce(
     Language models are trained on the `text` files (default: the King James text), translators on `pairs` (default: a
     built-in reversal task), classifiers on `series` and `labelled`. At scale `paper`, the defaults are WikiText-103 and
     IWSLT'14. Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be
-    written, and Interrupted with the finished experiments.
+    written and, for `claims`, Interrupted with the finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
@@ -100,7 +100,10 @@ def converge_synthetic(
 def run_rows(
     command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int, progress: Progress = silent
 ) -> Report:
-    """Run and time experiments one by one, and report the results; on Ctrl-C, raise Interrupted with the report."""
+    """Run and time experiments one by one, and report the results.
+
+    On Ctrl-C, raise Interrupted with the report, or KeyboardInterrupt if no experiment is finished.
+    """
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
@@ -265,8 +268,8 @@ def measure_hardening(
     """Compute −log p_max of each query as a function of c, which is KL(one-hot of the largest ‖ softmax(c · logits)).
 
     c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. A second
-    curve is that of the SVM that selects the same tokens, scaled to the head's norm ‖ΠM‖. It has no softcap and no
-    sink, because an SVM defines only differences of scores.
+    curve is that of the SVM that selects the same tokens, scaled to the norm of the head's M on the span of the
+    problem. The SVM has no softcap and no sink, because an SVM defines only differences of scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {
@@ -294,7 +297,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q) by name: zero (K, Q: small), and the head's M projected to the span (ΠM)."""
+    """Return two initial W or (K, Q) by name: zero (K, Q: small), and the head's M on the problem's span."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:
@@ -311,7 +314,7 @@ def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> d
 
 
 def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
-    """Compute log p_max/(1 − p_max) of every query of the problem under softmax(c · logits), for each c in FACTORS."""
+    """Compute log(p_max/(1 − p_max)) of every query of the problem under softmax(c · logits), for each c in FACTORS."""
     columns = []
     for query, (number, position, _) in zip(nearness.posed.problem.queries, nearness.chosen.rows, strict=True):
         scene, odds = scenes[number], []
@@ -325,7 +328,7 @@ def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) ->
 
 
 def _svm_odds(nearness: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
-    """Compute log p_max/(1 − p_max) for the SVM, whose scores are relative to the score of the selected token."""
+    """Compute log(p_max/(1 − p_max)) for the SVM, whose scores are relative to the score of the selected token."""
     problem = nearness.posed.problem
     best = problem.form(nearness.solution.multipliers)
     gaps = problem.scores(best) * (nearness.norm / float(best.norm()))
@@ -353,7 +356,7 @@ ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to
 
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
-    """Run all small experiments of the papers; on Ctrl-C, raise Interrupted with a report of the finished ones."""
+    """Run all small experiments of the papers with `run_rows`, and return its report."""
     report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH, progress)
     left_out = [Skipped(site="decay by training", reason="training takes longer than quick allows")] if quick else []
     return report.model_copy(update={"coverage": report.coverage.model_copy(update={"skipped": left_out})})

@@ -171,9 +171,9 @@ MISFITS = {
 
 def test_a_plan_of_another_shape_is_refused_by_its_first_misfit(demo, plan):
     wrong = {says: changed(changed(plan, **update), 3, head_dim=99) for says, update in MISFITS.items()}
-    wrong["it lacks a rank for key head 5 of transformer.h.2.attn"] = plan.model_copy(update={"ranks": plan.ranks[:-1]})
+    wrong["lacks a rank for key head 5 of transformer.h.2.attn"] = plan.model_copy(update={"ranks": plan.ranks[:-1]})
     every_layer = plan.settings.model_copy(update={"layers": None})
-    wrong["it lacks a rank for key head 1 of transformer.h.1.attn"] = plan.model_copy(update={"settings": every_layer})
+    wrong["lacks a rank for key head 1 of transformer.h.1.attn"] = plan.model_copy(update={"settings": every_layer})
     for says, other in wrong.items():
         with pytest.raises(UsageError, match=re.escape(says)) as refusal:
             apply(demo, other)

@@ -34,7 +34,7 @@ SOURCE = (
     "(Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
 )
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
-FULL = (8, 16, 32, 64, 128, 256), 1000  # points drawn per domain (widths are compared at the last), and Adam steps
+FULL = (8, 16, 32, 64, 128, 256), 1000  # numbers of points per domain (widths are compared at the last), Adam steps
 QUICK = (8, 16, 32, 64), 300
 
 
@@ -143,7 +143,7 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
     turns = torch.stack([_rotation(generator) for generator in generators])
 
     def kernels(x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
-        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair in [−1, 1]², where R is the trial's rotation."""
+        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair of points, where R is the trial's rotation."""
         squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
         return (-squares / (2 * LENGTH**2)).exp()
 

@@ -189,7 +189,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
 def draw_starts(
     draws: Draws, m: int, start: str
 ) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
-    """Draw the initial (W, (K, Q)): uniform in ±1/√d, as in torch's linear layers; W is 0 if `start` is `zero`."""
+    """Draw the initial (W, (K, Q)): uniform in [−1/√d, 1/√d], as in torch's layers; W is 0 if `start` is `zero`."""
     d = draws.instances.tokens.shape[-1]
 
     def uniform(columns: int) -> Tensor:
@@ -310,8 +310,8 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute for each d the share of draws in which the SVM that selects each input's first token exists.
 
     The figures `sure_…` are the shares at d = max(T−1, n), where theory predicts 1 for almost all data; at d = 1 they
-    are not judged, since tokens of unit length are ±1 and often equal. If n or T differs from the default, only this
-    size is run.
+    are not judged, since tokens of unit length are ±1 and often equal. If n or T differs from the default, only the
+    given n and T are run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
@@ -401,7 +401,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Correlate W with the SVM of the selection at index `end`; add the curve, and return its last values."""
+        """Add the curve of W's correlation with the SVM of the tokens chosen at index `end`; return its end values."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

@@ -157,7 +157,7 @@ def compare_training(
 
 
 def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
-    """Compute the `loss` in nats, and the cumulative singular values of the last layer's MATRICES, (heads, steps)."""
+    """Compute the `loss` in nats and, averaged over windows, the curves (heads, steps) of the last layer's MATRICES."""
     attention = None
     with torch.no_grad():
         loss = measure_loss(model, held_out).double()
@@ -183,7 +183,7 @@ def demo() -> loading.Loaded:
 
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """Return windows spread over the built-in passages, which did not train demo: at most `sequences`."""
+    """Return at most `sequences` windows spread over the built-in passages, on which demo was not trained."""
     chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 

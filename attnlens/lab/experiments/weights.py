@@ -114,7 +114,7 @@ SAME = 1e-9  # tokens closer than this outside the cyclic subspace share a graph
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ), z the last token, cut into parts outside and in the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ) (z: last token), split into parts outside and in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, in
     reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
@@ -129,13 +129,13 @@ class Corpus(NamedTuple):
     quick={"trials": 10},
 )
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Correlate W outside the cyclic subspace with the graph SVM, and compute ‖W − W_fin‖ in it (Li et al. 2024).
+    """Correlate W outside the cyclic subspace with the graph SVM; compute ‖W − W_fin‖ inside (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings and n sequences of T tokens that contain their label y. The output is
     f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. The cyclic subspace is spanned
-    by (x_s − x_t) zᵀ, for tokens s and t of one cycle of the graph. Outside this subspace, a step has length lr; in it,
-    where W stays finite, a step is the gradient times 1. W_fin is the limit of descent if each label competes only
-    within its own component.
+    by (x_s − x_t) zᵀ, for tokens s and t of one cycle of the graph. Outside this subspace, a step has length lr.
+    Inside, where W stays finite, a step is minus the gradient. W_fin is the limit of descent if each label competes
+    only within its own component.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
@@ -165,8 +165,9 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """Run all trials of `next_token` with cyclic or with acyclic graphs.
 
-    Return the correlations and the distances of the finite part, both (steps, trials); the steps; and each trial's
-    least final weight on a label's component.
+    Return the correlation of W outside the cyclic subspace with the graph SVM, and the distance of the finite part from
+    its limit, both (steps, trials); the steps; and each trial's smallest final attention weight on the graph component
+    of a label.
     """
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))
@@ -187,7 +188,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent, normalised outside the cyclic subspace, plain in it; return W at `steps`, and final log-weights."""
+    """Run descent, normalised outside the cyclic subspace, plain inside; return W at `steps` and final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
@@ -202,7 +203,10 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Sample sequences whose token-priority graph has a strict priority, and a cycle if and only if `cyclic`."""
+    """Sample sequences whose token-priority graph has a strict priority, an SVM solution, and a cycle iff `cyclic`.
+
+    Raises UsageError if none of TRIES samples has such a graph.
+    """
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):
@@ -231,7 +235,8 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
     basis = basis[values > SAME * values.amax()] if len(values) else basis
     within = features @ basis.mT @ basis
     off = features - within
-    # Outside the cyclic subspace, tokens of one component differ by rounding, which would outlive weights below 1e-16.
+    # Make tokens of one component equal: outside the cyclic subspace they differ only by rounding, which would outweigh
+    # attention weights below 1e-16.
     same = torch.cdist(off, off) < SAME
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
     component = same[torch.arange(len(hits)), hits.int().argmax(-1)]

@@ -123,7 +123,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries; for a low-rank change, those in rows of U and V that affect unmasked entries."""
+        """Number of trained entries; with low rank, those in rows of U and V that affect an entry with mask ≠ 0."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -143,13 +143,16 @@ class Healer(SwapSetup):
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: texts.Batch) -> None:
-        """Create changes of trainable weights and kernel parameters; raise ModelError if no weight is trainable."""
+        """Create changes of trainable weights and kernel parameters.
+
+        Raises ModelError if no weight is trainable, or if checkpointing is requested and no block can be recomputed.
+        """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             problem = "No weight can be trained: each also affects more than the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
-        if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length: J is 0 there
+        if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length, where J is 0
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
@@ -201,7 +204,10 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add to the leaves' gradients that of `weight` · (loss + η · J² of primal layers) (Chen et al. 2023, 3.3)."""
+        """Add the gradient of `weight` · (loss + η · ΣJ² of primal layers) to the leaves (Chen et al. 2023, 3.3).
+
+        The loss is the mean of those of `run_student`.
+        """
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
@@ -238,7 +244,7 @@ class Healer(SwapSetup):
         """Run the swapped model (the student); yield the loss at each compared token, and the token's sequence index.
 
         The loss is KL(original ‖ swapped) in nats, 1 − cosine of the states of headless models or, for the goal `text`,
-        the cross-entropy of `targets`. The J² of primal layers are added to `penalties`. The student stays in place
+        the cross-entropy of `targets`. The J² of primal layers are appended to `penalties`. The student stays in place
         inside the `with` block, because the backward pass can recompute modules.
         """
         model, options = self.loaded.model, output_options(self.task)
@@ -400,7 +406,10 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the 95 % interval of the paired difference from `before` (few pairs: its mean) is below 0."""
+        """Return True if the 95 % interval of the paired difference from `before` (few pairs: its mean) is below 0.
+
+        If `self` or `before` is not finite, return True if `self` is.
+        """
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)

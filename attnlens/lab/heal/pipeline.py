@@ -262,7 +262,7 @@ class Descent:
     evaluate: Callable[[], float | None]
     progress: AddSteps
     state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
-    order: list[int] = field(default_factory=list)  # numbers of the parts left in this epoch; the last is used next
+    order: list[int] = field(default_factory=list)  # indices of the parts left in this epoch; the last is used next
     stage: HealingStage = "transfer"
     begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
@@ -481,7 +481,10 @@ class Descent:
 
 
 def shape(step: int, share: float, steps: float) -> float:
-    """Return min(1, (step + 1) / warm-up) times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1."""
+    """Return the factor of the learning rate at this step of a stage of `steps` steps.
+
+    It is a linear warm-up times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1.
+    """
     warm = min(WARM_UP, max(1, steps // 10))
     fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2
     return min(1.0, (step + 1) / warm) * (LOWEST + (1 - LOWEST) * fall)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: one per key head or site, of keys after or before the rotation."""
+    """Return the forms of latents to compare: a latent per key head or site, for keys after or before the rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -42,7 +42,7 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
 
 
 def weight_by_output(form: Kernel) -> Kernel:
-    """Return a copy of the form that weights each pair of tokens by its effect on the output."""
+    """Return a copy of the form that weights pairs of tokens equally by attention and by effect on the predictions."""
     return _with(form, metric=OUTPUT)
 
 
@@ -80,7 +80,7 @@ class Basis:
 
     @property
     def latent_of(self) -> list[int]:
-        """Latent of each swapped query head."""
+        """Index of the latent that each swapped query head reads."""
         by_key = {key: latent for latent, group in enumerate(self.latents.groups) for key in group}
         return [by_key[key] for key in self.latents.key_of]
 
@@ -106,10 +106,10 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 def fit_forms(
     setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: AddSteps
 ) -> Forms:
-    """Fit each form of latents in one pass of the original model over these batches, each from a single text.
+    """Fit each form of latents in one pass of the original model over these batches; a batch is from a single text.
 
-    If pairs are weighted by the output, the weights for a text come from gradients on that text alone, so that maps
-    fitted to the other texts do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
+    With `metric=output`, a text's weights come from gradients on this text only, so that maps fitted to the other texts
+    do not depend on this text. Raises UsageError if only some query heads of a key head are swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))

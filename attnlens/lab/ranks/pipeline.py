@@ -172,8 +172,8 @@ class SiteSizes:
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
     folds: bool  # True if maps fold into W_Q and W_K: no other site uses these, no rotation or norm follows
-    folds_before: bool  # True if maps of keys before the rotation fold into W_K: no other site, no norm
-    keys_seen: float  # keys that a query sees, mean over the sequence
+    folds_before: bool  # True if maps of keys before the rotation fold into W_K: no other site uses it, no norm follows
+    keys_seen: float  # number of keys that a query sees, averaged over the queries
     keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
     cached: bool  # True if a key-value cache stores a key per token: in a decoder's self-attention
@@ -183,8 +183,8 @@ class SiteSizes:
 class LatentSizes:
     """Rank of one latent, and the number of heads that use it."""
 
-    heads: int  # query heads that read it
-    keys: int  # key heads that share it
+    heads: int  # number of query heads that read it
+    keys: int  # number of key heads that share it
     rank: int  # numbers kept per token
     before: bool = False  # True if it compresses keys before the rotation; full keys are rebuilt from it
 
@@ -351,13 +351,13 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
         if model is None:
-            problems.append(f"it contains a rank for {name}, which the model lacks")
+            problems.append(f"the plan contains a rank for {name}, which the model lacks")
             continue
         for field in ("kv_heads", "heads", "head_dim", "layer", "part"):
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
                 problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
-    problems += [f"it lacks a rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    problems += [f"the plan lacks a rank for key head {kv_head} of {site}" for site, kv_head in remaining]
     if problems:
         raise UsageError(
             f"The plan does not fit this model: {problems[0]}.",

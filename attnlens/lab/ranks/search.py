@@ -103,7 +103,7 @@ def cut_samples(
 
 
 def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batches, intervals: Intervals | None) -> None:
-    """Raise TextError or UsageError if there are too few windows or texts to choose ranks."""
+    """Raise TextError if a text has too few windows to choose ranks, UsageError for intervals over too few texts."""
     available = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
@@ -230,7 +230,7 @@ class BudgetSearch(SwapSetup):
     keep: Keep = keep_nothing  # stores the losses of measured plans, from which an interrupted search resumes
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
-        """Choose the plan with the smallest ranks among the nested plans that stay within the budget.
+        """Choose the plan with the smallest ranks among the tried nested plans that stay within the budget.
 
         The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and the rise on each
         single text must be within the budget. `promising` is used only for the promised rise. If there are several
@@ -299,9 +299,10 @@ class BudgetSearch(SwapSetup):
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last step whose rise plus margin is within the budget; return its number and all tried steps.
+        """Find the last tried step whose rise plus margin is within the budget.
 
-        The search is a bisection of at most TRIES steps, guided by the predicted rise.
+        Return its number (0: none), and all tried steps with a finite rise by number. The search is a bisection of at
+        most TRIES trials, guided by the predicted rise.
         """
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)

@@ -347,7 +347,7 @@ DATA: dict[str, TaskForm] = {  # Option → form of the task that uses the optio
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:
     """Return each table's cells that have data and match a pattern of `request.cells` (default: all).
 
-    Raise UsageError if a pattern matches no cell, or if no selected cell uses a file that was given.
+    Raise UsageError if a pattern matches no cell, or if a given file is used by none of the selected cells.
     """
 
     def matches(cell: PaperCell, pattern: str) -> bool:

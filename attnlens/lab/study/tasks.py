@@ -145,7 +145,7 @@ def split_text(text: str) -> dict[str, list[str]]:
     parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
 
     def cut(near: int) -> int:
-        """Return the end of line at or next after position `near`, or `near` if the line is long."""
+        """Return the first start of a line at or after position `near`, or `near` itself if the line is long."""
         end = text.find("\n", near - 1, near + LINE_CHARACTERS)
         return near if end == -1 or near in (0, len(text)) else end + 1
 
@@ -290,7 +290,7 @@ def build_classification(
 
 
 def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Split the texts of each class into parts; return the text numbers of each part in file order."""
+    """Split the texts of each class into parts; return the indices of each part's texts in file order."""
     if len(classes) < 2:
         only = f"a single label: {classes[0]}" if classes else "no text below its header"
         raise TextError(f"{path} has {only}.", "Give texts with at least two labels.")

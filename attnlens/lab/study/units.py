@@ -48,7 +48,7 @@ class RunOutcome:
     """Result of a training run, updated at each step."""
 
     curve: list[tuple[int, float]]  # (step, validation loss in nats), starting at step 0
-    watched: list[dict[str, float]]  # medians over heads by measure, at each step of `curve`; empty if not measured
+    watched: list[dict[str, float]]  # medians over heads by measure, at each step of `curve`; {} if not measured
     problem: str = ""  # reason for not converging; empty if the run converged
     scores: dict[str, float] = field(default_factory=dict)  # on the test set; empty if not tested or not converged
     parameters: int = 0  # number of parameters of the model
@@ -162,7 +162,7 @@ def _save_training(
 def _restore_training(
     state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
 ) -> tuple[RunOutcome, dict[str, Tensor]] | None:
-    """Restore the state saved by `_save_training`; return the outcome and best weights so far, or None."""
+    """Restore the state saved by `_save_training`, if any; return the outcome and best weights so far, or else None."""
     if (saved := state.load("state")) is None:
         return None
     model.load_state_dict(saved["model"])
