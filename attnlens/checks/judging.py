@@ -62,11 +62,12 @@ def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
 
 
 def check_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
+    """Build one check per measure with a value. A head fails if its value appears, vanishes or changes too much.
 
-    The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
-    freedom of one run; p-values are adjusted over all heads and measures by Benjamini–Hochberg. The two runs are
-    treated as independent, which is conservative if both read the same windows (`compare` pairs the windows).
+    A change is too large if it exceeds the tolerance and, if it has a p-value, is significant after Benjamini–Hochberg
+    adjustment over all heads and measures. The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under
+    Student's distribution with the degrees of freedom of one run. The two runs are treated as independent, which is
+    conservative if both read the same windows (`compare` pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -114,7 +115,7 @@ def _size(change: Breach) -> float:
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline; p is two-sided, and None if a standard error is unknown."""
+    """Compare one measure of every head with the baseline; p is None if a standard error is unknown or both are 0."""
     from scipy.special import stdtr  # imported late, because rules need no test
 
     changes = []
@@ -147,8 +148,8 @@ def check_report(
 ) -> Report:
     """Return the report with `checks`: one per rule, and one per measure of the baseline, which was read from `file`.
 
-    Raise UsageError if the report has no heads, if it is partial (unless `allow_partial` is True), if a rule matches
-    nothing, or if the baseline belongs to a different run.
+    Raise UsageError if an inspection has no heads, if the report is partial (unless `allow_partial` is True), if a rule
+    matches nothing, or if the baseline belongs to a different run.
     """
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
@@ -340,7 +341,7 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` of the baseline or, without a baseline, those that the rules need.
+    """Return `analyzers` and `source` of the baseline or, without one, those that the rules need ({} if none).
 
     Raise UsageError if no analyzer computes the subject of a rule.
     """

@@ -193,7 +193,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute the expected results; return None if the model ignores packing and no tests were requested."""
+        """Compute the expected results; return None for an unrequested packing test if the model ignores packing."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False

@@ -56,7 +56,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return a module whose missing weight affects predictions, and why there is no loss; None if there is a loss."""
+    """Return a module whose missing weight affects predictions, and why there is no loss; None if there is none."""
     random = find_random_weights(loaded, inputs, measure_predictions(task))
     if random is None:
         return None
@@ -117,7 +117,7 @@ def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.
 
 @contextmanager
 def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise ModelError if the model fails on these inputs."""
+    """Context manager: raise ModelError if the model fails on these inputs, but not if memory runs out."""
     try:
         yield
     except FAILURES as error:
@@ -129,7 +129,7 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
 
 
 def survey_one_token(loaded: loading.Loaded, site_calls: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites with their calls in a pass over one token, which suffices to read the weights."""
+    """Return the sites' calls in a pass over one token, which suffices to read the weights."""
     return _reach_by_ids(loaded, site_calls, 1, seed)
 
 
@@ -138,7 +138,7 @@ def survey_without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token, and on a window without media, because positions of media are special.
 
-    The window is that of `site_calls` or, if this contains media, `tokens` random ids.
+    The window is that of `site_calls` or, if the model reads media, `tokens` random ids.
     """
     one_token = survey_one_token(loaded, site_calls, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
@@ -176,7 +176,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
     """Return (identity error, None), or (None, name) if the weight `name` is not finite and the error is NaN.
 
-    Raise IdentityError if the error exceeds the tolerance.
+    Raise IdentityError if the error exceeds the tolerance, ModelError if outputs overflow although weights are finite.
     """
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:

@@ -202,7 +202,11 @@ def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[s
 def wrap_model(
     model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str | os.PathLike[str] | Loaded:
-    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged."""
+    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged.
+
+    Raise UsageError if another kernel already replaces the model's attention, or if a name or a loaded model comes with
+    a tokenizer.
+    """
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
         if hooks.is_answered(weights):

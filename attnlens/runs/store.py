@@ -48,7 +48,7 @@ def keep_nothing(_name: str, make: Callable[[], T]) -> T:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the libraries used, and a hash of attnlens's code, which changes between releases."""
+    """Return libraries' versions (None if not installed), and a hash of attnlens's code, which identifies edits."""
     libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
     return {"code": hash_code()} | {name: _version(name) for name in libraries}
 
@@ -112,7 +112,7 @@ class Store:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
-        """Return a unit's stored value; if there is none, call `make` and store the result."""
+        """Return a unit's stored value; if there is none or `resume` is False, call `make` and store the result."""
         value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()

@@ -123,7 +123,7 @@ def add_spacing(layer: Layer) -> Layer:
 
 
 def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Add to both layers what only calls show: norms, softcaps, sinks, and position biases not stored in the layer.
+    """Add to both layers what only calls show: shift invariance, post-norms, cross-attention and position biases.
 
     T5 stores its table of biases in the first layer, and ALiBi computes the biases. If the biases differ between heads
     and are the same in both models, perhaps in a different order, they are added as a tensor with one number per head:
@@ -157,7 +157,7 @@ def _is_announced(site_call: SiteCall) -> bool:
 
 
 def find_norm(layer: Layer, site_call: SiteCall) -> str | None:
-    """Return the name of the gain of the norm whose output is the input of attention; None if there is none."""
+    """Return the name of the gain of the norm whose output is the input of attention; None if none is found."""
     if _is_announced(site_call):
         return None
     hidden, errors = site_call.sequences(site_call.arguments[site_call.input_name]), dict[str, float]()
@@ -199,7 +199,7 @@ def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None
 
 
 def add_missing_parts(first: Layer, second: Layer) -> tuple[Layer, Layer]:
-    """Add zeros for biases, and ones for gains, to the layer that lacks them if the other one has them."""
+    """Add to each layer the biases (as zeros) and gains (as ones) that only the other layer has."""
     sides = []
     for side, other in ((first, second), (second, first)):
         gains = side.gains | other.gains

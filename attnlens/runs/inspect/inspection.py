@@ -93,7 +93,7 @@ class WorkUnit:
 
     stage: Literal["weights", "tokens", "gathered"]  # source of its values
     sites: tuple[Site, ...]  # sites that are read
-    batch: int | None = None  # number of the batch that is read; None for weights, and for all batches
+    batch: int | None = None  # index of the batch that is read; None for weights, and if all batches are read
     size: int = 1  # steps of progress: the number of sequences of the batch, or 1
 
     @property
