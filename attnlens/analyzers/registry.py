@@ -208,7 +208,7 @@ class Gatherer(Protocol):
         """
 
     def solve(self) -> dict[int, Answer]:
-        """Return the answer for every head that `update` received, by its number in the model."""
+        """Return the answers for the heads that `update` received, by the head's number in the model."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ def analyzer(
     """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
     `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only if
-    the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`, a
-    measure and the function that computes it alone, for swept heads. Raises UsageError if another analyzer has one of
-    the measures, or if another analyzer has the name and `replace` is false.
+    the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`,
+    the measure for swept heads and a function that computes only this measure. Raises UsageError if another analyzer
+    has one of the measures, or if another analyzer has the name and `replace` is false.
     """
     infos = tuple(measures)
 
@@ -280,7 +280,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps: those with a brief measure, reduced to this measure, and the other defaults."""
+    """Return the analyzers for sweeps: those with `brief`, reduced to this measure, and others with `by_default`."""
     selected = []
     for entry in _plain_analyzers():
         if entry.brief is not None:

@@ -167,7 +167,7 @@ class StoredSequence:
     place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by the head's number
 
     def scene(self, head: int) -> Scene:
-        """Return one head's tokens, queries and log numbers of visible copies, in float64."""
+        """Return one head's tokens, queries and logs of the numbers of visible copies, in float64."""
         query, key, copies = self.place_of[head]
         return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
@@ -246,7 +246,7 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _count_copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; return the previous sequence's matrix if it is equal, to save memory."""
+        """Count the copies of each token that a query sees; reuse the previous sequence's matrix if it is equal."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies

@@ -224,7 +224,10 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 
 def parse_rules(source: object) -> list[Rule]:
-    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings."""
+    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings.
+
+    Raise UsageError if there are none or if one is invalid.
+    """
     rules: list[Rule] = []
     if isinstance(source, Mapping):
         rules = parse_table(source)
@@ -241,7 +244,7 @@ def parse_rules(source: object) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Tolerance for changes: a head fails if its change exceeds both bounds and is unlikely to be due to chance."""
+    """Tolerance for changes: a head fails if its change exceeds both bounds and, if tested, is significant."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
     absolute: float | None = None  # allowed change in the measure's unit; None: `relative` times the measure's range
@@ -251,7 +254,7 @@ class Tolerance:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Return a measure's tolerance: None for `absolute` becomes `relative` times the measure's range (0 if unbounded)."""
+        """Return a measure's tolerance; a missing `absolute` becomes `relative` times its range, 0 if unbounded."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 

@@ -56,7 +56,10 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return a module whose missing weight affects predictions, and why there is no loss; None if there is none."""
+    """Return a module whose missing weight affects predictions, and why there is no loss.
+
+    Return None if predictions do not depend on a missing weight.
+    """
     random = find_random_weights(loaded, inputs, measure_predictions(task))
     if random is None:
         return None
@@ -67,7 +70,7 @@ def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], t
 def find_random_weights(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
 ) -> tuple[str, str] | None:
-    """Return the module and the name (`name and 3 more`) of missing weights that affect the measured values, or None.
+    """Return module and name of missing weights (`name and 3 more`) that can affect the measured values, or None.
 
     A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
     these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
@@ -295,9 +298,9 @@ def describe_conventions(site_calls: Sequence[SiteCall], site_traits: Sequence[w
         "traced from its softmax, and a pass with other queries and keys confirmed them.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,
-        "Latent attention (MLA): the length of each token's latent sets the relative weight of its key's part without "
-        "positions (nope) and rotated part (rope), so a head has no single bilinear form; weights.* describe the nope "
-        "part.": any(traits.latent for traits in site_traits),
+        "Latent attention (MLA): the length of each token's latent sets the relative weight of the two parts of its "
+        "key, without positions (nope) and rotated (rope), so a head has no single bilinear form; weights.* describe "
+        "the nope part.": any(traits.latent for traits in site_traits),
     }
     return Conventions(
         position="rotary" if any(traits.rotary for traits in site_traits) else added,

@@ -58,7 +58,7 @@ class Continuations:
 
 
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`, by default the first halves of inputs of at least median length, or why there are none.
+    """Return `prompts`, by default the first halves of inputs of at least median length, or why none can be used.
 
     Raise UsageError if the model can't continue `prompts`.
     """

@@ -182,7 +182,7 @@ class Cases:
                 yield case
 
     def row(self, name: str, tokens: int) -> Tensor:
-        """Return one row of `tokens` ids of the named input; repeat the ids if there are too few."""
+        """Return one row with `tokens` ids of the input `name`; repeat the ids if there are too few."""
         ids = self.ids[name]
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 

@@ -122,7 +122,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
 
 
 def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
-    """Return the logits at the predicted positions (for classifiers, of the sequences); None for the task `hidden`."""
+    """Return the logits at predicted positions (in classifiers, one row per sequence); None for the task `hidden`."""
     if task == "hidden":
         return None
     logits = logits_of(result)
@@ -222,7 +222,7 @@ class TokenLosses:
         return changes
 
     def count(self, window: int) -> int:
-        """Count the predicted tokens that repeat a pair last seen more than `window` tokens earlier."""
+        """Count the predicted tokens that repeat a pair of tokens last seen more than `window` tokens earlier."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:

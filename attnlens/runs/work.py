@@ -66,7 +66,7 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]  # reason by unit without a value; units prevented by an interruption are omitted
+    missing: dict[str, str]  # reason why a unit has no value, by unit; without units prevented by an interruption
     stopped: bool  # True if the user interrupted the run
 
 

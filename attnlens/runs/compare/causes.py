@@ -71,7 +71,7 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield (cause, errors by head if quantised) for each difference of two layers; unexplained parts come last."""
+    """Yield (cause, errors by head if quantised, else []) for each difference of two layers; unexplained parts last."""
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
@@ -94,7 +94,7 @@ def build_unexplained(
     heads: tuple[int, ...] = (),
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
-    """Build the cause for parts that no hypothesis explains; `change`: largest ‖B − A‖/‖B‖ (A first, B second)."""
+    """Build the cause for parts that no hypothesis explains; `change` is the largest relative change of a part."""
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
@@ -178,7 +178,10 @@ ALIKE = 0.05  # largest relative difference between biases that count as equal, 
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return one number per head for both biases, equal numbers for equal biases; None if the heads do not match."""
+    """Return one number per head for both biases, equal numbers for equal biases.
+
+    Return None if the heads of both models do not match, or if all heads have the same bias.
+    """
     if first.is_meta or second.is_meta or first.shape != second.shape:
         return None
     # the bias of a hidden key is −∞ or the smallest number of its type

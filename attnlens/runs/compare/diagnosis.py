@@ -237,7 +237,7 @@ class Walk:
     def _read_layers(
         self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
     ) -> tuple[Layer, Layer] | None:
-        """Return both models' tensors at these sites; None if a site was not called."""
+        """Return both models' tensors at these sites; None if a site does not run on a single token."""
         models = [side.weights_model.model for side in self.sides]
         paths = [weights.block_path(site.path) for site in sites]
         calls = [
@@ -393,7 +393,10 @@ def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
-    """Load one tensor, stored as `source`, until `stack` closes; the gain of a norm includes the norm's offset."""
+    """Return a Layer with one tensor, in memory until `stack` closes; the gain of a norm includes the norm's offset.
+
+    The tensor `name` is stored as `source`.
+    """
     owner, _, own_name = source.rpartition(".")
     module = side.weights_model.model.get_submodule(owner)
     is_norm = "Norm" in type(module).__name__
@@ -499,7 +502,7 @@ def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return the text of a cause without its tensors' names, in the plural (`are …`), if it starts with them."""
+    """Return a cause's text without its tensors' names, in the plural (`are …`); unchanged if it starts otherwise."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 

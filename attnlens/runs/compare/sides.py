@@ -39,7 +39,10 @@ between a head and its fine-tuned version is small. Heads that merely resemble s
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match each head of the first model with one of the second by their M; keep the order if any match is unclear."""
+    """Pair the heads with similar M; return the second model's head for each head of the first.
+
+    The heads keep their order if any pair is unclear.
+    """
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -68,7 +71,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
     """Compute by head the relative change from M to M' (1 if only M is 0) and the largest angles between their factors.
 
-    The values are NaN if both forms are 0 or one is not finite.
+    All are NaN if a form is not finite; the change is NaN if both forms are 0, an angle if both factors are 0.
     """
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
@@ -145,7 +148,7 @@ class Pairing:
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form, or by number if forms can't be read or --heads selects some."""
+        """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given."""
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
@@ -360,7 +363,7 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights with the sink's share appended; NaN for swapped heads without nonnegative weights."""
+    """Compute attention weights and append the sink's share; NaN if a head's kernel has no or negative weights."""
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)

@@ -297,7 +297,7 @@ def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[t
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Context manager: move one value in twelve of each weight by ± one spacing of its stored type, and restore it."""
+    """Context manager: move one value in twelve of each weight by ± one spacing of its type, then back."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:

@@ -310,7 +310,7 @@ class Inspection(PreparedRun):
         return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
-        """Run the model on all batches, pass every sequence of these sites to gatherers, and return the gatherers."""
+        """Run the model on all batches, pass each sequence at `sites` to the gatherers, and return the gatherers."""
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):

@@ -173,7 +173,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads with a value and, for each source, those of them that have no value from it."""
+        """Count the requested heads with a value and, for each source, how many of these lack a value from it."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)

@@ -141,7 +141,7 @@ def _check_error(
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding, put in front if `left`; real tokens keep their positions."""
+    """Replace the last tokens by random padding, put in front if `left`; `position_ids` do not count padding."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -385,7 +385,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Return the mean of Σ max(−w, 0) / Σ |w| over attention rows w of real tokens; None if NaN or without rows."""
+    """Return the mean of Σ max(−w, 0) / Σ |w| over attention rows w of real tokens; None if NaN or undefined."""
     if kernel.info.form == "output":
         return None
     if not kernel.signed:

@@ -136,7 +136,7 @@ Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or 
 
 
 def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
-    """List the units to swap individually: layers if `what` is `layers`, otherwise each of their swapped heads."""
+    """List the units to swap individually: whole layers if `what` is `layers`, otherwise each swapped head."""
     if what == "layers":
         return [(site, None) for site in swaps]
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
