@@ -58,7 +58,7 @@ PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen
     ),
     posed_measure(
         "selection.least_decided",
-        "least value, over the queries in the SVM problem, of a query's largest attention weight",
+        "smallest of the queries' largest attention weights, over the queries in the SVM problem",
         "min over queries of p_max",
         high=1,
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",

@@ -40,15 +40,16 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
     remedy = "Use the baseline's settings, or accept the report with --update-baseline."
     for (field, ours), (_, theirs) in zip(_list_settings(report), _list_settings(baseline), strict=False):
         if ours != theirs:
-            values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
+            difference = f"{field} is {format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
             if field.startswith("settings.text"):
                 names = [None if each.settings.text is None else each.settings.text.name for each in (baseline, report)]
-                values = f"{names[0]} in the baseline, but {names[1]} in the report" if names[0] != names[1] else values
+                if names[0] != names[1]:
+                    difference = f"settings.text is {names[0]} in the baseline, but {names[1]} in the report"
                 remedy = "Measure both on the same text with --text FILE, or accept the report with --update-baseline."
-            raise UsageError(f"The baseline belongs to a different run. {field}: {values}.", remedy)
+            raise UsageError(f"The baseline belongs to a different run: {difference}.", remedy)
     known = set(report.measure_names())
     if missing := join_items([name for name in baseline.measures if name not in known]):
-        raise UsageError(f"The baseline belongs to a different run. measures: the report lacks {missing}.", remedy)
+        raise UsageError(f"The baseline belongs to a different run: the report lacks the measures {missing}.", remedy)
 
 
 def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
@@ -232,7 +233,9 @@ def _match_field(report: Report, rule: Rule) -> float:
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule, which cannot fail.") -> UsageError:
+def _no_match(
+    rule: Rule, why: str, remedy: str = "Correct or remove the rule: a rule without a match would never fail."
+) -> UsageError:
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 

@@ -353,7 +353,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
     if info.form == "output":
         yield PRIMAL
         if not special.keys().isdisjoint(("capped", "biased", "sinking")):
-            yield "Terms that the model adds to its scores (softcap, position bias, sinks) are not used."
+            yield "The model's softcap, position bias and sinks are not used."
         if "bounded" in special:
             bound = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
             scores = f"Fewer than {kernel.parameters['scores']:.0f} scores are used at {special['bounded']}"
@@ -379,7 +379,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
     if kernel.tie is not None and TIES[kernel.tie].caution:
         yield TIES[kernel.tie].caution
     if "uneven" in special:
-        yield f"The last latent has fewer key heads than the others, or than group, at {special['uneven']}."
+        yield f"The last latent has fewer key heads than `group` at {special['uneven']}."
     if kernel.signed:
         yield "The kernel can be negative: rows of its attention matrix are not probabilities."
 
