@@ -180,9 +180,7 @@ class GatheringPlace:
     """M on the module's inputs x, extended by a 1: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
     are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = (
-        None  # a query selects the fewest tokens with at least this total weight; None: only the top token
-    )
+    top_p: float | None = None  # a query selects the fewest tokens of at least this weight; None: only the top token
     shown: bool = False  # True if the report must contain the problem in addition to its measures
 
 

@@ -161,8 +161,8 @@ class StoredSequence:
     """The parts of one sequence that a Selector stores."""
 
     sequence: int  # index of the sequence among the inputs
-    query: Float[Tensor, "heads queries head_dim"]  # or the module's inputs, each extended by a 1: (1, n, d_model + 1)
-    key: Float[Tensor, "kv_heads keys head_dim"]  # or the same extended inputs
+    query: Float[Tensor, "heads queries head_dim"]  # queries, or inputs extended by a 1, (1, n, d_model + 1)
+    key: Float[Tensor, "kv_heads keys head_dim"]  # keys, or the same extended inputs
     copies: tuple[Int[Tensor, "queries keys"], ...]  # results of count_copies, one per mask and key head
     place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by the head's number
 

@@ -339,7 +339,7 @@ def _is_decisive(rule: Rule, value: float) -> bool:
 def build_breach(
     head: HeadId | Breach, value: float | None, base: float | None = None, p: float | None = None
 ) -> Breach:
-    """Build the record of a head or block: its value, its value in the baseline (`base`), and the p of their change."""
+    """Build the record of a head or block: its value, its value in the baseline (`base`), and the change's p-value."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 

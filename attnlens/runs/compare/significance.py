@@ -128,7 +128,7 @@ def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], f
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute P(|t| ≥ r) for r = |delta|/size (for divergences, its root); NaN if rounding never changed a measure."""
+    """Compute Student's P(|t| ≥ r) for r = |delta|/size, or its root for divergences; NaN if rounding had no effect."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stdtr(rounding.freedom.numpy(), -scores))

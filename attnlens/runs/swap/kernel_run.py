@@ -283,7 +283,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the first known window width (the kernel's, its same-size control's, 64), or why no window applies."""
+    """Return the window width of the kernel or else of its same-size control, or else 64; or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -435,7 +435,7 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage, named after the kernel if there are several; return the function that reports its progress."""
+        """Start a stage, whose name includes the kernel if there are several; return the function for its progress."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
