@@ -233,9 +233,7 @@ def _match_field(report: Report, rule: Rule) -> float:
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(
-    rule: Rule, why: str, remedy: str = "Correct or remove the rule: a rule without a match would never fail."
-) -> UsageError:
+def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule: it could never fail.") -> UsageError:
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 

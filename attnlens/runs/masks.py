@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
 PROBED = 6  # Number of tokens in a test; each row of the batch perturbs one of them
-ORDERED = 16  # Number of tokens in the tests `causal` and `bidirectional`, because faults can depend on the position
+ORDERED = 16  # Number of tokens in `causal` and `bidirectional`: larger, because faults can depend on the position
 PADS = 2  # Number of padding tokens
 DOCUMENTS = (2, 2, 2)  # Number of tokens in each packed document
 STEPS = 3  # Number of tokens decoded one by one with the cache

@@ -87,9 +87,7 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
-    controls: dict[object, ChangedModel] = field(
-        default_factory=dict
-    )  # controls by their kernels at each site; all kernels of the run share them
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # by kernels at each site; for all kernels
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
