@@ -78,7 +78,7 @@ def split_all_pairs(query_key: QueryKey) -> Readings:
 
 
 ERROR = 0.1  # largest mean total variation, in [0, 1], between a query's exact and approximate attention
-LARGEST = 64  # last order that the kernel taylor:N accepts
+LARGEST = 64  # largest order that the kernel taylor:N accepts
 WITHIN = f"within {ERROR} of the head's own, in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} comes within {ERROR} of attention in any window, or {CHOICE}"

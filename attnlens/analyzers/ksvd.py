@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     ksvd = LazyModule("attnlens.maths.ksvd")
 
-SHARE = 0.9  # least share of a kernel's squared norm in its s leading components; defines rank90 per head
+SHARE = 0.9  # share of a kernel's squared norm that its s leading components must have; defines s, a head's rank90
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not all σ are computed): reduce --length"
@@ -27,7 +27,8 @@ NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not a
 
 share = partial(MeasureInfo, low=0, high=1, self_only=False)
 # The cosine kernel is not identified: adding c to every key adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
-# but changes every cosine. Its measures have no Gaussian null, but have values for cross-attention.
+# but changes every cosine. Its measures have no Gaussian null and, except for
+# ksvd.asymmetry, have values for cross-attention.
 cosine_measure = partial(
     MeasureInfo, low=0, self_only=False, identified="nowhere", missing=NO_KERNEL, sized_by="head_dim"
 )
@@ -167,7 +168,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 
 
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
-    """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular vectors.
+    """Compute s, the rank90 of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
 
     Both K and V are centred over keys. Otherwise a near-constant vector, to which centred values are almost orthogonal,
     could span K's leading space. `ksvd.share_inside` states the share expected by chance.

@@ -61,9 +61,9 @@ class MeasureInfo:
     have no value); nowhere: none, because other queries and keys with the same attention have other values."""
     wholes: tuple[str, ...] = ()  #: Names of the totals to which the measure belongs; parts of a total sum to 1
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
-    ends: Literal["", "largest", "both"] = ""  #: Which of the largest and smallest values count as extreme heads
+    ends: Literal["", "largest", "both"] = ""  #: Heads listed as extreme: `largest` values, or `both` ends; empty: none
     beside: str = ""  #: Name of the measure that gives the value under uniform attention, if needed to read this one
-    matrix: str = ""  #: Matrix of the measure, if measures of the same name use other matrices: `M`
+    matrix: str = ""  #: Matrix that a measure describes, shown in plots of curves: `M`
     series: int = 0  #: Rank from 1 among the measures shown for a series of checkpoints; 0: listed last
     space: str = ""  #: Space in which the measure is defined, if there are several; tables and plots separate them
     use: str = ""  #: Advice on using the result, in a sentence or two
@@ -104,7 +104,7 @@ BETWEEN_FORMS = (  # distances between the weights
         FORMS,
         "relative change of the form M; under RoPE, M at equal positions",
         "‖M' − M‖_F/‖M‖_F",
-        missing="M is 0 in the first model, or unreadable in one of them",
+        missing="M is 0 in both models, or unreadable in one of them",
         headline=True,
         use="If compare.own_kl does not name the head, its weights changed, but not its attention to this text.",
     ),
@@ -150,7 +150,7 @@ class Analyzer(Named):
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the only measure in sweeps, and its function
 
     def read(self, query_key: QueryKey) -> Readings:
-        """Compute the measures; raise UsageError if the function returns an undeclared one or a wrong type or shape."""
+        """Compute the measures; raise UsageError for an undeclared measure, a wrong type or a wrong shape."""
         readings = self.function(query_key)
         remedy = "Return {measure: tensor of shape (…, heads)}; for a curve, the shape is (…, heads, steps)."
         if not isinstance(readings, dict):
@@ -180,7 +180,7 @@ class GatheringPlace:
     """M on the module's inputs x, extended by a 1: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
     are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: only the top token
+    top_p: float | None = None  # a query selects the fewest tokens of at least this weight; None: only the top token
     shown: bool = False  # True if the report must contain the problem in addition to its measures
 
 
@@ -189,7 +189,7 @@ class Answer:
     """Results of a gatherer for one head."""
 
     measures: dict[str, Measure]  # by qualified name; each has a value, or the reason why it lacks one
-    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure: value of each sequence, for means
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure and sequence: values to average
     curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only curves with a value
     shown: Selection | None = None  # the problem, if the report must contain it; its sentences are added later
 
@@ -206,7 +206,7 @@ class Gatherer(Protocol):
         """
 
     def solve(self) -> dict[int, Answer]:
-        """Return the answer for every head that `update` received, by its number in the model."""
+        """Return the answers for the heads that `update` received, by the head's number in the model."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,9 @@ def analyzer(
     """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
     `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only if
-    the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`, a
-    measure and the function that computes it alone, for swept heads. Raises UsageError if another analyzer has one of
-    the measures, or if another analyzer has the name and `replace` is false.
+    the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`,
+    the measure for swept heads and a function that computes only this measure. Raises UsageError if another analyzer
+    has one of the measures, or if another analyzer has the name and `replace` is false.
     """
     infos = tuple(measures)
 
@@ -278,7 +278,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps: those with a brief measure, reduced to this measure, and the other defaults."""
+    """Return the analyzers for sweeps: those with `brief`, reduced to this measure, and others with `by_default`."""
     selected = []
     for entry in _plain_analyzers():
         if entry.brief is not None:

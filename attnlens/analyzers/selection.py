@@ -58,7 +58,7 @@ PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen
     ),
     posed_measure(
         "selection.least_decided",
-        "least value, over the queries in the SVM problem, of a query's largest attention weight",
+        "smallest of the queries' largest attention weights, over the queries in the SVM problem",
         "min over queries of p_max",
         high=1,
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
@@ -138,7 +138,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
 
 MEASURES = (DECIDED, *PROBLEM_MEASURES, *(_in_space(info, space) for space in SPACES for info in SPACE_MEASURES))
 
-MOST_TOKENS = 4096  # most tokens of text from which a problem draws its queries (the first sequences)
+MOST_TOKENS = 4096  # most stored tokens per site; a problem draws its queries from the stored sequences
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
 
@@ -146,7 +146,7 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 class Solved:
     """The results of one selection problem, without its tensors."""
 
-    values: dict[str, float]  # values by measure; names omit the source and the space
+    values: dict[str, float]  # values by measure, without the prefix `selection.` or `selection.projected_`
     reason: str | None  # reason why other measures are missing; None if none is
     margins: list[float] = field(default_factory=list)  # each query's least margin / best possible margin, ascending
     best: float = 0.0  # best possible margin, 1/‖W_mm‖
@@ -161,13 +161,13 @@ class StoredSequence:
     """The parts of one sequence that a Selector stores."""
 
     sequence: int  # index of the sequence among the inputs
-    query: Float[Tensor, "heads queries head_dim"]  # queries; or the inputs and a 1, (1, n, d_model + 1)
-    key: Float[Tensor, "kv_heads keys head_dim"]  # keys; or the module's inputs with a 1
+    query: Float[Tensor, "heads queries head_dim"]  # queries, or inputs extended by a 1, (1, n, d_model + 1)
+    key: Float[Tensor, "kv_heads keys head_dim"]  # keys, or the same extended inputs
     copies: tuple[Int[Tensor, "queries keys"], ...]  # results of count_copies, one per mask and key head
     place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by the head's number
 
     def scene(self, head: int) -> Scene:
-        """Return the tokens, queries and visible copies of one head, in float64."""
+        """Return one head's tokens, queries and logs of the numbers of visible copies, in float64."""
         query, key, copies = self.place_of[head]
         return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
@@ -175,8 +175,9 @@ class StoredSequence:
 class Selector:
     """Gatherer that stores sequences of one site and solves each head's selection problem in all available spaces.
 
-    It stores up to MOST_TOKENS tokens: the module's inputs if M acts on them, otherwise queries and keys. The
-    null rotates each space's form randomly on both sides, and then chooses queries and tokens again.
+    A selector stores the first sequence, and others up to MOST_TOKENS tokens: the module's inputs if M acts on them,
+    otherwise queries and keys. The null rotates each space's form randomly on both sides, and then chooses queries and
+    tokens again.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -190,7 +191,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Record each head's share of decided queries in a sequence; store the sequence if the tokens fit."""
+        """Record each head's share of decided queries in a sequence; store the sequence if it fits."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
@@ -245,7 +246,7 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _count_copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; return the previous sequence's matrix if it is equal, to save memory."""
+        """Count the copies of each token that a query sees; reuse the previous sequence's matrix if it is equal."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies

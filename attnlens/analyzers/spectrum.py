@@ -52,7 +52,7 @@ WEIGHTS = (
     ),
     form_measure(
         "weights.singular_values",
-        "singular values of M, descending; under RoPE of the joint kernel on content and position, per position",
+        "singular values of M, descending; under RoPE, those of the joint kernel on content and position, per position",
         "σ(M)",
         low=0,
         curve=True,

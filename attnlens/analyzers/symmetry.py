@@ -12,7 +12,7 @@ share = partial(MeasureInfo, low=0, high=1)
 inertia = partial(
     MeasureInfo,
     low=0,
-    use="It is head_dim in nearly every head and then uninformative; if smaller, the head does not use all directions.",
+    use="Nearly always head_dim, and then uninformative; if smaller, the head does not use all directions.",
     sized_by="head_dim",
 )
 WEIGHTS = (

@@ -32,9 +32,10 @@ def check(
     `report` is a Report or the path of its JSON file. `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path
     of a TOML file with a table [check], or strings such as "tokens.entropy: min > 0.05". `baseline` is the path of a
     baseline file. A head fails if its change from the baseline exceeds both the share `relative` (default 0.05) of the
-    baseline's value and `absolute` (default: `relative` times the measure's range), and is significant at the
-    false-discovery rate `fdr` (default 0.05). Raise UsageError if a rule is invalid or matches nothing, if the report
-    is partial (unless `allow_partial` is True), or if the baseline belongs to a different run.
+    baseline's value and `absolute` (default: `relative` times the measure's range). If both values have standard
+    errors, the change must also be significant at the false-discovery rate `fdr` (default 0.05). Raise UsageError if a
+    rule is invalid or matches nothing, if the report is partial (unless `allow_partial` is True), or if the baseline
+    belongs to a different run.
     """
     from attnlens.checks.judging import check_report
     from attnlens.checks.rule import Tolerance, parse_rules

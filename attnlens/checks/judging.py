@@ -40,15 +40,16 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
     remedy = "Use the baseline's settings, or accept the report with --update-baseline."
     for (field, ours), (_, theirs) in zip(_list_settings(report), _list_settings(baseline), strict=False):
         if ours != theirs:
-            values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
+            difference = f"{field} is {format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
             if field.startswith("settings.text"):
                 names = [None if each.settings.text is None else each.settings.text.name for each in (baseline, report)]
-                values = f"{names[0]} in the baseline, but {names[1]} in the report" if names[0] != names[1] else values
+                if names[0] != names[1]:
+                    difference = f"settings.text is {names[0]} in the baseline, but {names[1]} in the report"
                 remedy = "Measure both on the same text with --text FILE, or accept the report with --update-baseline."
-            raise UsageError(f"The baseline belongs to a different run. {field}: {values}.", remedy)
+            raise UsageError(f"The baseline belongs to a different run: {difference}.", remedy)
     known = set(report.measure_names())
     if missing := join_items([name for name in baseline.measures if name not in known]):
-        raise UsageError(f"The baseline belongs to a different run. measures: the report lacks {missing}.", remedy)
+        raise UsageError(f"The baseline belongs to a different run: the report lacks the measures {missing}.", remedy)
 
 
 def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
@@ -62,11 +63,12 @@ def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
 
 
 def check_baseline(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
+    """Build one check per measure with a value. A head fails if its value appears, vanishes or changes too much.
 
-    The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under Student's distribution with the degrees of
-    freedom of one run; p-values are adjusted over all heads and measures by Benjamini–Hochberg. The two runs are
-    treated as independent, which is conservative if both read the same windows (`compare` pairs the windows).
+    A change is too large if it exceeds the tolerance and, if it has a p-value, is significant after Benjamini–Hochberg
+    adjustment over all heads and measures. The two-sided p is that of t = (now − then)/√(se_now² + se_then²) under
+    Student's distribution with the degrees of freedom of one run. The two runs are treated as independent, which is
+    conservative if both read the same windows (`compare` pairs the windows).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -114,7 +116,7 @@ def _size(change: Breach) -> float:
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline; p is two-sided, and None if a standard error is unknown."""
+    """Compare one measure of every head with the baseline; p is None if a standard error is unknown or both are 0."""
     from scipy.special import stdtr  # imported late, because rules need no test
 
     changes = []
@@ -147,8 +149,8 @@ def check_report(
 ) -> Report:
     """Return the report with `checks`: one per rule, and one per measure of the baseline, which was read from `file`.
 
-    Raise UsageError if the report has no heads, if it is partial (unless `allow_partial` is True), if a rule matches
-    nothing, or if the baseline belongs to a different run.
+    Raise UsageError if an inspection has no heads, if the report is partial (unless `allow_partial` is True), if a rule
+    matches nothing, or if the baseline belongs to a different run.
     """
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
@@ -231,7 +233,7 @@ def _match_field(report: Report, rule: Rule) -> float:
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule, which cannot fail.") -> UsageError:
+def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule: it could never fail.") -> UsageError:
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 
@@ -335,12 +337,12 @@ def _is_decisive(rule: Rule, value: float) -> bool:
 def build_breach(
     head: HeadId | Breach, value: float | None, base: float | None = None, p: float | None = None
 ) -> Breach:
-    """Build the record of a head or block: its value, its value in the baseline (`base`), and the p of their change."""
+    """Build the record of a head or block: its value, its value in the baseline (`base`), and the change's p-value."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` of the baseline or, without a baseline, those that the rules need.
+    """Return `analyzers` and `source` of the baseline or, without one, those that the rules need ({} if none).
 
     Raise UsageError if no analyzer computes the subject of a rule.
     """

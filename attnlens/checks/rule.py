@@ -49,7 +49,7 @@ class Criterion:
         return OPERATORS[self.operator](number, self.low) and (self.operator != "in" or number <= self.high)
 
     def excess(self, number: float) -> float:
-        """Compute the distance between the number and the allowed values; a larger distance is worse."""
+        """Compute the number's distance from the bound, or from the nearer end of the range (negative inside)."""
         return max(self.low - number, number - self.high) if self.operator in ("in", "==") else abs(number - self.low)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Rule:
 
     @property
     def id(self) -> str:
-        """Identifier that contains no bound of the aggregate: `tokens.entropy: min > @layers 0,1`."""
+        """Identifier, which stays the same if the bound changes: `tokens.entropy: min > @layers 0,1`."""
         return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
 
     @property
@@ -224,7 +224,10 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 
 def parse_rules(source: object) -> list[Rule]:
-    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings."""
+    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings.
+
+    Raise UsageError if there are none or if one is invalid.
+    """
     rules: list[Rule] = []
     if isinstance(source, Mapping):
         rules = parse_table(source)
@@ -241,17 +244,17 @@ def parse_rules(source: object) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Tolerance for changes: a head fails if its change exceeds both bounds and is unlikely to be due to chance."""
+    """Tolerance for changes: a head fails if its change exceeds both bounds and, if tested, is significant."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
-    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` times its range, if bounded
-    fdr: float = FDR  # expected share of false alarms among the heads that fail by their p-value
+    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` times the measure's range
+    fdr: float = FDR  # maximum expected share of false alarms among significant changes (Benjamini–Hochberg)
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Return the tolerance for one measure, with `relative` times the measure's range if `absolute` is None."""
+        """Return a measure's tolerance; a missing `absolute` becomes `relative` times its range, 0 if unbounded."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 

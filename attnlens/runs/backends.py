@@ -44,7 +44,7 @@ Outputs = dict[Site, Tensor]
 
 @contextmanager
 def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Yield the model, or a copy, with the attention backend `name`; raise ValueError if the backend is unsupported."""
+    """Context manager: yield the model, or a copy, with the backend `name`; raise ValueError if it is unsupported."""
     # a private method, because transformers has no public one
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
@@ -193,7 +193,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute the expected results; return None if the model ignores packing and no tests were requested."""
+        """Compute the expected results; return None for an unrequested packing test if the model ignores packing."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
@@ -306,7 +306,8 @@ class Comparison:
     ) -> tuple[float, str] | None:
         """Check whether the rounding of scores explains the error of the first site above the tolerance.
 
-        Return the largest explainable error (twice the rounding of the largest score) and a sentence; otherwise None.
+        If it does, return the largest explainable error (twice the rounding of the largest score) and a sentence; if
+        not, return None.
         """
         first = next((each for each in sites if each.error is None or each.error > tolerance), None)
         if first is None or first.error is None:
@@ -459,7 +460,7 @@ class Comparison:
         return sorted(wrong, key=lambda each: -(each.change or 0.0))
 
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, against_itself: bool) -> list[MaskCheck]:
-        """Run the cache test; return [] if other tests were requested, or by default if the model has no cache."""
+        """Run the cache test; return [] if only other tests were requested, or none and the model has no cache."""
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
             return []

@@ -56,7 +56,10 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return a module whose missing weight affects predictions, and why there is no loss; None if there is a loss."""
+    """Return a module whose missing weight affects predictions, and why there is no loss.
+
+    Return None if predictions do not depend on a missing weight.
+    """
     random = find_random_weights(loaded, inputs, measure_predictions(task))
     if random is None:
         return None
@@ -67,7 +70,7 @@ def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], t
 def find_random_weights(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
 ) -> tuple[str, str] | None:
-    """Return the module and the name (`name and 3 more`) of missing weights that affect the measured values, or None.
+    """Return module and name of missing weights (`name and 3 more`) that can affect the measured values, or None.
 
     A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
     these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
@@ -117,7 +120,7 @@ def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.
 
 @contextmanager
 def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise ModelError if the model fails on these inputs."""
+    """Context manager: raise ModelError if the model fails on these inputs, but not if memory runs out."""
     try:
         yield
     except FAILURES as error:
@@ -129,7 +132,7 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
 
 
 def survey_one_token(loaded: loading.Loaded, site_calls: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites with their calls in a pass over one token, which suffices to read the weights."""
+    """Return the sites' calls in a pass over one token, which suffices to read the weights."""
     return _reach_by_ids(loaded, site_calls, 1, seed)
 
 
@@ -138,7 +141,7 @@ def survey_without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token, and on a window without media, because positions of media are special.
 
-    The window is that of `site_calls` or, if this contains media, `tokens` random ids.
+    The window is that of `site_calls` or, if the model reads media, `tokens` random ids.
     """
     one_token = survey_one_token(loaded, site_calls, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
@@ -176,7 +179,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
     """Return (identity error, None), or (None, name) if the weight `name` is not finite and the error is NaN.
 
-    Raise IdentityError if the error exceeds the tolerance.
+    Raise IdentityError if the error exceeds the tolerance, ModelError if outputs overflow although weights are finite.
     """
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
@@ -295,9 +298,9 @@ def describe_conventions(site_calls: Sequence[SiteCall], site_traits: Sequence[w
         "traced from its softmax, and a pass with other queries and keys confirmed them.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,
-        "Latent attention (MLA): the length of each token's latent sets the relative weight of its key's part without "
-        "positions (nope) and rotated part (rope), so a head has no single bilinear form; weights.* describe the nope "
-        "part.": any(traits.latent for traits in site_traits),
+        "Latent attention (MLA): the length of each token's latent sets the relative weight of the two parts of its "
+        "key, without positions (nope) and rotated (rope), so a head has no single bilinear form; weights.* describe "
+        "the nope part.": any(traits.latent for traits in site_traits),
     }
     return Conventions(
         position="rotary" if any(traits.rotary for traits in site_traits) else added,

@@ -58,9 +58,7 @@ class Continuations:
 
 
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return the prompts, or the reason why the model can't continue them.
-
-    Default prompts: the first halves of inputs of at least median length.
+    """Return `prompts`, by default the first halves of inputs of at least median length, or why none can be used.
 
     Raise UsageError if the model can't continue `prompts`.
     """
@@ -214,7 +212,7 @@ class Differences:
     cka: LinearCKA | None = None  # linear CKA of original and new hidden states; None without states
     seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the variant
     original_seconds: list[float] = field(default_factory=list)  # duration of each forward pass of the original
-    sizes: list[int] = field(default_factory=list)  # tokens of each pass
+    sizes: list[int] = field(default_factory=list)  # number of tokens in each pass
 
     def add(
         self, original: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
@@ -259,7 +257,7 @@ class Differences:
         self.cka.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
-        """Build the record of the collected differences.
+        """Build the record of the collected differences; `texts` are the names of the texts in the design.
 
         `window` is the number of tokens beyond which the loss is reported separately, or the reason why there is none.
         If `window` is None, losses by position and beyond a window are omitted.
@@ -376,7 +374,7 @@ class Differences:
 
     @property
     def sampled(self) -> Design:
-        """Sampling design of the sequences that predict anything."""
+        """Sampling design of the sequences with at least one prediction."""
         return self.design.select(torch.cat(self.predicting).nonzero()[:, 0].tolist())
 
     @property
@@ -430,7 +428,7 @@ def compare(
 
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
-    """Return the model's loss in nats per predicted token; None if the input has no targets or the loss diverges."""
+    """Return the model's loss in nats per predicted token; None without targets, for noise, or if it diverges."""
     total, count = 0.0, 0.0
     for fed in batches:
         logits = run(model, fed, task).logits
@@ -441,7 +439,7 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
     return total / count if math.isfinite(total) else None
 
 
-COLUMNS = {  # Values of each window, in this order, by name: the field of Differences that contains them
+COLUMNS = {  # Name of each value per window, in the order of output, and the field of Differences that contains it
     **{"loss.before": "before", "loss.after": "after", "kl": "divergences", "tokens": "counts"},
     **{"hidden_cosine": "cosines", "hidden_tokens": "real"},
 }

@@ -39,10 +39,11 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
-    Return one check for the files, the architecture and each measure. Each call draws other heads, which a forger can't
-    predict. tokens.* may differ by √ε (ε: machine epsilon of the model's type), weights.* by WEIGHTS_TOLERANCE,
-    relative to the larger value. `more` are options of `inspect` that a report does not contain: the text, and options
-    of `load`. Raise UsageError if the report has no heads or was computed on another text.
+    Return a check of the files, a check of the architecture and, if this check passes, a check of each measure. Each
+    call draws other heads, which a forger can't predict. tokens.* may differ by √ε (ε: machine epsilon of the model's
+    type), weights.* by WEIGHTS_TOLERANCE, relative to the larger value. `more` are options of `inspect` that a report
+    does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or was computed on
+    another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -112,7 +113,7 @@ def doctor(
     P is computed twice: from captured queries and keys, and from weights × inputs. P_model is the attention
     that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
     model is copied), which takes twice the memory, so that errors are not due to rounding. If float64 fails, float32 is
-    used. The tolerance does not depend on the type. Raise UsageError for invalid arguments, TextError for an invalid
+    used. The tolerance is the same for both types. Raise UsageError for invalid arguments, TextError for an invalid
     text, and ModelError if the model can't be loaded or analysed.
     """
     start = time.perf_counter()
@@ -151,7 +152,7 @@ def doctor(
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Examine the model as loaded, or in float32 if only float64 fails or changes the attention (EoMT's own masks).
 
-    In the second case, the model stays in float32.
+    If the result in float32 is returned, the model stays in float32.
     """
     if loaded.model.dtype != torch.float64:
         return _examine(loaded, settings, inputs, progress)

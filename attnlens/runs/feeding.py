@@ -43,7 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, numbers of predictions] by sequence, and the vocabulary size; [] and 0 without a loss."""
+    """Return [mean losses, numbers of predictions] of the sequences, and the vocabulary size; [] and 0 if no loss."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -58,7 +58,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a higher loss than random guessing; `names` are the texts of the sequences."""
+    """Return a note for each text with a higher loss than random guessing; `names` are the sequences' texts."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -202,7 +202,11 @@ def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[s
 def wrap_model(
     model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str | os.PathLike[str] | Loaded:
-    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged."""
+    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged.
+
+    Raise UsageError if another kernel already replaces the model's attention, or if a name or a loaded model comes with
+    a tokenizer.
+    """
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
         if hooks.is_answered(weights):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
 PROBED = 6  # Number of tokens in a test; each row of the batch perturbs one of them
-ORDERED = 16  # Number in the tests `causal` and `bidirectional`: larger, because faults can depend on the position
+ORDERED = 16  # Number of tokens in `causal` and `bidirectional`: larger, because faults can depend on the position
 PADS = 2  # Number of padding tokens
-DOCUMENTS = (2, 2, 2)  # Tokens of each packed document
+DOCUMENTS = (2, 2, 2)  # Number of tokens in each packed document
 STEPS = 3  # Number of tokens decoded one by one with the cache
 LONGEST_WINDOW = 128  # Longest window that is tested if the test `window` is not requested by name
 
@@ -46,7 +46,7 @@ class Rule:
 def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
     """Return why the masks of a model with these inputs can't be tested, or None if they can.
 
-    They can if the model, or at least its decoder (Whisper), reads nothing but text.
+    The masks can be tested if the model, or at least its decoder (Whisper), reads nothing but text.
     """
     ids = inputs.get(main_input(inputs))
     if ids is None or ids.dim() != 2 or ("input_ids" in inputs and not inputs.keys() <= TEXT_INPUTS):
@@ -180,7 +180,7 @@ class Cases:
                 yield case
 
     def row(self, name: str, tokens: int) -> Tensor:
-        """Return one row of `tokens` ids of the named input; repeat the ids if there are too few."""
+        """Return one row with `tokens` ids of the input `name`; repeat the ids if there are too few."""
         ids = self.ids[name]
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 

@@ -122,7 +122,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
 
 
 def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
-    """Return the logits at the predicted positions (a classifier's: one per sequence); None for the task `hidden`."""
+    """Return the logits at predicted positions (in classifiers, one row per sequence); None for the task `hidden`."""
     if task == "hidden":
         return None
     logits = logits_of(result)
@@ -168,7 +168,10 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Return `of`(mean loss weighted by `counts`) before and after, and a paired 95 % interval; omit pairs with NaN."""
+    """Return `of`(mean loss, weighted by `counts`) before and after, and the difference with its 95 % interval.
+
+    Sequences are paired; pairs with NaN are omitted. The interval is None if it can't be estimated.
+    """
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
     weights = counts[valid]
@@ -219,7 +222,7 @@ class TokenLosses:
         return changes
 
     def count(self, window: int) -> int:
-        """Count the predicted tokens that repeat a pair last seen more than `window` tokens earlier."""
+        """Count the predicted tokens that repeat a pair of tokens last seen more than `window` tokens earlier."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:

@@ -170,10 +170,29 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
                 raise ModelError(f"The checkpoints differ: {difference}.", "Give checkpoints of the same model.")
 
 
+def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Report]) -> None:
+    """Raise ModelError if a checkpoint's report has other heads than the first; name a head that one of them lacks."""
+    sides = [
+        (name, report.model, {(head.layer, head.head, head.part) for head in report.heads})
+        for name, report in zip(names, reports, strict=True)
+    ]
+    for other in sides[1:]:
+        for (name, model, heads), (other_name, _, other_heads) in ((sides[0], other), (other, sides[0])):
+            if lacking := sorted(heads - other_heads):
+                layer, head, part = lacking[0]
+                where = f"head {model.layer_name(layer)}.{head} ({part})"
+                problem = f"The checkpoints have different heads: {name} has {where}, but {other_name} lacks it."
+                raise ModelError(problem, "Give checkpoints of the same model.")
+
+
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find checkpoints (None: those of demo); sort them by step unless steps are missing or repeated."""
+    """Find checkpoints (None: those of demo); sort them by step unless steps are missing or repeated.
+
+    Raise UsageError if there are fewer than two checkpoints, if one is repeated, or if `revisions` come without exactly
+    one model.
+    """
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
     models = demo_checkpoints() if names is None or (list(names) == ["demo"] and not revisions) else names
@@ -186,7 +205,8 @@ def find_checkpoints(
             raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
         checkpoints.append(Checkpoint(name, model, revision, place, parse_step(revision or model)))
     if len(checkpoints) < 2:
-        raise UsageError("A series needs at least two checkpoints.", "Name at least two --checkpoints or --revisions.")
+        remedy = "Give two or more models with --checkpoints, or two or more names in --revisions: step10,step20."
+        raise UsageError("A series needs at least two checkpoints.", remedy)
     steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
         return [replace(each, step=None) for each in checkpoints]
@@ -290,7 +310,10 @@ class Series:
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Read the checkpoints; return the report, and a function that removes the finished units."""
+        """Read the checkpoints; return the report, and a function that removes the stored units if none is missing.
+
+        If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no checkpoint is finished.
+        """
         self.plan.check(self.request.text)
         units = list(self.units)
         add_steps = start_stage(self.progress, "checkpoints", len(self.plan.select_units(units)))
@@ -315,11 +338,8 @@ class Series:
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
         """Build the report; `missing` has the reasons of failed units. Raise ModelError if the heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
-        heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
-        for other, other_heads in zip(done, heads, strict=True):
-            if other_heads != heads[0]:
-                counts = f"{len(heads[0])} in {done[0].name}, {len(other_heads)} in {other.name}"
-                raise ModelError(f"The checkpoints have different heads ({counts}).", "Give checkpoints of one model.")
+        names = [checkpoint.name for checkpoint in done]
+        refuse_different_heads(names, reports)
         failed = {unit: missing.get(unit, INTERRUPTED) for unit in self.units if unit not in readings}
         unread = [Skipped(site=self.units[unit].name, reason=reason) for unit, reason in failed.items()]
         files = [
@@ -327,7 +347,6 @@ class Series:
             for checkpoint, report in zip(done, reports, strict=True)
             for file in report.model.files
         ]
-        names = [checkpoint.name for checkpoint in done]
         return assemble_report(
             "converge",
             "experiments",

@@ -48,7 +48,7 @@ def keep_nothing(_name: str, make: Callable[[], T]) -> T:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the libraries used, and a hash of attnlens's code, which changes between releases."""
+    """Return libraries' versions (None if not installed), and a hash of attnlens's code, to detect edits."""
     libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
     return {"code": hash_code()} | {name: _version(name) for name in libraries}
 
@@ -112,7 +112,7 @@ class Store:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
-        """Return a unit's stored value; if there is none, call `make` and store the result."""
+        """Return a unit's stored value; if there is none or `resume` is False, call `make` and store the result."""
         value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()
@@ -140,14 +140,14 @@ class Store:
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """Log other runs of this command in the same folder: their count of finished units and first differing fact."""
+        """Log other runs of this command in the same folder: number of finished units, and first fact that differs."""
         files: list[Path] = []
         with suppress(OSError):  # a remote folder may be readable, but not listed
             files = sorted(self.folder.parent.glob(f"*/{RUN}"))
         for file in files:
             with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file may come from anywhere
                 facts = json.loads(file.read_text())
-                reason = difference(self.facts, facts)
+                reason = difference(facts, self.facts)
                 if facts.get("command") == self.facts.get("command") and reason:
                     count = format_count(len(list(file.parent.glob(f"*{SUFFIX}"))), "finished unit")
                     LOG.warning("%s contains %s of a different run: %s.", file.parent, count, clean(reason))
@@ -206,7 +206,7 @@ def file_stem(name: str) -> str:
 
 
 def difference(first: object, second: object, where: str = "") -> str | None:
-    """Describe the first difference between two nested values; return None if they are equal."""
+    """Describe the first difference between nested values (`seed is 1 instead of 0`); return None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in first | second)
         return next(filter(None, inner), None)
@@ -214,7 +214,7 @@ def difference(first: object, second: object, where: str = "") -> str | None:
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
         return None
-    return f"{where.removeprefix('.')} is {shorten_line(str(first), 60)} here and {shorten_line(str(second), 60)} there"
+    return f"{where.removeprefix('.')} is {shorten_line(str(first), 60)} instead of {shorten_line(str(second), 60)}"
 
 
 def _serialise(value: object, stamp: str) -> bytes:

@@ -66,7 +66,7 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]  # reason by unit without a value; units prevented by an interruption are omitted
+    missing: dict[str, str]  # reason why a unit has no value, by unit; without units prevented by an interruption
     stopped: bool  # True if the user interrupted the run
 
 
@@ -149,7 +149,7 @@ def run_units(
 ) -> Outcome[V]:
     """Compute the unfinished units of a run, and return the results of all units.
 
-    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `worker_setup` prepares
+    If a unit fails twice, the reason is recorded, and a warning is logged. `worker_setup` prepares
     the same run in a worker process. `report_unit` is called with the name of each unit that finishes or fails.
     `usable` returns True if a stored value is complete. Raise ShardFinished at the end of a shard; the
     AttnlensError of any unit, because it affects all units; and the first error if no unit could be computed.

@@ -205,7 +205,7 @@ def test_runs_and_calls_without_a_meaning_are_refused(demo):
 
 
 def test_notes_name_uneven_groups_and_the_formula_names_what_is_fitted(demo):
-    uneven = "The last latent has fewer key heads than the others, or than group, at 4 of 4 sites."
+    uneven = "The last latent has fewer key heads than `group` at 4 of 4 sites."
     for group, notes in ((3, [uneven]), (4, []), ("all", []), (99, [uneven])):
         swap = swap_kernel(demo, f"rank:8,group={group}", windows=1, length=16, **BARE).swap
         assert [note for note in swap.notes if "group" in note] == notes, group

@@ -19,7 +19,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.lab.reproduce import ROWS, run_rows
 from attnlens.records import Experiment
 from attnlens.runs.progress import Interrupted, silent
-from attnlens.runs.series import demo_checkpoints, parse_step
+from attnlens.runs.series import demo_checkpoints, parse_step, refuse_different_heads
 
 SMALL = {"windows": 2, "length": 32}
 WEIGHTS = {"source": "weights", "analyzers": ["symmetry", "spectrum"], "layers": [0, 1]}
@@ -215,6 +215,24 @@ def test_what_makes_no_sense_is_refused_before_the_work(tmp_path):
 
 def experiment(name: str, passed: bool | None = True) -> Experiment:
     return Experiment(name=name, question="?", final={"x": 1.0}, passed=passed)
+
+
+def test_different_heads_are_refused_even_if_they_are_equally_many():
+    eight_in_two = attnlens.inspect("demo", **WEIGHTS)
+    two_in_eight, encoder = (
+        eight_in_two.model_copy(update={"heads": [head.model_copy(update=change(head)) for head in eight_in_two.heads]})
+        for change in (lambda head: {"layer": head.head, "head": head.layer}, lambda _: {"part": "encoder"})
+    )
+    refuse_different_heads(["a", "b"], [eight_in_two, eight_in_two])
+    for other, says in (
+        (two_in_eight, r"different heads: a has head 0\.2 \(decoder\), but b lacks it\."),
+        (encoder, r"different heads: a has head 0\.0 \(decoder\), but b lacks it\."),
+    ):
+        with pytest.raises(ModelError, match=says):
+            refuse_different_heads(["a", "b"], [eight_in_two, other])
+    more = eight_in_two.model_copy(update={"heads": [*eight_in_two.heads, two_in_eight.heads[-1]]})
+    with pytest.raises(ModelError, match=r"different heads: b has head 7\.1 \(decoder\), but a lacks it\."):
+        refuse_different_heads(["a", "b"], [eight_in_two, more])
 
 
 def test_experiments_are_timed_and_an_interruption_keeps_the_finished():

@@ -243,16 +243,16 @@ def test_a_run_of_other_facts_has_another_key_and_its_first_difference_is_logged
     assert other.folder != store.folder
     assert other.load(NAMES[0]) is None
     assert computes(other) == NAMES
-    difference_of_runs = "settings.seed is 1 here and 0 there"
+    difference_of_runs = "settings.seed is 0 instead of 1"
     assert caplog.messages == [f"{store.folder} contains 3 finished units of a different run: {difference_of_runs}."]
     caplog.clear()
     run_units(NAMES[:1], Units(), NOTHING_KEPT, other)
     assert not caplog.messages, "nothing is logged about the user's cache"
     for here, there, expected in (
         ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 2}]}, None),
-        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}], "c": 1}, "a.1.b is 2 here and 3 there"),
-        ({"a": [1]}, {"a": [1, 2]}, "a is [1] here and [1, 2] there"),
-        ({}, {"c": "x" * 1000}, f"c is None here and {'x' * 30} … {'x' * 30} there"),
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}], "c": 1}, "a.1.b is 2 instead of 3"),
+        ({"a": [1]}, {"a": [1, 2]}, "a is [1] instead of [1, 2]"),
+        ({}, {"c": "x" * 1000}, f"c is None instead of {'x' * 30} … {'x' * 30}"),
     ):
         assert difference(here, there) == expected
 
@@ -348,7 +348,7 @@ def test_units_are_kept_at_an_address_as_in_a_folder(tmp_path, caplog, monkeypat
     assert units.computed[3:] == NAMES[1:2]
     assert f"the file is renamed to {file_stem(NAMES[1])}.safetensors.damaged" in caplog.text
     run_units(NAMES[:1], units, plan, plan.store(OTHER))
-    assert "settings.seed is 1 here and 0 there" in caplog.text
+    assert "settings.seed is 0 instead of 1" in caplog.text
     store.clear()
     assert [name for name in memory.find(root) if store.folder.name in name] == [f"{path}.damaged"]
     # botocore's error without credentials is not an OSError
@@ -472,7 +472,7 @@ def test_errors_of_workers_end_the_run_in_two_lines(spread):
     refused(AttnlensError, lambda: spread([f"killed always {n}" for n in range(9)]), "All workers were lost")
     refused(ModelError, lambda: spread(["killed always", "failing always"]), "First failure, killed always: the")
     refused(ModelError, lambda: spread(["a", "refused"]), "The model is broken.", "Mend it.")
-    refused(ModelError, lambda: spread(["b"], seed=7), "settings.seed is 7 here and 0 there", "the same files")
+    refused(ModelError, lambda: spread(["b"], seed=7), "settings.seed is 7 instead of 0", "the same files")
 
 
 def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp_path):

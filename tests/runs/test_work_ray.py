@@ -110,7 +110,7 @@ def test_a_worker_that_is_killed_or_a_unit_that_fails_loses_nothing(cluster, tmp
     assert work_units.times(tmp_path) == {name: 1 if name in "abc" else 2 for name in names}
     assert capfd.readouterr().out == "", "where a report may go"
     for units, seed, problem in (
-        (["d"], 7, "settings.seed is 7 here and 0 there"),
+        (["d"], 7, "settings.seed is 7 instead of 0"),
         (["refused"], 0, "The model is broken."),
         (["killed always"], 0, "First failure, killed always: Ray returned no result"),
     ):

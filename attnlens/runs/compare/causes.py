@@ -71,7 +71,7 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield (cause, errors by head if quantised) for each difference of two layers; unexplained parts come last."""
+    """Yield (cause, errors by head if quantised, else []) for each difference of two layers; unexplained parts last."""
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
@@ -94,7 +94,7 @@ def build_unexplained(
     heads: tuple[int, ...] = (),
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
-    """Build the cause for parts that no hypothesis explains; `change`: largest ‖B − A‖/‖B‖ (A first, B second)."""
+    """Build the cause for parts that no hypothesis explains; `change` is the largest relative change of a part."""
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
@@ -123,7 +123,7 @@ def add_spacing(layer: Layer) -> Layer:
 
 
 def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Add to both layers what only calls show: norms, softcaps, sinks, and position biases not stored in the layer.
+    """Add to both layers what only calls show: shift invariance, post-norms, cross-attention and position biases.
 
     T5 stores its table of biases in the first layer, and ALiBi computes the biases. If the biases differ between heads
     and are the same in both models, perhaps in a different order, they are added as a tensor with one number per head:
@@ -157,7 +157,7 @@ def _is_announced(site_call: SiteCall) -> bool:
 
 
 def find_norm(layer: Layer, site_call: SiteCall) -> str | None:
-    """Return the name of the gain of the norm whose output is the input of attention; None if there is none."""
+    """Return the name of the gain of the norm whose output is the input of attention; None if none is found."""
     if _is_announced(site_call):
         return None
     hidden, errors = site_call.sequences(site_call.arguments[site_call.input_name]), dict[str, float]()
@@ -178,7 +178,10 @@ ALIKE = 0.05  # largest relative difference between biases that count as equal, 
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return one number per head for both biases, equal numbers for equal biases; None if the heads do not match."""
+    """Return one number per head for both biases, equal numbers for equal biases.
+
+    Return None if the heads of both models do not match, or if all heads have the same bias.
+    """
     if first.is_meta or second.is_meta or first.shape != second.shape:
         return None
     # the bias of a hidden key is −∞ or the smallest number of its type
@@ -199,7 +202,7 @@ def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None
 
 
 def add_missing_parts(first: Layer, second: Layer) -> tuple[Layer, Layer]:
-    """Add zeros for biases, and ones for gains, to the layer that lacks them if the other one has them."""
+    """Add to each layer the biases (as zeros) and gains (as ones) that only the other layer has."""
     sides = []
     for side, other in ((first, second), (second, first)):
         gains = side.gains | other.gains

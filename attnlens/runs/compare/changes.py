@@ -295,7 +295,10 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test each measure's changes; None for categories and measures without values by window or drawn rounding."""
+        """Test each measure's changes.
+
+        The test is None for a measure with neither values per window nor drawn roundings, and for a category.
+        """
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)

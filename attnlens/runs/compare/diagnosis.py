@@ -81,7 +81,7 @@ def describe_models(
 
 
 def match_sites(sides: Sides) -> dict[Site, Site]:
-    """Return the second model's site for each site of the first that both models have, by path and ordinal."""
+    """Match sites by path and ordinal; return the second model's site for each site that both models have."""
     others = {(each.site.path, each.site.ordinal): each.site for each in sides[1].site_calls}
     places = ((each.site, (each.site.path, each.site.ordinal)) for each in sides[0].site_calls)
     return {site: others[place] for site, place in places if place in others}
@@ -179,7 +179,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """Names and number types of tensors that differ between both models."""
+        """Names of tensors that differ or are missing in one model, and both models' number types if these differ."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
@@ -237,7 +237,7 @@ class Walk:
     def _read_layers(
         self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
     ) -> tuple[Layer, Layer] | None:
-        """Return both models' tensors at these sites; None if a site was not called."""
+        """Return both models' tensors at these sites; None if a site does not run on a single token."""
         models = [side.weights_model.model for side in self.sides]
         paths = [weights.block_path(site.path) for site in sites]
         calls = [
@@ -263,9 +263,10 @@ class Walk:
         return first, second
 
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
-        """Return, by path of each attention module in a block except the first, the norm whose output the module reads.
+        """Map each attention module of a block, except the block's first module, to the norm whose output it reads.
 
-        Return {} if the first module reads no norm: the outputs of norms are then the residual stream (BART).
+        Both are given as paths; modules that read no norm are left out. Return {} if the first module reads no norm:
+        the outputs of norms are then the residual stream (BART).
         """
         site_calls = {each.site.path: each for each in self.sides[0].site_calls}
         if len(in_block) == 1 or in_block[0] not in site_calls:
@@ -352,7 +353,7 @@ class Walk:
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
 
-        Both names differ only for an output matrix that is tied to the embedding in one model, but not in the other.
+        The two names of a tensor differ only for an output matrix that is tied to the embedding in one of the models.
         """
         models = [side.weights_model.model for side in self.sides]
         first, second = ({name: name for name in list_tensors(model)} for model in models)
@@ -392,7 +393,10 @@ def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
-    """Load one tensor, stored as `source`, until `stack` closes; the gain of a norm includes the norm's offset."""
+    """Return a Layer with one tensor, in memory until `stack` closes; the gain of a norm includes the norm's offset.
+
+    The tensor `name` is stored as `source`.
+    """
     owner, _, own_name = source.rpartition(".")
     module = side.weights_model.model.get_submodule(owner)
     is_norm = "Norm" in type(module).__name__
@@ -498,7 +502,7 @@ def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return the text of a cause without its tensors' names, in the plural (`are …`), if it starts with them."""
+    """Return a cause's text without its tensors' names, in the plural (`are …`); unchanged if it starts otherwise."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 

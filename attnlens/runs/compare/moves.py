@@ -36,7 +36,7 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
     """Find the site of the first model whose block the second model's tensors at `site` most likely come from.
 
     Choose the block with the most matrices that are nearer to the second model's than those of the site's own block.
-    Return None if no block has any.
+    Return None if no block has such a matrix.
     """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)

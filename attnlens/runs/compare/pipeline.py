@@ -108,7 +108,10 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 
 
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
-    """Compare two reports. Raise UsageError if their settings or windows differ."""
+    """Compare two reports by head, or only their distributions if their heads differ.
+
+    Raise UsageError if their settings or windows differ.
+    """
     refuse_other_settings(first.settings, second.settings)
     names = set(HeadId.model_fields)
     ids, other_ids = ([head.model_dump(include=names) for head in side.heads] for side in (first, second))

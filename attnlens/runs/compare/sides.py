@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 ALIKE = 0.5
-"""Heads count as reordered if the distance of each moved head to its partner is below this number, and below this share
-of its distance to the head with its own number. Unrelated heads have a distance of about 1, a head and its
-fine-tuned version a small one; heads that merely resemble several others must stay in place."""
+"""Heads count as reordered if each moved head's distance to its partner is below this number, and is also below this
+number times its distance to the head of the same number. The distance between unrelated heads is about 1, and that
+between a head and its fine-tuned version is small. Heads that merely resemble several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match each head of the first model with one of the second by their M; keep the order if any match is unclear."""
+    """Pair the heads with similar M; return the second model's head for each head of the first.
+
+    The heads keep their order if any pair is unclear.
+    """
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -66,7 +69,10 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute distances of M and M' and angles of their factors by head; NaN if both are 0 or one is not finite."""
+    """Compute by head the relative change from M to M' (1 if only M is 0) and the largest angles between their factors.
+
+    All are NaN if a form is not finite; the change is NaN if both forms are 0, an angle if both factors are 0.
+    """
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:
@@ -142,7 +148,7 @@ class Pairing:
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form, or by number if forms can't be read or --heads selects some."""
+        """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given."""
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
@@ -199,7 +205,7 @@ class Pairing:
     def add_divergences(
         self, values: SequenceValues, original: Pass, others: Mapping[str, Pass], batch: texts.Batch, start: int
     ) -> None:
-        """Add each other pass's divergences from the original to `values`; the batch starts at sequence `start`."""
+        """Add the divergence of each of `others` from `original` to `values`; the batch starts at sequence `start`."""
         for first, second in self.sites.items():
             before = original.calls.get(first)
             # sites of a saved swap that keep their own kernel are not visited
@@ -213,7 +219,10 @@ class Pairing:
     def divergences(
         self, first: Site, call: Call, others: Sequence[Call], inputs: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """Average KL(p ‖ p') of rows p of `call` and p' of each other over queries that see a key; NaN if none do."""
+        """Return KL(p ‖ p') of the attention rows p of `call` and p' of each call in `others`, as (sequences, heads).
+
+        The divergence is averaged over the queries that see a key; it is NaN if there are none.
+        """
         original, *calls = (
             hide_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
             for each in (call, *others)
@@ -354,7 +363,7 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights with the sink's share appended; NaN for swapped heads without nonnegative weights."""
+    """Compute attention weights and append the sink's share; NaN if a head's kernel has no or negative weights."""
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)

@@ -40,7 +40,7 @@ SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGL
 a head that is exact in real numbers changes M by about eps · cond in floating point: too little to matter."""
 SMALLEST_BLOCK = 1e-3  # smallest change of practical size in a block's output, as a share of the output's norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
-CHANGED_P = 1e-3  # p below which a change is more than rounding: rounding alone gives it in 1 head of 1000
+CHANGED_P = 1e-3  # p below which a change is more than rounding, which alone gives such a p in 1 head of 1000
 POWER = 0.8  # probability with which a test detects the smallest detectable change
 
 
@@ -81,7 +81,10 @@ class ChangeTest:
         return [bool(value) if is_known else None for value, is_known in zip(beyond, known, strict=True)]
 
     def least_change(self, level: float) -> Float[Tensor, " heads"]:
-        """Compute the smallest change that a test at `level` detects with probability POWER; NaN without an error."""
+        """Compute the smallest change that a test at `level` detects with probability POWER.
+
+        The change is NaN unless the standard error or the effect of rounding is known and above 0.
+        """
         least = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
             least = torch.fmax(least, self.se * _detectable_errors(level, torch.tensor(self.freedom)))
@@ -133,7 +136,7 @@ def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], f
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute P(|t| ≥ r) for r = |delta|/size (for divergences, its root); NaN if rounding never changed a measure."""
+    """Compute Student's P(|t| ≥ r) for r = |delta|/size, or its root for divergences; NaN if rounding had no effect."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stdtr(rounding.freedom.numpy(), -scores))
@@ -197,7 +200,7 @@ Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and t
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
-    """Build one row per measure and head; `named`: q ≤ `fdr` and not negligible. `untested`: why some have no test."""
+    """Build one row per measure and head; `named`: q ≤ `fdr` and not negligible. `untested`: why a test is None."""
     keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
     numbers = [math.nan if test is None else float(test.p[place]) for _, test, place in keys]
     p = torch.tensor(numbers, dtype=torch.float64)
@@ -329,7 +332,7 @@ def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[t
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Context manager: move one value in twelve of each weight by ± one spacing of the weight's stored type."""
+    """Context manager: move one value in twelve of each weight by ± one spacing of its type, then back."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:

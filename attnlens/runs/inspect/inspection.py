@@ -93,7 +93,7 @@ class WorkUnit:
 
     stage: Literal["weights", "tokens", "gathered"]  # source of its values
     sites: tuple[Site, ...]  # sites that are read
-    batch: int | None = None  # number of the batch that is read; None for weights, and for all batches
+    batch: int | None = None  # index of the batch that is read; None for weights, and if all batches are read
     size: int = 1  # steps of progress: the number of sequences of the batch, or 1
 
     @property
@@ -310,7 +310,7 @@ class Inspection(PreparedRun):
         return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
-        """Run the model on all batches, pass every sequence of these sites to gatherers, and return the gatherers."""
+        """Run the model on all batches, pass each sequence at `sites` to the gatherers, and return the gatherers."""
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):

@@ -120,7 +120,10 @@ def compute(
     store: Store | None = None,
     worker_setup: WorkerSetup | None = None,
 ) -> tuple[Report, Results]:
-    """Compute the units; return the report and the results. Raise Interrupted with the finished part, or ModelError."""
+    """Compute the units; return the report and the results. Raise ModelError if no head could be analysed.
+
+    If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no head is finished.
+    """
     names = list(inspection.units)
     report_unit = report_stages(
         inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)}
@@ -168,7 +171,7 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, and verify recomputed attention; units will add weights' factors to `factors`."""
+    """Cut the texts, find the sites, and verify recomputed attention; units add the factors of weights to `factors`."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model

@@ -34,11 +34,11 @@ ALONE = "only one window or one text has a value, so the spread is unknown"
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an inspection, computed from the values of its units alone."""
+    """Results of an inspection, computed only from the values of its units."""
 
     inspection: Inspection
     values: Mapping[str, Unit]  # values of the finished units by name
-    missing: Mapping[str, str] = field(default_factory=dict)  # reasons of the units that failed
+    missing: Mapping[str, str] = field(default_factory=dict)  # reason why each failed unit has no value, by name
     interrupted: bool = False  # True if the user interrupted the run
 
     def _units(self, stage: str) -> dict[WorkUnit, Unit]:
@@ -48,7 +48,7 @@ class Results:
 
     @cached_property
     def finished(self) -> list[int]:
-        """Numbers of the sequences in finished batches."""
+        """Indices of the sequences in finished batches."""
         starts = list(accumulate((batch.size for batch in self.inspection.batches), initial=0))
         batches = [unit.batch or 0 for unit in self._units("tokens")]
         return [number for batch in batches for number in range(starts[batch], starts[batch + 1])]
@@ -173,7 +173,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads with a value and, for each source, those of them that have no value from it."""
+        """Count the requested heads with a value and, for each source, how many of these lack a value from it."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -268,7 +268,7 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def find_extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads with an extreme value of any measure, by decreasing robust z-score.
+    """Return up to eight heads with an extreme value of any measure, by decreasing |robust z-score|.
 
     Heads are ranked within their part (encoder, decoder, cross). If a module is called several times, its heads are
     listed once for weights.*, because all calls share the weights.
@@ -325,7 +325,7 @@ NEVER_RUN = "the model was read from its files and not run; each site was checke
 
 
 def summarise(results: Results) -> records.Summary:
-    """Compute medians over all heads, each layer's heads and each text's windows, and list the extreme heads."""
+    """Compute medians over all heads, over the heads of each layer, and on each text; list the extreme heads."""
     heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(heads):

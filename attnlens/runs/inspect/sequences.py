@@ -26,7 +26,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield pieces of a batch without padding and their sequences' indices; scores fit in PIECE_BYTES if possible."""
+    """Yield (indices of sequences, their queries and keys without padding); scores fit in PIECE_BYTES if possible."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
@@ -41,7 +41,7 @@ def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
 
 
 def split_sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
-    """Yield each sequence of a batch without padding, preceded by its number in the batch."""
+    """Yield each sequence of a batch without padding, preceded by its index in the batch."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         for row in batch:
             yield row, query_key.sequences([row], queries, keys)

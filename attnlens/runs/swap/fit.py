@@ -33,7 +33,7 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of γ, the weight of near keys, with the least Σ KL(original ‖ hybrid) over queries with near and far keys.
+    """Fit of γ, the weight of near keys, that minimises Σ KL(original ‖ hybrid) over queries with near and far keys.
 
     The derivative is Σ γN/(γN + F) minus the sum of the original shares of near keys; it increases with log γ. N is the
     weight of near keys at γ = 1, and F is the weight of far keys and the sink.
@@ -139,7 +139,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.S
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Expand each unfitted trainable parameter from one typed value to one row per head, the shape of a fit."""
+    """Expand each unfitted trainable parameter from one typed value to one row per head, as after a fit."""
     unfitted = {site: swap for site, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)

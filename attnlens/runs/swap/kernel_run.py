@@ -87,7 +87,7 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
-    controls: dict[object, ChangedModel] = field(default_factory=dict)  # by kernels at each site; shared by all kernels
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # by kernels at each site; for all kernels
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
@@ -215,7 +215,7 @@ class ControlSwap:
 
     role: ControlRole
     model: ChangedModel | None  # None if the control does not exist
-    state: float | None = None  # numbers stored per head, mean over sites; None if unknown
+    state: float | None = None  # number of values stored per head, mean over sites; None if unknown
     reason: str = ""  # why the control does not exist
 
     def record(self, swapped: Differences, seed: int, texts: Sequence[str], window: int | str) -> Control:
@@ -258,7 +258,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Compute how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
+    """Compute how many values a swapped head stores, averaged over sites; None if there is no attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -281,7 +281,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the first known window width (the kernel's, its same-size control's, 64), or why no window applies."""
+    """Return the window width of the kernel or else of its same-size control, or else 64; or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -364,7 +364,7 @@ class KernelRun:
     store: Store | None = None  # stores parts of long computations
     controls: list[ControlSwap] = field(default_factory=list)
     window: int | str = ""  # keys beyond which losses are reported, or why there is no number
-    state: float | None = None  # numbers stored per swapped head; None if there is no attention matrix
+    state: float | None = None  # number of values stored per swapped head; None if there is no attention matrix
     healing: Healing | None = None
     notes: list[str] = field(default_factory=list)  # for the settings of the report
     rank_notes: list[str] = field(default_factory=list)  # for the record of the kernel
@@ -433,7 +433,7 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage, named after the kernel if there are several; return the function that reports its progress."""
+        """Start a stage, whose name includes the kernel if there are several; return the function for its progress."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
@@ -492,7 +492,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Count the tokens for which greedy continuations of each stage and control equal the original model's."""
+        """Count the tokens that each stage and control generates before its first difference from the original."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         add_steps = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation
@@ -552,7 +552,7 @@ class KernelRun:
         return sorted(set(kernel.chosen) - start)
 
     def _option_notes(self) -> Iterator[str]:
-        """Yield notes on options that had side effects or no effect."""
+        """Yield notes on the calibration text, the fit and the controls."""
         healed, kernel, info = "healed" in self.stages, self.kernel, self.kernel.info
         if self.session.shared:
             share = f"{100 * self.session.shared:.2g} % of the evaluated tokens"

@@ -38,7 +38,7 @@ from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 FILES = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
-"""Options that name files, which are not facts of a run: the content of input files is."""
+"""Options that name files. They are not facts of a run, but the contents of the input files are."""
 FITTING = 32  # calibration sequences that a fit reads
 Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
@@ -86,7 +86,11 @@ class SwapWork(SwapSession):
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report, and a function that removes the units' files. Raise Interrupted or UnsavedError."""
+        """Run the kernels; return the report, and a function that removes the stored units if no kernel failed.
+
+        If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no kernel is finished. Raise
+        UnsavedError if the changed model can't be saved.
+        """
         plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
         several = len(kernels) > 1 and plan.shard is None
         add_steps = start_stage(progress, "kernels", len(kernels)) if several else lambda _: None

@@ -89,7 +89,10 @@ def measure_leaks(
 def causality_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> float | str:
-    """Measure the relative change of a causal model's outputs in the first half if ids in the second half change."""
+    """Measure how much outputs in the first half of causal sequences change, relatively, if ids in the second half do.
+
+    Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
+    """
     name = next(name for name in MASKS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
@@ -100,7 +103,10 @@ def causality_error(
 def mask_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = "", *, left: bool
 ) -> float | str:
-    """Measure the relative change of outputs at real tokens if padding before (`left`) or after them changes."""
+    """Measure how much outputs at real tokens change, relatively, if the padding before (`left`) or after them does.
+
+    Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
+    """
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
@@ -135,7 +141,7 @@ def _check_error(
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding, put in front if `left`; real tokens keep their positions."""
+    """Replace the last tokens by random padding, put in front if `left`; `position_ids` do not count padding."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -206,8 +212,8 @@ def replaced(
 
     `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace (None: all).
     A pass on made-up inputs, or on `batch` if the model needs other inputs, finds the sites. On entry, recomputing the
-    model's own attention must reproduce its outputs, and a forward pass with the new kernel must succeed. The context
-    value counts calls of each module in `calls`. On exit, the model's own attention is restored.
+    model's own attention must reproduce its outputs, and a forward pass with the new kernel must succeed. The
+    context manager's value counts the calls of each module in `calls`. On exit, the model's own attention is restored.
 
     Raise UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes its
@@ -347,7 +353,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
     if info.form == "output":
         yield PRIMAL
         if not special.keys().isdisjoint(("capped", "biased", "sinking")):
-            yield "Terms that the model adds to its scores (softcap, position bias, sinks) are not used."
+            yield "The model's softcap, position bias and sinks are not used."
         if "bounded" in special:
             bound = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
             scores = f"Fewer than {kernel.parameters['scores']:.0f} scores are used at {special['bounded']}"
@@ -373,13 +379,13 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
     if kernel.tie is not None and TIES[kernel.tie].caution:
         yield TIES[kernel.tie].caution
     if "uneven" in special:
-        yield f"The last latent has fewer key heads than the others, or than group, at {special['uneven']}."
+        yield f"The last latent has fewer key heads than `group` at {special['uneven']}."
     if kernel.signed:
         yield "The kernel can be negative: rows of its attention matrix are not probabilities."
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Return the mean of Σ max(−w, 0) / Σ |w| over attention rows w of real tokens; None if it is not a number."""
+    """Return the mean of Σ max(−w, 0) / Σ |w| over attention rows w of real tokens; None if NaN or undefined."""
     if kernel.info.form == "output":
         return None
     if not kernel.signed:

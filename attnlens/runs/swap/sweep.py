@@ -136,7 +136,7 @@ Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or 
 
 
 def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
-    """List the units to swap individually: layers if `what` is `layers`, otherwise each of their swapped heads."""
+    """List the units to swap individually: whole layers if `what` is `layers`, otherwise each swapped head."""
     if what == "layers":
         return [(site, None) for site in swaps]
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
@@ -146,7 +146,7 @@ def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> l
 class UnitEffects:
     """Effects of individually swapped units on each sequence with predictions."""
 
-    units: list[Unit]  # the units that were swapped alone
+    units: list[Unit]  # the units, each of which was swapped alone
     original: Float[Tensor, " windows"]  # loss of the original model; 0 if distances are compared
     changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
@@ -162,7 +162,7 @@ class UnitEffects:
 
     @property
     def order(self) -> list[int]:
-        """Numbers of the units by decreasing harm; units that made the model diverge come first."""
+        """Indices of the units by decreasing harm; units that made the model diverge come first."""
         return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
     def effects(self, seed: int) -> list[Effect]:
