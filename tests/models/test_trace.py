@@ -303,14 +303,17 @@ def test_gradients_flow_through_answers_and_no_hook_stays_behind():
 
 
 @pytest.mark.parametrize(("name", "row"), [("falcon", 0), ("bloom", 10)])
-def test_heads_with_nan_do_not_hide_the_others_and_a_model_of_nan_is_refused_with_the_true_reason(name, row):
+def test_nan_hides_no_site_and_scores_that_overflow_are_refused_with_the_true_reason(name, row):
     model = loaded.family(name)
     weight = model.model.transformer.h[0].self_attention.query_key_value.weight
     inputs = {"input_ids": torch.arange(8)[None]}
     with torch.no_grad():
         weight[row, 0] = torch.nan  # a query (Falcon) or a key (BLOOM) of head 0
-        assert [each.site.layer for each in hooks.run_survey(model.model, inputs).sites] == [0]
+        assert [each.site.layer for each in hooks.run_survey(model.model, inputs).sites] == [0, 1]
+        assert weight.isnan().nonzero().tolist() == [[row, 0]], "the survey restores the weights"
         weight[:] = torch.nan
+        assert [each.site.layer for each in hooks.run_survey(model.model, inputs).sites] == [0, 1]
+        weight[:] = 1e30
     padding = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}  # queries that see no key prove nothing
     for more in ({}, padding):
         with pytest.raises(ModelError, match="not finite") as refusal:

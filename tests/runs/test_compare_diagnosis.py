@@ -360,6 +360,30 @@ def test_attention_that_accepts_one_sequence_only_has_heads(damage_name):
     assert layers == [1]
 
 
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_a_cause_is_named_in_a_layer_whose_inputs_are_nan(name):
+    own = model(name)
+
+    def spoil(second: Any) -> None:
+        first, later = planted_causes.find_layers(second)
+        planted_causes.DAMAGES["NaN in k"].change(first)
+        planted_causes.DAMAGES["q and k exchanged"].change(later)
+
+    assert {(hypothesis, *layers) for hypothesis, layers, _ in causes(own, changed(own, spoil))} == {
+        ("not finite", 0),
+        ("exchanged", 1),
+    }
+
+
+@pytest.mark.parametrize("damage_name", ["fused matrix split flat", "fused matrix split by head"])
+def test_a_wrong_split_is_named_if_the_model_lacks_one_of_the_biases(damage_name):
+    own = model("whisper")
+    second = changed(
+        own, lambda second: planted_causes.DAMAGES[damage_name].change(planted_causes.find_layers(second)[1])
+    )
+    assert [hypothesis for hypothesis, *_ in causes(own, second)] == ["wrong split"]
+
+
 def test_disturbed_attention_that_accepts_one_sequence_only_is_not_explained():
     own = model("bloom")
     disturbed = changed(own, disturb("transformer.h.1.self_attention.query_key_value.weight"))

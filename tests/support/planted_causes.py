@@ -160,13 +160,13 @@ def split(*, flat: bool) -> Callable[[Parts], None]:
 
     def change(layer: Parts) -> None:
         for parts in (layer.weights, layer.biases):
-            three = [parts[role] for role in ROLES[:3] if role in parts]
-            if three:
-                stacked = torch.stack(three)
+            if parts:
+                zeros = torch.zeros_like(next(iter(parts.values())))  # for a bias that the model lacks
+                stacked = torch.stack([parts.get(role, zeros) for role in ROLES[:3]])
                 by_head = stacked.transpose(0, 1)
                 mixed = by_head.reshape(stacked.shape) if flat else stacked.reshape(by_head.shape).transpose(0, 1)
-                for part, new in zip(three, mixed.clone(), strict=True):
-                    part.copy_(new)
+                for role, new in zip(ROLES, mixed.clone(), strict=False):
+                    parts.get(role, torch.empty_like(new)).copy_(new)
 
     return change
 

@@ -167,12 +167,15 @@ def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
     parts: dict[str, Tensor] = {}
     roles = ("query", "key", "value")
     for kind in KINDS:
-        if not all(f"{role}.{kind}" in layer.parts for role in roles):
+        own = [part for role in roles if (part := layer.parts.get(f"{role}.{kind}")) is not None]
+        if not own:
             continue
-        three = torch.stack([layer.parts[f"{role}.{kind}"] for role in roles])  # (3, heads, head_dim, …)
+        # a fused bias has zeros for a bias that the model lacks (Whisper has no b_K)
+        zeros = torch.zeros_like(own[0])
+        three = torch.stack([layer.parts.get(f"{role}.{kind}", zeros) for role in roles])  # (3, heads, head_dim, …)
         by_head = three.transpose(0, 1)
         mixed = by_head.reshape(three.shape) if flat else three.reshape(by_head.shape).transpose(0, 1)
-        parts |= {f"{role}.{kind}": mixed[place] for place, role in enumerate(roles)}
+        parts |= {f"{role}.{kind}": mixed[place] for place, role in enumerate(roles) if f"{role}.{kind}" in layer.parts}
     return parts
 
 

@@ -23,7 +23,7 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.models.hooks.interface import answer_calls, implementation, is_attention, list_configs, out_of_reach
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.trace import Keywords, Refused, call_arguments, remove_hooks, tensors, trace_attention
+from attnlens.models.trace import NOT_FINITE, Keywords, Refused, call_arguments, remove_hooks, tensors, trace_attention
 from attnlens.records import Call, Site
 from attnlens.wording import group_pairs
 
@@ -156,6 +156,10 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     hooks += [module.register_forward_hook(leave) for module in paths]
     with remove_hooks(hooks), torch.no_grad(), answer_calls(model, answer, prove=True) as refused:
         forward(model, inputs)
+    if any(reason.endswith(NOT_FINITE) for reason in refused.values()):
+        with finite_weights(model) as replaced:
+            if replaced:  # NaN in one layer makes all later states NaN, but says nothing about later attention
+                return run_survey(model, inputs)
     calls = [call for call in calls if call[0] not in refused]
     if not calls:
         raise out_of_reach(model, {paths[module]: reason for module, reason in refused.items()}, ran)
@@ -172,6 +176,23 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
         for site, (module, call, arguments) in zip(number_within_parts(sites), calls, strict=True)
     ]
     return Survey(model, called, ran, refused)
+
+
+@contextmanager
+def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
+    """Context manager: weights that are NaN or infinite are 0 inside the `with`; yield True if there are any."""
+    replaced = [
+        (weight.data, places, weight.data[places])
+        for weight in model.parameters()
+        if weight.is_floating_point() and not weight.is_meta and bool((places := ~weight.data.isfinite()).any())
+    ]
+    try:
+        for data, places, _ in replaced:
+            data[places] = 0
+        yield bool(replaced)
+    finally:
+        for data, places, before in replaced:
+            data[places] = before
 
 
 def number_within_parts(sites: Sequence[Site]) -> list[Site]:
