@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
@@ -333,7 +334,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
         note = "median, quartiles" if banded and len(curves) == 1 else ""
         draw = partial(draw_curves, experiment=experiment, curves=curves)
-        stem, title = clean("-".join(names)).replace(" ", "-"), clean(style.shorten_label(": ".join(names), 60))
+        stem, title = re.sub("[ ,]+", "-", clean("-".join(names))), clean(style.shorten_label(": ".join(names), 60))
         yield Panel(stem, title, note, caption, draw)
 
 

@@ -179,7 +179,8 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
     """Set the limits of the y axis slightly beyond `least` and `most`, on a linear or logarithmic scale."""
     if logarithmic:
         scale_logarithmically(axes, "y")
-        axes.set_ylim(least / 1.25, most * 1.25)
+        room = max(1.25, (most / least) ** 0.03)
+        axes.set_ylim(least / room, most * room)
     else:
         room = 0.05 * (most - least) or 0.5
         axes.set_ylim(least - room, most + room)
