@@ -216,7 +216,7 @@ def test_amounts_are_steps_tokens_or_times():
     for value in (*WRONG, "nan", "٣"):
         with pytest.raises(UsageError, match="--train: cannot parse") as refusal:
             Amount.of(value)
-        assert "--train 200, 500k, 2M, 90s or 2h" in refusal.value.remedy
+        assert "tokens (500k, 2M), or a duration (90s, 2h)" in refusal.value.remedy
         assert "\n" not in str(refusal.value.problem)
 
 

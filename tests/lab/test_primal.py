@@ -189,7 +189,7 @@ REFUSED = {
     f"{LEAK}.*": lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]),
     f".*{LEAK}": lambda: primal.build(families.build("llama"), samples=3),
     "needs inputs to sample from": lambda: heads_of(samples=3)(*drawn()[:2]),
-    "none has run": lambda: heads_of().objectives(),
+    "none is stored": lambda: heads_of().objectives(),
     "no primal attention": lambda: primal.regulariser(torch.nn.Linear(2, 2)),
     "lacks layer 7": lambda: primal.build(families.build("bert"), [0, 7]),
     "Cannot parse the layers": lambda: primal.build(families.build("bert"), "first"),
@@ -306,7 +306,7 @@ def test_no_graph_outlives_the_step_or_another_pass():
     gc.collect()
     assert alive() is heads.last is None
     assert heads.log_multipliers.grad.isfinite().all()
-    with pytest.raises(UsageError, match="since the last call of `regulariser`"):
+    with pytest.raises(UsageError, match="`regulariser` deletes the last one"):
         primal.regulariser(heads)
     before, now = (passed_through(heads)[1] for _ in range(2))
     gc.collect()
