@@ -143,8 +143,8 @@ def count_features(query_key: QueryKey) -> Readings:
     scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not,
     so of the two orders, only the centred one is identified. The rank is the smallest found among kernels that give
     approximately the visible weights, whatever the kernels' values at hidden pairs. Windows in which no order suffices
-    are left out of the mean, which is then too small; n is the number of remaining windows. The values by chance use
-    one draw of normal queries and keys for all windows.
+    are left out of the mean over windows, which is then too small; n is the number of remaining windows. The values by
+    chance use one draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

@@ -317,7 +317,7 @@ def measure_sources() -> dict[str, Source]:
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the MeasureInfo of a measure, curve, distance or change; its texts are empty if the name is unknown."""
+    """Return the MeasureInfo of a measure, curve, distance or change; an unknown name has no meaning or formula."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

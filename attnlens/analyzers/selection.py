@@ -209,7 +209,7 @@ class Selector:
     def solve(self) -> dict[int, Answer]:
         """Solve the problems of every stored head and of its null in parallel threads; return answers by head number.
 
-        With a position bias, an answer contains only the share of decided queries.
+        With a position bias, only the share of decided queries has a value.
         """
         if self.biased:
             nothing = records.Measure(value=None, reason=BIASED)

@@ -146,7 +146,7 @@ def require_positive(name: str, number: int) -> None:
 
 @lru_cache(maxsize=16)
 def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
-    """Draw blocks of orthogonal rows with uniform directions and the lengths of independent Gaussian vectors."""
+    """Draw `count` rows in orthogonal blocks: directions are uniform, lengths those of independent Gaussian vectors."""
     # The draws are cached, and gradients cannot pass through a tensor made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)

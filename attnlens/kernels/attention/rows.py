@@ -69,8 +69,8 @@ def near_scores(
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
     """Compute s_ij − max_near s_ij + log γ, and max_near s_ij (0 if no key is near); s are the model's own scores.
 
-    The scores include the bias, and γ is the fitted weight of near keys (Zhang et al. 2024, LoLCATs). `key` has one
-    head per query head.
+    The scores include the bias, and γ is the fitted weight of near keys (1 if not fitted; Zhang et al. 2024, LoLCATs).
+    `key` has one head per query head.
     """
     scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
     scores = scores if call.bias is None else scores + call.bias[..., rows, columns]

@@ -183,7 +183,7 @@ def _dense_parts(logits: Float[Tensor, "some n n"]) -> Tensor:
 
 
 def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n: int) -> Float[Tensor, "some parts"]:
-    """Return the four shares of `whole` = ‖LJ‖², NaN if it is within rounding; `core` is JLJ or a smaller equivalent.
+    """Return the four shares of `whole` = ‖LJ‖², NaN if within rounding of 0; `core` is JLJ or a smaller equivalent.
 
     `salience` is n‖c‖², and `uncentred` is ‖L‖², to which rounding is relative.
     """

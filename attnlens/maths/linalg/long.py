@@ -105,8 +105,8 @@ class Ritz:
     def bound_energy(self, rank: int, pairs: int, norm: float) -> float:
         """Return an upper bound on Σ_{l≤rank} λ_l(A) if A deflated by its first `pairs` Ritz vectors has norm ≤ `norm`.
 
-        In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. The sum of the largest
-        eigenvalues is subadditive, and for the coupling it is at most Σ‖s_i‖.
+        In the basis of these Ritz vectors and their complement, A is diag(Λ, M) plus the coupling S, whose rows s_i are
+        residuals. The sum of the largest eigenvalues is subadditive, and that of the coupling is at most Σ‖s_i‖.
         """
         bounds = self.values[:rank].clamp(min=norm)
         bounds[pairs:] = norm

@@ -111,7 +111,9 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{j seen by i} e^{b_j} times i's total weight.
+    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{l seen by i} e^{b_l} times i's total weight.
+
+    At keys hidden from i, the quotient is at most 1.
 
     Newton's method finds the b that maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b.
     """

@@ -85,7 +85,7 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 
     d₀ and s₀² are those of the scaled χ² distribution that fits the spread of log s². d₀ is at most the degrees of
     freedom of `others` treatments; it is then multiplied by COUNTED. Fewer than FEWEST variances are not moderated: d₀
-    is 0. The variances are NaN if their median is 0.
+    is 0. Each s² counts as at least LEAST times the median of all; if the median is 0, the results are NaN and 0.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -258,7 +258,7 @@ def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> fl
 
     r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
     1910). A measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for
-    fewer than two windows or four heads; 0 if r is undefined.
+    fewer than two windows or fewer than four heads; 0 if r is undefined.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is sd/√n for windows of one text; for several texts, see `Design.variance`. NaN if there is only one draw.
+    It is the square root of `Design.variance`: sd/√n for windows of one text, and NaN for a single draw.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
@@ -224,8 +224,9 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
     p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports nearly
     twice as many false effects as this bootstrap if heads' differences are skewed. If fewer than ENOUGH samples exceed
-    |θ|/se, p is the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For few or very many
-    windows, p is that of Student's t. NaN if there are too few differences, or if all are equal.
+    |θ|/se, p is the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For fewer than eight
+    `exchangeable` draws or more than MOST_WINDOWS windows, p is that of Student's t. NaN if there are too few
+    differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
@@ -270,7 +271,7 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Return which hypotheses to reject so that the expected share of false rejections is ≤ `rate`.
+    """Return which hypotheses to reject so that the expected share of false ones among them is ≤ `rate`.
 
     A hypothesis with p = NaN is never rejected.
     """
