@@ -138,13 +138,13 @@ FEATURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_cha
 def count_features(query_key: QueryKey) -> Readings:
     """How many features, and which Taylor order, does a head's kernel need to reproduce its attention?
 
-    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias. The
-    mean is over queries that see two keys or more. Wright's truncated feature map truncates the series of the uncentred
-    scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not,
-    so of the two orders, only the centred one is identified. The rank is the smallest found among kernels that give
-    approximately the visible weights, whatever the kernels' values at hidden pairs. Windows in which no order suffices
-    are left out of the mean over windows, which is then too small; n is the number of remaining windows. The values by
-    chance use one draw of normal queries and keys for all windows.
+    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias.
+    mean_i is over queries that see two keys or more. Wright's truncated feature map truncates the series of the
+    uncentred scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series
+    does not, so of the two orders, only the centred one is identified. The rank is the smallest found among kernels
+    that give approximately the visible weights, whatever the kernels' values at hidden pairs. Windows in which no order
+    suffices are left out of the mean over windows, which is then too small; n is the number of remaining windows. The
+    values by chance use one draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

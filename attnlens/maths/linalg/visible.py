@@ -213,7 +213,7 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
-    """Return the shares of one long head explained by keys, and by distances in addition; NaN if the mask has gaps."""
+    """Return the shares of one long head explained by keys, and by distances in addition, as in `visible_shares`."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
     fit = find_intervals((all_pairs if head.allowed is None else head.allowed).expand(1, 1, n, m)[0, 0])
