@@ -164,7 +164,7 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Return how often each of `count` bootstrap samples, of texts or of windows within strata, contains each window."""
+        """Return how often each of `count` bootstrap samples, of texts or windows within strata, has each window."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
