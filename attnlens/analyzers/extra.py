@@ -51,7 +51,7 @@ SHARES = {  # Meaning and formula of the shares of a bilinear form, by part
 EXTENDED = tuple(
     MeasureInfo(
         f"extended.share_{part}",
-        f"share of the bilinear form, extended to pairs that the model never compares, that {meaning} (not identified)",
+        f"share of the score variance over all pairs, also those never compared, that {meaning} (not identified)",
         f"{formula}, L of all pairs",
         low=0,
         high=1,
@@ -66,7 +66,7 @@ EXTENDED = tuple(
 
 @analyzer("extended", source="tokens", measures=EXTENDED, by_default=False)
 def split_all_pairs(query_key: QueryKey) -> Readings:
-    """Which kernel do a head's scores form if extended to pairs that the model never compares? (Not identified.)
+    """What kernel do a head's scores form if extended to pairs that the model never compares? (Not identified.)
 
     L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row means,
     and S and A are the symmetric and skew parts of L.
@@ -86,13 +86,13 @@ WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
 RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
-CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
+CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = logit of i and j less its mean over visible j"
 feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, paper=WRIGHT)
 taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, paper=WRIGHT)
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Build the MeasureInfo of a measure's value for random queries and keys, which is not identified."""
+    """Build the MeasureInfo of a measure's value for random queries and keys; this value is not identified."""
     return replace(
         info,
         name=f"{info.name}_by_chance",
@@ -138,13 +138,13 @@ FEATURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_cha
 def count_features(query_key: QueryKey) -> Readings:
     """How many features, and which Taylor order, does a head's kernel need to reproduce its attention?
 
-    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias. The
-    mean is over queries that see two keys or more. Wright's truncated feature map truncates the series of the uncentred
-    scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not,
-    so only the centred order is identified. The rank is the smallest found among kernels that give the visible weights,
-    whatever their values at hidden pairs. Windows in which no order suffices are left out of the mean, which is then
-    too small; n is the number of remaining windows. The values by chance use one draw of normal queries and keys for
-    all windows.
+    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias.
+    mean_i is over queries that see two keys or more. Wright's truncated feature map truncates the series of the
+    uncentred scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series
+    does not, so of the two orders, only the centred one is identified. The rank is the smallest found among kernels
+    that give approximately the visible weights, whatever the kernels' values at hidden pairs. Windows in which no order
+    suffices are left out of the mean over windows, which is then too small; n is the number of remaining windows. The
+    values by chance use one draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

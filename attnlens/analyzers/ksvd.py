@@ -35,7 +35,7 @@ cosine_measure = partial(
 
 
 def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
-    """Build the MeasureInfos of a matrix's cumulative singular values, plain and squared."""
+    """Build the MeasureInfos of the cumulative sums of a matrix's singular values and of their squares."""
     of_attention = symbol.startswith("P")
     return [
         share(
@@ -113,7 +113,7 @@ TOKENS = (
     ),
     cosine_measure(
         "ksvd.objective",
-        "the paper's objective at the primal solution, over Σσ; 0 up to rounding at a solution (not identified)",
+        "|J|, the paper's objective at the primal solution, divided by Σσ; 0 up to rounding (not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
         use="A check: if far above rounding, the primal problem is unsolved and the other ksvd numbers are invalid.",
         paper="Chen et al. 2023, Eq. 6",
@@ -138,7 +138,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
     """How close is a head's attention to a low-rank kernel SVD (Chen et al. 2023)?
 
     P contains a window's attention weights, and K contains the cosines of all its queries and keys, as in the paper: K
-    is a model of attention, not attention itself. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
+    is a model of attention, not attention itself. The SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
     multipliers; e_i and r_j are projections of queries and keys. K(I − 11ᵀ/n) is K minus its row means.
     """
     attention = linalg.attention_singular_values(query_key)
@@ -170,8 +170,9 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute s, the rank90 of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
 
-    Both K and V are centred over keys. Otherwise a near-constant vector, to which centred values are almost orthogonal,
-    could span K's leading space. `ksvd.share_inside` states the share expected by chance.
+    The share is NaN if the values are unknown or s is NaN. Both K and V are centred over keys. Otherwise a
+    near-constant vector, to which centred values are almost orthogonal, could span K's leading space.
+    `ksvd.share_inside` states the share expected by chance.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

@@ -39,7 +39,7 @@ NULL_DRAWS = {"factors": 64, "rotations": 8}
 
 @dataclass(frozen=True)
 class MeasureInfo:
-    """Description of a measure: name, meaning, range, null and when it has a value."""
+    """Description of a measure: its name, meaning, range and null, and the reason why a value can be missing."""
 
     name: str  #: Name qualified by source: `weights.symmetry`
     meaning: str  #: Meaning in one line of plain words
@@ -51,8 +51,8 @@ class MeasureInfo:
     self_only: bool = True  #: True if queries and keys must share a domain, so that cross-attention has no value
     labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category
     missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN, as a clause
-    grows_with_factors: bool = False  #: True if proportional to ‖Q‖‖K‖; the null is then rescaled to the head's norms
-    has_null: bool = True  #: True if the measure has a null by independent Gaussian factors (weights.* scalars only)
+    grows_with_factors: bool = False  #: True if proportional to ‖W_Q‖‖W_K‖; the null is rescaled to the head's norms
+    has_null: bool = True  #: For weights.* scalars: True if they have a null by independent Gaussian factors
     null: Literal["factors", "rotations"] = "factors"  #: Random heads of the null: independent factors, or M rotated
     steps: str = "index"  #: Unit of a curve's steps on the axis of its plot: `index`, `distance in tokens`
     headline: bool = False  #: True if the measure comes first in tables and in the overview
@@ -74,7 +74,7 @@ class MeasureInfo:
 
     @property
     def caution(self) -> str:
-        """Caveat for a measure that attention does not determine; empty if attention determines it."""
+        """Caveat for a measure that attention does not determine in every head; empty for other measures."""
         if self.identified == "all pairs":
             return "Identified for heads that see all pairs; others have no value."
         return "" if self.identified == "everywhere" else NOT_IDENTIFIED
@@ -87,7 +87,7 @@ BETWEEN_ROWS = (  # distances between the models' attention rows on the same win
     distance(
         OWN_ROWS,
         "change in attention due to the block alone: the second model's block gets the first model's hidden states",
-        "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
+        "KL(P ‖ P') = Σ p log(p/p'), mean over queries, both on the same states; weights below 1e-12 count as 1e-12",
         headline=True,
         use="Read this measure first: a head that it names changed itself, independently of earlier blocks.",
     ),
@@ -124,7 +124,7 @@ DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)  # each is 0 between equal heads
 NAMED = distance(  # shown on pages and usable in rules, like the changes
     "compare.named",
     "number of the head's named changes",
-    "#{q ≤ the false-discovery rate} over all that is compared",
+    "#{q ≤ the false-discovery rate}, q adjusted over everything that is compared",
     missing="not a number",
 )
 
@@ -134,11 +134,11 @@ class Named:
     """Base class with the fields that all analyzers share."""
 
     name: str  # name on the command line
-    source: Source  # source that it reads: weights or tokens
-    question: str  # question that it answers: the first line of the function's docstring
-    measures: tuple[MeasureInfo, ...]  # scalars and curves that it returns
-    definitions: str = field(default="", kw_only=True)  # remaining docstring: symbols, assumptions and omissions
-    by_default: bool = field(default=True, kw_only=True)  # True if it runs when the user names no analyzers
+    source: Source  # source that the analyzer reads: weights or tokens
+    question: str  # question that the analyzer answers: the first line of the function's docstring
+    measures: tuple[MeasureInfo, ...]  # scalars and curves that the analyzer returns
+    definitions: str = field(default="", kw_only=True)  # other lines of the docstring: symbols, assumptions, omissions
+    by_default: bool = field(default=True, kw_only=True)  # True if the analyzer runs when the user names none
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Analyzer(Named):
     """Analyzer that answers one question about a QueryKey with a pure function."""
 
     function: Callable[[QueryKey], Readings]  # function that computes the measures
-    needs_base: bool = False  # True if it compares a site with the site without its adapter (models with adapters only)
+    needs_base: bool = False  # True if it compares a site with and without the adapter (models with adapters only)
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the only measure in sweeps, and its function
 
     def read(self, query_key: QueryKey) -> Readings:
@@ -180,8 +180,8 @@ class GatheringPlace:
     """M on the module's inputs x, extended by a 1: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
     are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = None  # a query selects the fewest tokens of at least this weight; None: only the top token
-    shown: bool = False  # True if the report must contain the problem in addition to its measures
+    top_p: float | None = None  # a query selects the fewest tokens with at least this total weight; None: the top one
+    shown: bool = False  # True if the report must contain the problem itself (`Answer.shown`), too
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Answer:
     measures: dict[str, Measure]  # by qualified name; each has a value, or the reason why it lacks one
     windows: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure and sequence: values to average
     curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only curves with a value
-    shown: Selection | None = None  # the problem, if the report must contain it; its sentences are added later
+    shown: Selection | None = None  # the selection problem, if the report must contain it; `sentences` are added later
 
 
 @runtime_checkable
@@ -199,14 +199,14 @@ class Gatherer(Protocol):
     """Object that accumulates the sequences of a site to answer one question."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Add one sequence, a QueryKey from tokens with one batch axis of length 1, without padding.
+        """Add one sequence without padding; `query_key` comes from tokens and has one batch axis of length 1.
 
-        `sequence` is its index among the sequences read. `query_key` contains only requested heads whose queries and
-        keys are finite in this sequence.
+        `sequence` is the index of the sequence among all sequences read. `query_key` contains only requested heads
+        whose queries and keys are finite in this sequence.
         """
 
     def solve(self) -> dict[int, Answer]:
-        """Return the answers for the heads that `update` received, by the head's number in the model."""
+        """Return answers for the heads that `update` received, keyed by head number within the layer."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Gathering(Named):
     """Analyzer that answers one question over several sequences, with an object that accumulates them."""
 
     begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
-    needs_inputs: bool = False  # True if it needs the modules' inputs and the form M on these inputs
+    needs_inputs: bool = False  # True if the gatherer needs the modules' inputs and the form M on them
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
@@ -230,12 +230,12 @@ def analyzer(
     replace: bool = False,
     **facts: object,
 ) -> Callable[[Function], Function]:
-    """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
+    """Register a function QueryKey → Readings as the analyzer `name`; its docstring's first line is the question.
 
     `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only if
     the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`,
-    the measure for swept heads and a function that computes only this measure. Raises UsageError if another analyzer
-    has one of the measures, or if another analyzer has the name and `replace` is false.
+    the measure for swept heads and a function that computes only this measure. Raises UsageError if an analyzer of
+    another package or file has one of the measures, or has the same name and source while `replace` is false.
     """
     infos = tuple(measures)
 
@@ -269,7 +269,10 @@ def list_analyzers() -> list[Analyzer | Gathering]:
 
 
 def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
-    """Return the named analyzers (default: those with `by_default`) that read this source; gatherings come last."""
+    """Return the named analyzers (default: those with `by_default`) that read `source`; gatherings come last.
+
+    Raises UsageError for an unknown name.
+    """
     available = list_analyzers()
     known = list(dict.fromkeys(entry.name for entry in available))
     named = [checked_name("analyzer", name, known) for name in names]
@@ -278,7 +281,10 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps: those with `brief`, reduced to this measure, and others with `by_default`."""
+    """Return the analyzers for sweeps: those with `brief`, reduced to that measure, and others with `by_default`.
+
+    Gatherings are left out.
+    """
     selected = []
     for entry in _plain_analyzers():
         if entry.brief is not None:
@@ -291,7 +297,7 @@ def select_sweep_analyzers() -> list[Analyzer]:
 
 
 def select_adapter_analyzers(source: Sources) -> list[Analyzer]:
-    """Return the analyzers of a source that compare a model with itself without its adapter."""
+    """Return the analyzers that read `source` and compare a model with and without its adapter."""
     return [entry for entry in _plain_analyzers() if entry.needs_base and source in ("both", entry.source)]
 
 
@@ -301,17 +307,17 @@ def _plain_analyzers() -> list[Analyzer]:
 
 
 def measure_infos() -> dict[str, MeasureInfo]:
-    """Return all measures and curves of all analyzers, by qualified name."""
+    """Return the MeasureInfo of every measure and curve, keyed by qualified name."""
     return {info.name: info for entry in list_analyzers() for info in entry.measures}
 
 
 def measure_sources() -> dict[str, Source]:
-    """Return the source of every measure and curve; some names do not contain it (`ksvd.rank90` reads tokens)."""
+    """Map every measure and curve to its source, which some names do not contain (`ksvd.rank90` reads tokens)."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the MeasureInfo of a measure, curve, distance or change; its texts are empty if the name is unknown."""
+    """Return the MeasureInfo of a measure, curve, distance or change; an unknown name has no meaning or formula."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

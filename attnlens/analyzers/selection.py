@@ -51,7 +51,7 @@ DECIDED = selection_share(
 PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen once for all spaces
     posed_measure(
         "selection.queries",
-        "number of queries in the SVM problem: those with the largest attention weights, from all sequences",
+        "number of queries in the SVM problem: those with the largest attention weights, from the first sequences",
         "|{i: p_max largest}|",
         high=MOST_QUERIES,
         use="The sample size of the head's other selection measures; compare heads with similar counts.",
@@ -160,14 +160,14 @@ SolvedBySpace = dict[Space, Solved]  # results of one head's problems, or of one
 class StoredSequence:
     """The parts of one sequence that a Selector stores."""
 
-    sequence: int  # index of the sequence among the inputs
+    sequence: int  # index of the sequence among all sequences read
     query: Float[Tensor, "heads queries head_dim"]  # queries, or inputs extended by a 1, (1, n, d_model + 1)
     key: Float[Tensor, "kv_heads keys head_dim"]  # keys, or the same extended inputs
     copies: tuple[Int[Tensor, "queries keys"], ...]  # results of count_copies, one per mask and key head
-    place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by the head's number
+    place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by head number
 
     def scene(self, head: int) -> Scene:
-        """Return one head's tokens, queries and logs of the numbers of visible copies, in float64."""
+        """Return one head's tokens and queries, and the log of each number in `copies`, in float64."""
         query, key, copies = self.place_of[head]
         return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
@@ -175,9 +175,9 @@ class StoredSequence:
 class Selector:
     """Gatherer that stores sequences of one site and solves each head's selection problem in all available spaces.
 
-    A selector stores the first sequence, and others up to MOST_TOKENS tokens: the module's inputs if M acts on them,
-    otherwise queries and keys. The null rotates each space's form randomly on both sides, and then chooses queries and
-    tokens again.
+    A selector stores the first sequence, and others that keep the total within MOST_TOKENS tokens: the module's inputs
+    if M acts on them, otherwise queries and keys. With a position bias, nothing is stored or solved. The null rotates
+    each space's form randomly on both sides, and then chooses queries and tokens again.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -191,7 +191,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Record each head's share of decided queries in a sequence; store the sequence if it fits."""
+        """Record each head's share of decided queries in a sequence; store the sequence if it fits and has no bias."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
@@ -207,7 +207,10 @@ class Selector:
             self.stored.append(parts)
 
     def solve(self) -> dict[int, Answer]:
-        """Solve every head's problems and those of its null, in parallel threads."""
+        """Solve the problems of every stored head and of its null in parallel threads; return answers by head number.
+
+        With a position bias, only the share of decided queries has a value.
+        """
         if self.biased:
             nothing = records.Measure(value=None, reason=BIASED)
             measures = {info.name: nothing for info in MEASURES if not info.curve and info is not DECIDED}
@@ -266,7 +269,7 @@ class Selector:
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
         """Yield each space, its selections, and the comparison with the SVM or the reason why there is none.
 
-        `draw` is the number of a random head of the null; None is the head itself. The head selects once for all
+        `draw` is the index of a random head of the null; None is the head itself. The head selects once for all
         spaces; a random head selects separately in each space.
         """
         chosen = None
@@ -282,7 +285,7 @@ class Selector:
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve and summarise the problems of `_solve_spaces` for one head and draw."""
+        """Solve the problems of `_solve_spaces` for one head and draw, and return their summaries by space."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
@@ -320,7 +323,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Summarise a problem's solution without tensors; if the sequences' `numbers` are given, include the queries."""
+    """Summarise a problem's solution without tensors; with the sequences' indices `numbers`, include the queries."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())

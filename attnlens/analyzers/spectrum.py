@@ -142,8 +142,8 @@ TOKENS = (
 def measure_weights(query_key: QueryKey) -> Readings:
     """How fast do the singular values of a head's bilinear form decay?
 
-    σ are the singular values of M = s·W_Q W_Kᵀ, where s is the scale and biases are left out; at most head_dim of them
-    are not 0. Under RoPE, σ are the singular values of the joint kernel on content and position over the window.
+    σ are the singular values of M = s·W_Q W_Kᵀ, where s is the scale and biases are left out; at most head_dim σ are
+    not 0. Under RoPE, σ are the singular values of the joint kernel on content and position over the window.
     """
     values = linalg.Form(query_key).singular_values
     return {

@@ -129,7 +129,7 @@ TOKENS = (
     share(
         "tokens.definite",
         "share of sequences with a positive semidefinite symmetrised kernel matrix; heads that see all pairs",
-        "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
+        "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ, κ row and column means; unit diagonal",
         missing=f"{HIDDEN}, or undecided: the least eigenvalue is 0 within rounding, or no 2 × 2 minor of more than "
         "8,192 tokens decides",
         identified="all pairs",
@@ -138,7 +138,7 @@ TOKENS = (
     score_share(
         "tokens.share_key",
         "share of the score variance explained by the key alone, whatever the query",
-        "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
+        "(R_a − R_ab)/R_a, R the squared residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         scale=("which key is chosen depends on the query", "all queries prefer the same keys"),
         self_only=False,
         wholes=(KERNEL, SCORES),
@@ -213,12 +213,13 @@ def measure_weights(query_key: QueryKey) -> Readings:
 
 @analyzer("symmetry", source="tokens", measures=TOKENS)
 def measure_tokens(query_key: QueryKey) -> Readings:
-    """What do a head's scores depend on, and which share of them is a positive definite kernel?
+    """What do a head's scores depend on, and what share of their variance is a positive definite kernel?
 
-    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so all
-    measures use L without its row means. If all pairs are seen, L without row means is LJ with J = I − 11ᵀ/n, and L =
-    S + A with S symmetric and A skew. If a mask hides pairs, least-squares fits use the visible pairs; R are the fits'
-    squared residuals.
+    L contains the scores of a window's tokens before position bias, mask and softmax; p_ij are the attention weights.
+    Softmax ignores query-only terms, so all shares of the score variance use L without its row means. If all pairs are
+    seen, L without row means is LJ with J = I − 11ᵀ/n, and L = S + A with S symmetric and A skew. If a mask hides
+    pairs, least-squares fits use the visible pairs. R_a, R_ab and R_abc are the squared residuals of the fits with the
+    terms in the subscript.
     """
     shares = linalg.visible_shares(query_key.content)
     readings = {
@@ -234,7 +235,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 
 
 def _measure_all_pairs(query_key: QueryKey) -> Readings:
-    """Return the measures defined only for heads whose mask hides no pair; NaN for other heads."""
+    """Compute the measures that are defined only for heads whose mask hides no pair; NaN for other heads."""
     names = ("tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.definite")
     compared = linalg.compares_all(query_key)
     nothing = query_key.query.new_full(compared.shape, float("nan")).double()

@@ -1,13 +1,14 @@
 """Mathematics on plain tensors, usable without a model.
 
-- `linalg`: spectra, ranks, symmetry, definiteness, visible scores of factored matrices.
+- `linalg`: spectra, ranks, symmetry and definiteness of factored matrices; shares of the visible scores.
 - `ksvd`: kernel singular value decomposition, dual and primal.
 - `attsvm`: attention as a support vector machine: problems, solvers with certificates, gradient descent.
 - `diagnosis`: hypotheses about how one attention layer became another: permutations, grids, low rank.
 - `statistics`: standard errors, intervals, p-values, nulls, associations.
 
-Inputs are tensors, or the `QueryKey` of an attention site; outputs are tensors, numbers or frozen dataclasses. All
-computations are in float64. Importers: `analyzers`, `kernels`, `runs`, `lab`.
+Inputs are tensors, or the `QueryKey` of an attention site; outputs are tensors, numbers or frozen dataclasses.
+Computations are in float64 unless a docstring says otherwise. Importers: `analyzers`, `kernels`, `models`, `runs`,
+`lab`.
 """
 
 from attnlens.lazy import import_submodules

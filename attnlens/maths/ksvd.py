@@ -22,8 +22,8 @@ Three functions handle long sequences. No command uses the last two; they are fo
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
   the s leading components, each exact to rounding.
 - `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
-  its rows at a few queries. It divides by the block's s-th singular value, so it is more stable if s is half the number
-  of sampled keys.
+  its rows at a few queries. The approximation divides by the block's s-th singular value, so it is more
+  stable if s is about half the number of sampled keys.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -113,9 +113,10 @@ def random_features(
 
 
 def sampled_rows(x: Queries, count: int) -> Sampled:
-    """Return `count` evenly spaced rows of X, first to last; all rows if n ≤ count, the first row if count = 1.
+    """Return `count` evenly spaced rows of X in float64, first to last; all n rows if n ≤ count.
 
-    In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F = X'. Raises UsageError if count < 1.
+    If count = 1, the result is the first row. In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F
+    = X'. Raises UsageError if count < 1.
     """
     require_positive("count", count)
     return evenly_spaced(x.double(), min(count, x.shape[-2]))
@@ -126,8 +127,8 @@ def evenly_spaced(
 ) -> Float[Tensor, "*batch count features"]:
     """Return `count` evenly spaced rows among the rows at which the mask is true, or among all rows without a mask.
 
-    From n such rows, the function takes rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code.
-    Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
+    From n such rows, the function takes rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code, or
+    row 0 if count = 1. Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -138,14 +139,14 @@ def evenly_spaced(
 
 
 def require_positive(name: str, number: int) -> None:
-    """Raise UsageError for a count of 0 or less."""
+    """Raise UsageError if `number`, the value of the argument `name`, is less than 1."""
     if number < 1:
         raise UsageError(f"{name} must be at least 1, not {number}.", f"Pass {name}=1 or more.")
 
 
 @lru_cache(maxsize=16)
 def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
-    """Draw blocks of orthogonal rows with uniform directions and the lengths of independent Gaussian vectors."""
+    """Draw `count` rows in orthogonal blocks: directions are uniform, lengths those of independent Gaussian vectors."""
     # The draws are cached, and gradients cannot pass through a tensor made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -217,7 +218,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     """Compute the min(s, n, m) leading singular triplets of a dense K, such as an attention matrix, by a full SVD.
 
     σ up to eps · max(n, m) · σ₁ count as 0. Raises UsageError if s < 1 or if K contains NaN or Inf. `truncated` is
-    faster for large n.
+    faster for large K and small s.
     """
     require_positive("s", s)
     require_finite("kernel matrix", matrix)
@@ -342,9 +343,9 @@ class Nystrom:
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
     """Compute feature maps from a block W = K(x_I, y_J); `dual` of the features approximates the SVD of all of K.
 
-    Use it for sequences whose K does not fit in memory; no command calls it. Build the block from `sampled_rows` of
-    queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`, as
-    in the example of `attnlens.maths.ksvd`.
+    Use this function for sequences whose K does not fit in memory; no command calls it. Build the block from
+    `sampled_rows` of queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both
+    results to `dual`, as in the example of `attnlens.maths.ksvd`.
 
     The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
     invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of
@@ -403,8 +404,9 @@ def objective(
 
     J has the kernel's unit and either sign. paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every
     stationary point, where e and r contribute ½Σσ each. J is indefinite, so J = 0 does not prove that a point is
-    stationary: check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r), which is 0 if Λ² = n/σ
-    instead of Λ = 1/σ. J is differentiable in every argument. Raises UsageError for another convention.
+    stationary: check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r), which is 0 at the SVD of a
+    square K (n = m) if Λ² = n/σ instead of Λ = 1/σ. J is differentiable in every argument. Raises UsageError for
+    another convention.
     """
     _check_convention(convention)
     trace = (query_weight * key_weight).sum((-2, -1))

@@ -1,5 +1,7 @@
 """Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory.
 
+Ties that need whole sequences take O(tokens²) memory.
+
 Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, whole matrices, masks, positions),
 `sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (Primal-Attention as a
 torch module).

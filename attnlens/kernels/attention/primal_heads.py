@@ -28,10 +28,10 @@ class PrimalHeads(nn.Module):
     """The Primal-Attention heads of one layer: o_i = W_c[e_i; r_i] + b, computed from projected queries and keys.
 
     e_i = W_eᵀFφ(q_i) and r_i = W_rᵀFφ(k_i) with φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6); there are no values. Time and
-    memory are O(T·s). As in the published code, the heads share W_c and b. W_e and W_r are initially orthogonal between
-    heads, Λ is uniform in (0, 1), and W_c is initialised like torch's Linear. The module stores log Λ, which keeps Λ
-    positive (the published code squares Λ). `samples` is the number of evenly spaced rows of F = X' (0: F = I).
-    head_dim and `samples` bound the rank.
+    memory are O(T·s). As in the published code, the heads share W_c and b. Initially, W_e and W_r are orthogonal
+    between heads, Λ is uniform in (0, 1), and W_c has the initial values of torch's Linear. The module stores log Λ,
+    which keeps Λ positive (the published code squares Λ). `samples` is the number of evenly spaced rows of F = X' (0: F
+    = I). head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:

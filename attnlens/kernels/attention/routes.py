@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v; for signed kernels, Σ k v / Σ k.
 
-    All routes sum over the same keys without truncation and differ only by rounding. Queries that see no key have
-    uniform weights on the routes "row tiles" and "banded tiles" in models without sinks, and zero weights otherwise.
-    Raises UsageError if no route supports the call.
+    `primal` instead computes its output from scores, without values. All other routes sum over the same keys without
+    truncation and differ only by rounding. Queries that see no key have uniform weights on the routes "row tiles" and
+    "banded tiles" in models without sinks, and zero weights otherwise. Raises UsageError if no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)

@@ -34,7 +34,8 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Split a mask into the allowed pairs and the position bias that it adds (None: no bias).
 
     A constant added to all visible pairs is not a bias (EoMT adds 1). The bias of a masked pair is taken from sequences
-    in which the same pair of the same head is visible (Swin's windows); it is 0 if their biases differ.
+    in which the same pair of the same head is visible (Swin's windows); it is 0 without such sequences or if their
+    biases differ.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -48,9 +49,9 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number marks masked pairs.
 
-    An entry is masked if it is at most LOST, or if it is more than GAP below the largest entry of its row and the head
-    has no entries in between. So −100 on top of a position bias is a mask (Swin); a bias that falls in small steps is
-    not.
+    An entry is masked if it is at most LOST (in float16: −32,752). For each head, the other entries are sorted by their
+    distance below the largest entry of their row; entries beyond the first gap of more than GAP are masked, too. So
+    −100 on top of a position bias is a mask (Swin); a bias that falls in small steps is not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -68,8 +69,8 @@ def near_scores(
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
     """Compute s_ij − max_near s_ij + log γ, and max_near s_ij (0 if no key is near); s are the model's own scores.
 
-    The scores include the bias, and γ is the fitted weight of near keys (Zhang et al. 2024, LoLCATs). `key` has one
-    head per query head.
+    The scores include the bias, and γ is the fitted weight of near keys (1 if not fitted; Zhang et al. 2024, LoLCATs).
+    `key` has one head per query head.
     """
     scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
     scores = scores if call.bias is None else scores + call.bias[..., rows, columns]
@@ -242,7 +243,10 @@ def _positions(call: Call, kernel: Kernel) -> Positions | None:
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Split the queries into slices whose tiles fit in TILE_BYTES; with `reach`, tiles are about square."""
+    """Split the queries into slices whose tiles fit in TILE_BYTES (TILE_BYTES_ON_GPU), but of at least 16 rows.
+
+    With `reach`, a slice has at most max(reach, 64) rows.
+    """
     batch, heads, queries = call.query.shape[:3]
     # a tile of at most max(reach, 64) rows, with `reach` keys on both sides, is less than 4 · max(reach, 64) wide
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
@@ -254,7 +258,10 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
 
 
 def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
-    """Return the range of keys that queries of the tile can see; all keys if one of these queries sees no key."""
+    """Return a range that contains all keys that queries of the tile can see.
+
+    Without `reach`, the range contains all keys if one of these queries sees no key.
+    """
     keys = call.key.shape[2]
     start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
     if where is not None and reach is not None:

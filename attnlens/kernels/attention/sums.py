@@ -65,7 +65,8 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
 def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor, float]:
     """Return q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to terms that a row's softmax ignores.
 
-    If log k is not a scalar product, q' is log k itself and k' the identity. Raises ModelError for a signed kernel.
+    If the kernel has a tie or log k is not a scalar product, q' is log k itself and k' the identity. Raises ModelError
+    for a signed kernel.
     """
     if kernel.signed:
         problem = f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax."
@@ -150,7 +151,10 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def find_reach(call: Call) -> Reach | None:
-    """Return the keys that each query sums over; None if the mask hides anything but padding and later keys."""
+    """Return the keys that each query sums over.
+
+    None if the mask hides anything but padding and later keys, or if causal queries and keys differ in number.
+    """
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
     if seen is None:

@@ -1,13 +1,13 @@
-"""Linear algebra of factored matrices A Bᵀ in float64, without forming the products where that can be avoided.
+"""Linear algebra of factored matrices A Bᵀ in float64; most functions do not form the products.
 
 - `forms`: the bilinear form M = W_Q W_Kᵀ of a head, also under rotation: symmetry, spectrum, change, angles.
 - `attention`: measures of attention weights, the parts of the scores, definiteness of the kernel.
 - `visible`: shares and ranks of the scores on visible pairs, those that the mask does not hide.
 - `spectra`: ranks of spectra, the number of features that attention needs, the thread pool over heads.
-- `long`: leading spectra and sums of sequences whose n × m matrices are read in tiles.
+- `long`: leading singular values and sums of scores for long sequences, whose matrices are computed in tiles.
 
-Inputs are a `QueryKey`, a `Form` of one, or stacks of matrices; outputs are tensors with one value or curve per head.
-Importers: as for `attnlens.maths`, and `maths.ksvd`.
+Inputs are a `QueryKey`, a `Form` of one, or stacks of matrices; outputs are mostly tensors with one value or curve per
+head. Importers: as for `attnlens.maths`, and `maths.ksvd`.
 """
 
 from attnlens.maths.linalg.attention import (

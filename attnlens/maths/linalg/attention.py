@@ -59,7 +59,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ of attention P, or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey.
 
-    For a long sequence the result is a single NaN, because the full spectrum would take too long; `attention_rank`
+    For long sequences the result is one NaN per head, because the full spectrum would take too long; `attention_rank`
     needs only the leading σ.
     """
     if is_long(query_key):
@@ -149,7 +149,7 @@ class Anatomy:
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
-    """Compute the four shares of every self-attention head; NaN for long sequences whose scores are not bilinear."""
+    """Compute the shares of `Anatomy` for self-attention heads; NaN for long sequences if scores are not bilinear."""
     # Bilinear logits are reduced to a core of size 2·head_dim by QR of the centred [Q K].
     small = query_key.bilinear and 2 * query_key.query.shape[-1] < query_key.query.shape[-2]
     if small:
@@ -183,7 +183,10 @@ def _dense_parts(logits: Float[Tensor, "some n n"]) -> Tensor:
 
 
 def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n: int) -> Float[Tensor, "some parts"]:
-    """Divide the parts by the whole; `core` is JLJ or a matrix with the same invariants."""
+    """Return the four shares of `whole` = ‖LJ‖², NaN if within rounding of 0; `core` is JLJ or a smaller equivalent.
+
+    `salience` is n‖c‖², and `uncentred` is ‖L‖², to which rounding is relative.
+    """
     eigenvalues = torch.linalg.eigvalsh((core + core.mT) / 2)
     positive, negative = (side.clamp(min=0).square().sum(-1) for side in (eigenvalues, -eigenvalues))
     skew = ((core - core.mT) / 2).square().sum((-2, -1))
@@ -197,21 +200,21 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
     K_ij = exp(L_ij − ρ_i + κ_i), where ρ_i and κ_i are the means of row i and column i. Softmax ignores row constants;
-    this choice of them gives the same result for all L with the same attention. Scaling sym K to unit diagonal prevents
-    overflow and preserves definiteness. An entry above 1 then proves sym K indefinite by a 2 × 2 minor; if there is no
-    such entry, Cholesky decides.
+    with this choice of constants, all L with the same attention give the same result. Scaling sym K to unit diagonal
+    prevents overflow and preserves definiteness. An entry above 1 then proves sym K indefinite by a 2 × 2 minor; if
+    there is no such entry, Cholesky decides.
     """
     return over_heads(_verdicts, logits)
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` for the head's logits of all pairs, without position bias and mask; long heads use tiles."""
+    """Return `definite` for each head's logits of all pairs, without position bias and mask; long heads use tiles."""
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Return `definite` of one long head; UNDECIDED for more than FACTORED tokens without an entry above 1."""
+    """Return `definite` of one long head; UNDECIDED if no entry is above 1 and there are more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -236,7 +239,7 @@ def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[t
 
 
 def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
-    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L| of one long head.
+    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L_ij| of one long head.
 
     L contains the logits; κ and ρ are the means of its columns and rows.
     """
@@ -271,7 +274,7 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
 
 
 def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
-    """Return sym K scaled to unit diagonal, for K_ij = exp(logits).
+    """Return sym K scaled to unit diagonal, for K_ij = exp(logits_ij).
 
     Exponents are clamped to 1 to prevent overflow; entries with a clamped exponent are at least e/2, still above 1.
     """

@@ -49,7 +49,10 @@ def symmetry(form: Form) -> PerHead:
 
 
 def symmetry_by_distance(form: Form) -> PerDistance:
-    """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; it is 1 iff M(Δ)ᵀ = M(−Δ)."""
+    """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1.
+
+    The value is 1 iff M(Δ)ᵀ = M(−Δ), and NaN if both matrices are zero.
+    """
     crossed, squared = form.distance_traces
     return crossed / squared
 
@@ -92,8 +95,8 @@ def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
     The sign is that of Saponati et al. 2025; the value is 0 if no norm exceeds these limits. Squared row norms are
-    diag(W_Q G_K W_Qᵀ) or, pooled over rotations, diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), where G_K is the Gram matrix of the
-    stacked keys.
+    diag(W_Q G_K W_Qᵀ). Under rotation they are proportional to diag(W_Q Σ_i R(i) G R(i)ᵀ W_Qᵀ), where G is the Gram
+    matrix of the stacked [W_K R(j)]_j. Column norms are computed alike.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if (rotation := form.query_key.rotation) is not None:
@@ -131,7 +134,7 @@ def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*
 
 
 def _divide_over_distances(crossed: Curves, squared: Curves) -> Float[Tensor, "*batch"]:
-    """Return the ratio of both curves' sums over all |Δ| < positions: every distance except 0 counts twice."""
+    """Return Σ `crossed` / Σ `squared` over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
@@ -158,7 +161,7 @@ def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Concatenated:
 
 
 def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -> Float[Tensor, " positions"]:
-    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ; X and Y are blocks of `left` and `right`."""
+    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, for each Δ; X and Y are `left` and `right`."""
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
@@ -298,7 +301,7 @@ class Form:
 
     @property
     def group(self) -> int | None:
-        """Number of consecutive query heads that share each key head; None if it varies (a subset of heads)."""
+        """Number of consecutive query heads per key head; None if there is no such number (subset of heads)."""
         key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
         group = len(key_of) // kv_heads
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
@@ -389,8 +392,8 @@ class Form:
         """Apply `decompose` to a root R of each Gram matrix G, with RᵀR = G.
 
         Each matrix is a tuple: G, and the factors whose columns, concatenated, have the Gram matrix G. R is computed by
-        Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are
-        too long for QR, which the eigendecomposition of G then replaces.
+        Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are too
+        long for QR; the eigendecomposition of G then replaces QR.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:
@@ -427,8 +430,8 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
     Under RoPE, M is the form at equal positions. The rank is the number of σ of ΔM above the largest effect of
-    rounding, eps · n · max(‖M‖_F, ‖ΔM‖_F), where eps is that of float32, in which models compute cos and sin of
-    rotations. If M = 0, the rank is NaN and the ratio infinite, or NaN if ΔM = 0 too.
+    rounding, eps · n · max(‖M‖_F, ‖ΔM‖_F), where M has n rows and eps is that of float32, in which models compute cos
+    and sin of rotations. If M = 0, the rank is NaN; the ratio is then infinite, or NaN if ΔM is also 0.
     """
     values = over_heads(root_singular_values, *_change_roots(query_key, base)) * abs(query_key.scale)
     norm, difference = _norm_at_equal_positions(base), values.square().sum(-1).sqrt()

@@ -46,7 +46,10 @@ def is_long(query_key: QueryKey) -> bool:
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield each block of queries as a slice and a QueryKey with the keys that it sees; one block unless `is_long`."""
+    """Yield each block of queries as a slice and a QueryKey of these queries; one block unless `is_long`.
+
+    The QueryKey of a block leaves out the keys after the last one that a query of the block can see.
+    """
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key
@@ -100,10 +103,10 @@ class Ritz:
     turn: Float[Tensor, "basis basis"]  # V = basis · turn
 
     def bound_energy(self, rank: int, pairs: int, norm: float) -> float:
-        """Return an upper bound on Σ_{l≤rank} λ_l(A), if A without its first `pairs` Ritz vectors has norm ≤ `norm`.
+        """Return an upper bound on Σ_{l≤rank} λ_l(A) if A deflated by its first `pairs` Ritz vectors has norm ≤ `norm`.
 
-        In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. The sum of the largest
-        eigenvalues is subadditive, and for the coupling it is at most Σ‖s_i‖.
+        In the basis of these Ritz vectors and their complement, A is diag(Λ, M) plus the coupling S, whose rows s_i are
+        residuals. The sum of the largest eigenvalues is subadditive, and that of the coupling is at most Σ‖s_i‖.
         """
         bounds = self.values[:rank].clamp(min=norm)
         bounds[pairs:] = norm
@@ -172,7 +175,10 @@ def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[
 
 
 def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator: torch.Generator) -> Iterator[float]:
-    """Yield bounds on ‖M‖, where M is A deflated by its first Ritz vectors, from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖."""
+    """Yield bounds on the norm of M, which is A deflated by its first `pairs` Ritz vectors.
+
+    The bounds follow from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖ for Gaussian ω_i, with probability as at FACTOR.
+    """
     leading = ritz.basis @ ritz.turn[:, :pairs]
     vectors, log_bound = _draw_block(matrix, generator), math.log(FACTOR)
     vectors = vectors - leading @ (leading.mT @ vectors)

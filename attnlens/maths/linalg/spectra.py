@@ -38,12 +38,12 @@ Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
-    """Return the least even N ≤ `largest` for which Σ_{n≤N} xⁿ/n! gives the head's attention within `error`; else NaN.
+    """Return the least even N ≤ `largest` for which Σ_{n≤N} xⁿ/n! gives the head's attention within `error`.
 
     x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If `centred`, x_ij
     is the softmax input (score and bias) minus its mean over the keys that query i sees; attention determines this
-    difference. The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more; without such queries
-    the result is NaN too.
+    difference. The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more. The result is NaN if
+    no N suffices or no query sees two keys.
 
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to the largest
     weight of a row. This error is noticeable only if |x| > 32. Such a score makes even the exact sum exceed the other
@@ -91,7 +91,10 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
-    """Find the least rank m at which a fit to one head succeeds, by bisection between 1 and full rank."""
+    """Find the least rank at which a fit to one head succeeds, by bisection; NaN if no query sees two keys.
+
+    If no fit succeeds, the result is full rank.
+    """
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
     by_key = _fit_by_key(attention, visible)
@@ -108,7 +111,9 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{j seen by i} e^{b_j} times i's total weight.
+    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{l seen by i} e^{b_l} times i's total weight.
+
+    At keys hidden from i, the quotient is at most 1.
 
     Newton's method finds the b that maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b.
     """
@@ -126,7 +131,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
 
 
 def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
-    """Return True if subspace iteration finds a matrix within `error` of attention, with the rank of `directions`."""
+    """Return True if subspace iteration finds a matrix of the rank of `directions` within `error` of attention."""
     filled = start
     for _ in range(STEPS):
         basis = torch.linalg.qr(filled @ directions).Q
@@ -146,7 +151,10 @@ def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
 
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
-    """Draw independent normal queries and keys with the mean and covariance of the head's queries and keys."""
+    """Draw normal queries and keys with the means and covariances of each head's queries and keys.
+
+    The draws are independent between tokens, and between queries and keys, but not between heads.
+    """
     generator, draws = torch.Generator().manual_seed(seed), []
     for side in (query_key.query.double(), query_key.paired_key.double()):
         # mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens
@@ -217,9 +225,10 @@ def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
 def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
-    `function` takes (m, a, b) tensors of at most PIECE numbers and returns one (m, …) tensor; the result is (*lead, …).
-    There are as many workers as torch has threads, each with one BLAS thread, because two threads on one small matrix
-    mostly wait for each other. Tensors on an accelerator are not split.
+    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). Each tensor contains at
+    most PIECE numbers, unless a single matrix is larger. There are as many workers as torch has threads, each with one
+    BLAS thread, because two threads on one small matrix mostly wait for each other. Tensors on an accelerator are not
+    split.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]

@@ -141,11 +141,13 @@ class VisibleShares:
 
     key: PerHead  # explained by b_j: keys that all queries favour
     distance: PerHead  # explained by c_{i−j} in addition to b; NaN for cross-attention
-    interaction: PerHead  # explained by neither: it depends on the pair
+    interaction: PerHead  # explained by neither: depends on the pair of query and key
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
-    """Compute the three shares of every head under any mask; NaN if the head `is_long` and its mask has gaps.
+    """Compute the three shares of every head under any mask.
+
+    NaN without variance or, if the head `is_long`, if its mask has gaps or conjugate gradients do not converge.
 
     The normal equations depend only on the mask and are factored once per mask; long heads use conjugate gradients.
     """
@@ -211,7 +213,7 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
-    """Return the shares of one long head explained by keys, and by distances in addition; NaN if the mask has gaps."""
+    """Return the shares of one long head explained by keys, and by distances in addition, as in `visible_shares`."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
     fit = find_intervals((all_pairs if head.allowed is None else head.allowed).expand(1, 1, n, m)[0, 0])

@@ -48,7 +48,7 @@ class Blocks:
 
     Student's t compares two treatments by their differences in each block, in which β cancels. The variance of the
     differences is moderated by those of other pairs (Smyth 2004): the more similar the variances, the more degrees of
-    freedom they add. Tests check the false positive rate.
+    freedom they add. The test suite checks the false positive rate.
     """
 
     values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
@@ -63,7 +63,8 @@ class Blocks:
     def p_values(self) -> list[float]:
         """Return the two-sided p-value of μ_a = μ_b for each pair in `pairs_of`.
 
-        A p-value is NaN if the differences of most pairs of the same two kinds have zero variance.
+        A p-value is NaN if the differences of most pairs of the same two kinds have zero variance, or for a single
+        block.
         """
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
@@ -84,7 +85,7 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 
     d₀ and s₀² are those of the scaled χ² distribution that fits the spread of log s². d₀ is at most the degrees of
     freedom of `others` treatments; it is then multiplied by COUNTED. Fewer than FEWEST variances are not moderated: d₀
-    is 0. The variances are NaN if their median is 0.
+    is 0. Each s² counts as at least LEAST times the median of all; if the median is 0, the results are NaN and 0.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -181,7 +182,7 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
     p is (1 + #{t* ≥ t})/(1 + draws), where t = |ρ|√(n − 1) over the n heads with both values. Each permutation of the
     harms is used for all measures. `corrected` compares t with the largest t* of any measure (maxT, Westfall & Young
     1993, section 2.6), which bounds the probability of reporting any unassociated measure. Harms are ranked among all
-    heads that have one. NaN for a measure that is constant or has fewer than four values.
+    heads with a harm. NaN for a measure that is constant or has fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -257,7 +258,7 @@ def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> fl
 
     r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
     1910). A measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for
-    fewer than two windows or four heads; 0 if r is undefined.
+    fewer than two windows or fewer than four heads; 0 if r is undefined.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -58,7 +58,7 @@ def count_and_mean(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, 
 
 
 def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Append zeros along the last axis of the shorter tensor, so that both last axes have the same length."""
+    """Append zeros to the last axis of the shorter tensor, until lengths are equal; none if `first` is a scalar."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
@@ -164,7 +164,7 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Draw `count` bootstrap samples of texts, or of windows within strata; return each window's multiplicity."""
+        """Return how often each of `count` bootstrap samples, of texts or windows within strata, has each window."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
@@ -213,8 +213,8 @@ class Design:
         """Return the mean over tokens of every unit (row of `values`) in every sample, and its standard error.
 
         `values` are the windows' means, and `size` is each window's number of tokens. The standard error is √`variance`
-        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). It is computed as matrix products,
-        because the residuals of all draws, units and windows do not fit in memory.
+        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). The standard error is computed
+        from matrix products, because the residuals of all draws, units and windows do not fit in memory.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)

@@ -40,7 +40,7 @@ PIECE = 500  # Samples computed at once
 def gaussian_null(
     analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Return the mean and sd of each scalar measure over random heads with the shape and rotation of `like`.
+    """Return the mean and sd of each scalar measure, by name, over random heads with the shape and rotation of `like`.
 
     The factors of a random head are independent and Gaussian, with unit Frobenius norm: the caller must rescale
     measures that are proportional to ‖W_Q‖‖W_K‖. Each analyzer needs a `function` of a QueryKey, and `measures` with
@@ -81,7 +81,7 @@ def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> Q
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Return the mean and sd of the median over heads with independent normal values of these means and sds."""
+    """Return the mean and sd of the median over heads of independent normal values with these means and sds."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
     medians = (means.double() + sds.double() * normal).quantile(0.5, dim=1)
@@ -147,9 +147,9 @@ def paired_difference(
 
     The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
     resampled with both values of each window, and the quantiles of (θ* − θ)/se* turn the sample's error into an
-    interval. Student's t is used if the design has fewer than eight `exchangeable` draws. If `weights` (each window's
-    number of tokens) are given, means are over tokens. `of` is the identity (None), exp (perplexity) or log. Pairs with
-    a NaN do not count; all three numbers are NaN if no pair remains.
+    interval. Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If
+    `weights` (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp
+    (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is sd/√n for windows of one text; for several texts, see `Design.variance`. NaN if there is only one draw.
+    It is the square root of `Design.variance`: sd/√n for windows of one text, and NaN for a single draw.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
@@ -224,8 +224,9 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
     p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports nearly
     twice as many false effects as this bootstrap if heads' differences are skewed. If fewer than ENOUGH samples exceed
-    |θ|/se, p is the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For few or very many
-    windows, p is that of Student's t. NaN if there are too few differences, or if all are equal.
+    |θ|/se, p is the tail of Student's t, stretched to match the ENOUGH-th largest sample score. For fewer than eight
+    `exchangeable` draws or more than MOST_WINDOWS windows, p is that of Student's t. NaN if there are too few
+    differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
@@ -270,7 +271,7 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Return which hypotheses to reject so that the expected share of false rejections is ≤ `rate`.
+    """Return which hypotheses to reject so that the expected share of false ones among them is ≤ `rate`.
 
     A hypothesis with p = NaN is never rejected.
     """
