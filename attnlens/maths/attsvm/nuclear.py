@@ -375,7 +375,7 @@ def solve_working_set(
 
 
 def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
-    """Scale W to meet the inequalities, then add the least matrix that corrects other violations; None if this fails."""
+    """Scale W to meet the inequalities, then add the least matrix that removes other violations; None if this fails."""
     # Scaling cannot remove violations of constraints with b ≤ 0 or of equalities with b ≠ 0.
     W = W * feasible_scale(problem, problem.scores(W))
     for _ in range(3):  # a second correction removes the rounding of a first, large one
