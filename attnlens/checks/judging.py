@@ -36,7 +36,7 @@ def build_baseline(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError if the report's model, settings or heads differ from the baseline's; name the first difference.
+    """Raise UsageError if report and baseline differ in a property of `_list_settings`; name the first difference.
 
     Also raise UsageError if the report lacks a measure of the baseline.
     """

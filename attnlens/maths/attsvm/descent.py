@@ -121,7 +121,7 @@ class Instances:
         return anchored, gaps
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
-        """Set gaps to −∞ at tokens that are not allowed."""
+        """Return the gaps, with −∞ at tokens that are not allowed."""
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
 
 
@@ -199,9 +199,9 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
-    In the textbook formula Σ_t s_t (γ_t − f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α
-    < 1e-16. Logarithms keep the direction exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at
-    most 1 in absolute value.
+    Here u_it = x_it − x_iα, and γ̄_i is the mean of γ_it with the weights s_it. In the textbook formula Σ_t s_t (γ_t −
+    f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α < 1e-16. Logarithms keep the direction
+    exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at most 1 in absolute value.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output

@@ -170,7 +170,7 @@ def choose(
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
-    """Return the share of one sequence's queries whose largest weight is at least ½; NaN if no query sees a token."""
+    """Return the share of queries with p_max ≥ ½ among a sequence's queries that see a token; NaN if none does."""
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
@@ -234,7 +234,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; the head's scale has no effect."""
+    """Comparison of a head with the max-margin form that selects the same tokens; M's scale affects only `norm`."""
 
     chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem

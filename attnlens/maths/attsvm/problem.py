@@ -252,9 +252,9 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     """Build the problem (e_i − e_j)ᵀ W e_k = 0 in cycles of k's graph, and ≥ 1 along its other edges (Graph-SVM).
 
     e_i is the embedding of token i. A sequence consists of the ids of input tokens and, at the end, of a label (Li et
-    al. 2024). For each sequence whose last input is k, k's graph has edges from the label to all other inputs; a cycle
-    is a strongly connected component. Raises UsageError for sequences of fewer than two tokens, ids outside the
-    vocabulary, and embeddings that are not finite; raises UnposedError if no graph has an edge.
+    al. 2024). For each sequence whose last input is k, k's graph has edges from the label to all inputs except the
+    label; a cycle is a strongly connected component. Raises UsageError for sequences of fewer than two tokens, ids
+    outside the vocabulary, and embeddings that are not finite; raises UnposedError if no graph has an edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
     vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)

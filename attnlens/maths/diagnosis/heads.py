@@ -30,7 +30,7 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return the parts whose heads move to their role's order, and the names of parts whose heads did not move.
+    """Return by name the parts with heads in their role's order, and the names of parts that could move but did not.
 
     Biases, gains and other tensors with an axis of heads move only if that brings them nearer to the second layer.
     """
@@ -52,10 +52,10 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 
 
 def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
-    """Yield a part with its heads in the order of its role; yield nothing if the heads of its role did not move.
+    """Yield a part with its heads in the order of its role; yield nothing for a weight or bias whose role has no order.
 
-    A part without a role (unless in `headless`) is yielded in every role's order, along each axis whose length fits
-    the heads or their coordinates.
+    A gain or other part without an order (except `headless` parts) is yielded in every role's order. Parts other than
+    weights and biases are reordered along each axis whose length fits the heads or their coordinates.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]

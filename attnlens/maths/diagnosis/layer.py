@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def rotated_coordinates(self) -> list[int]:
-        """Coordinates of a head that RoPE rotates."""
+        """Coordinates of a head that RoPE rotates; empty without RoPE, or if unknown."""
         return sorted({coordinate for pair in self.pairs or () for coordinate in pair})
 
     @property

@@ -92,7 +92,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that two tensors without heads are exchanged (such as gate and up), or that one has another's values."""
+    """Propose that two tensors without heads are exchanged (such as gate and up), or that one is a copy of another."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}
@@ -256,7 +256,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
     """Build the step that changes the basis of W_Q and W_K by one matrix A per key head.
 
-    The step is harmless if every A commutes with RoPE and no norm follows W_Q and W_K.
+    The step is harmless if every A commutes with RoPE and no norm or other tensor acts on queries or keys.
     """
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None

@@ -72,7 +72,7 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
 
 
 def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
-    """Build the step that folds a norm into `readers`: harmless if pre-norm, and if all readers and biases changed.
+    """Build the step that folds a norm into `readers`: harmless in a pre-norm layer if all readers and biases changed.
 
     `alone` is True if the layer has no other norm that the remaining matrices could read.
     """

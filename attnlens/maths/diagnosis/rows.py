@@ -158,7 +158,8 @@ def _row_step(
 ) -> Step:
     """Build the step that reorders rows within heads.
 
-    The step is harmless if both roles have the same orders and neither RoPE nor a tensor in the old order intervenes.
+    The step is harmless if both roles have the same orders, RoPE does not rotate these rows, and no tensor that acts
+    on the rows keeps its old order.
     """
     parts: dict[str, Tensor] = {}
     concerned = set[int]()

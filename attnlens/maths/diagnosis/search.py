@@ -247,9 +247,10 @@ class Search:
         self.causes.append(cause)
 
     def _fit_tensors(self, layer: Layer, before: tuple[Step, ...]) -> bool:
-        """Adopt the hypotheses on single tensors that explain unexplained heads of `layer`; return True if any do.
+        """Adopt for each part the first hypothesis on single tensors that explains the part's unexplained heads.
 
-        `before` are structural steps that are already applied to `layer`; they are adopted first.
+        Return True if any hypothesis does. `layer` is the current prediction after the structural steps `before`, which
+        are adopted first.
         """
         found: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():

@@ -321,7 +321,7 @@ COLUMNS = "column by column"
 
 
 def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each grouping of values (by row, in groups within rows, by column): its description, and both matrices."""
+    """Yield each grouping (by row, in groups within rows, by column): its name and both matrices, one group per row."""
     for size in GROUPS:
         if not size:
             if second.shape[1] >= LEAST_VALUES:
