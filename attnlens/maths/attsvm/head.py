@@ -242,7 +242,7 @@ class Nearness:
     best: float  # 1/‖W_mm‖_F, the best possible margin: the largest minimum margin of any form of unit norm
     norm: float
     """‖ΠM‖_F, where Π projects onto the spans of the token differences and of the queries. If sets of several tokens
-    are selected, M − W_fin replaces M in all fields."""
+    are selected, M − W_fin replaces M here, in `margins` and in `svm_cosine`."""
     margins: Float[Tensor, " queries"]  # Least (score_α − score_t)/`norm` of each query over the tokens t outside O_i
     svm_cosine: float  # ⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]
 
