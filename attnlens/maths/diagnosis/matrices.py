@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def _take_roles(
     layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """Return each role's parts, taken from the role to which `sources` maps it.
+    """Return by name the parts of the roles in `sources`, taken from the roles to which `sources` maps them.
 
     Biases and gains are taken only if that brings them nearer to the second layer. If `heads` is given, only these
     heads are taken, and no gains.
