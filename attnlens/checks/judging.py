@@ -1,4 +1,4 @@
-"""Check a report against rules and a baseline: find the values that each rule covers, and build a Check per rule."""
+"""Check a report against rules and a baseline: build a Check for each rule, and for each measure of the baseline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def build_baseline(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError if report and baseline differ in model, heads, text or measures; name the first difference."""
+    """Raise UsageError if report and baseline differ in a property of `_list_settings`; name the first difference.
+
+    Also raise UsageError if the report lacks a measure of the baseline.
+    """
     remedy = "Use the baseline's settings, or accept the report with --update-baseline."
     for (field, ours), (_, theirs) in zip(_list_settings(report), _list_settings(baseline), strict=False):
         if ours != theirs:
@@ -116,7 +119,10 @@ def _size(change: Breach) -> float:
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline; p is None if a standard error is unknown or both are 0."""
+    """Return the change of one measure in each head since the baseline.
+
+    p is None if a value or standard error is missing, or if the change divided by its error is not finite.
+    """
     from scipy.special import stdtr  # imported late, because rules need no test
 
     changes = []
@@ -147,10 +153,10 @@ def check_report(
     *,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with `checks`: one per rule, and one per measure of the baseline, which was read from `file`.
+    """Return the report with `checks`: one per rule, and one per measure with a value if a baseline is given.
 
-    Raise UsageError if an inspection has no heads, if the report is partial (unless `allow_partial` is True), if a rule
-    matches nothing, or if the baseline belongs to a different run.
+    `file` is the path of the baseline. Raise UsageError if an inspection has no heads, if the report is partial (unless
+    `allow_partial` is True), if a rule matches nothing, or if the baseline belongs to a different run.
     """
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
@@ -300,7 +306,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
     numbers = sorted(values)
     if rule.aggregate == "median" or rule.aggregate[0] == "q":
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
-        # which may overflow
+        # which can overflow
         place = (0.5 if rule.aggregate == "median" else float(rule.aggregate[1:]) / 100) * (len(numbers) - 1)
         below, above = math.floor(place), math.ceil(place)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
@@ -314,7 +320,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 def _breaking_heads(
     heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
 ) -> list[tuple[Head | Breach, float]]:
-    """Return the heads that break the rule, worst first; [] if the failure cannot be attributed to single heads."""
+    """Return the heads (or blocks) that break the rule, worst first; [] if a failure cannot be attributed to them."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -342,9 +348,9 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return `analyzers` and `source` of the baseline or, without one, those that the rules need ({} if none).
+    """Return options for `inspect`: `analyzers` and `source` of the baseline or, if it is None, of the rules.
 
-    Raise UsageError if no analyzer computes the subject of a rule.
+    Return {} if the rules need no analyzer. Raise UsageError if no analyzer computes the subject of a rule.
     """
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}

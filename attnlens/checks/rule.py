@@ -58,7 +58,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on one subject: the heads that the rule covers, an aggregate of their values, and its bound."""
+    """A condition on one subject: the heads that the rule covers, an aggregate of their values, and a bound on it."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound
@@ -212,9 +212,9 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the table [check] or [tool.attnlens.check] of a TOML file.
+    """Read the rules in the table [check] or [tool.attnlens.check] of a TOML file.
 
-    Raise UsageError if the file contains no rules, unless `named` is False because the user did not name the file.
+    Raise UsageError if a rule is invalid. If `named` (the user named the file), also raise it if there are no rules.
     """
     remedy = f"Give a TOML file with a table [check] that contains, e.g., {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
@@ -224,9 +224,9 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 
 def parse_rules(source: object) -> list[Rule]:
-    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings.
+    """Parse rules given in Python: a table, the path of a TOML file, a string, or a list of strings and Rules.
 
-    Raise UsageError if there are none or if one is invalid.
+    Raise UsageError if there are no rules or if a rule is invalid.
     """
     rules: list[Rule] = []
     if isinstance(source, Mapping):
@@ -254,7 +254,7 @@ class Tolerance:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Return a measure's tolerance; a missing `absolute` becomes `relative` times its range, 0 if unbounded."""
+        """Return a measure's tolerance; `absolute` defaults to `relative` times its range (0 if unbounded)."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 

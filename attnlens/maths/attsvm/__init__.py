@@ -1,14 +1,14 @@
 """Att-SVM, attention as a support vector machine over tokens: build, solve and certify its problems.
 
 - `problem`: functions that build problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`,
-  `next_token`), and `certify`, which computes the duality gap and the optimality conditions of a solution.
-- `frobenius`: `solve`, which minimises ‖W‖_F, `soft_margin`, which computes its own duality gap, and `separable`, which
+  `next_token`), and `certify`, which computes a solution and its duality gap from given multipliers.
+- `frobenius`: `solve`, which minimises ‖W‖_F, `soft_margin`, which also allows violations, and `separable`, which
   decides if any W meets the constraints. `nuclear`: `solve_nuclear`, which minimises the nuclear norm.
 - `head`: the comparison of an attention head with its SVM.
 - `descent`: gradient descent on one-layer attention, for many trials at once.
 
-All functions take plain tensors and work in float64, without a model. A `Solution` contains the certificate that it is
-optimal, or that the problem is infeasible. Importers: see `attnlens.maths`.
+All functions take plain tensors and work in float64, without a model. A `Solution` contains a proof that it is optimal
+or that the problem is infeasible, unless its status is `inaccurate`. Importers: see `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import attsvm

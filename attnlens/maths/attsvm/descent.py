@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
-    """Tokens as differences from an anchor, the token α of largest weight: small differences keep their digits."""
+    """Tokens as differences from an anchor token α, so that small differences keep their digits."""
 
     chosen: Int[Tensor, "trials n"]  # Index α
     token: Float[Tensor, "trials n d"]  # x_α
@@ -73,14 +73,14 @@ class Scores:
     scores: Float[Tensor, "trials n T"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the differences γ_t − γ_α of the given scores γ from that of the anchor α."""
+        """Return the output f and the differences γ_t − γ_α of the given scores, where α is the anchor."""
         chosen = self.scores.gather(-1, anchored.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
 
 
 PredictionHead: TypeAlias = Linear | Relu | Scores
-"""A differentiable h of the attention's output, f = h(Σ_t s_t x_t); each token has the score γ_t = h'·x_t."""
+"""A function h of attention's output, f = h(Σ_t s_t x_t); the score of token t is γ_t = ∇h·x_t."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Instances:
         return self.anchor(first.long())
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
-        """Return the tokens anchored at the highest-scoring token α, and the gaps x_tᵀWz − x_αᵀWz ≤ 0."""
+        """Return the tokens anchored at the highest-scoring token α, and the gaps x_tᵀWz − x_αᵀWz ≤ 0 (masked: −∞)."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
@@ -121,7 +121,7 @@ class Instances:
         return anchored, gaps
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
-        """Set gaps to −∞ at tokens that are not allowed."""
+        """Return the gaps, with −∞ at tokens that are not allowed."""
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
 
 
@@ -162,17 +162,17 @@ def descend(
     record: Collection[int] = (),
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> Descent:
-    """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
+    """Iterate W ← W − lr·∇_W/‖∇_W‖_F on the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
     If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
-    the normaliser "form", c is ‖∇_W‖ in both steps, and W grows at most as (1 + lr)^2t; with "own", each direction is
-    divided by its own norm, and W grows at most as t². `floor` is added to every norm: with the 2.2e-16 of published
-    code, a trial whose gradient vanishes stops; with 0, it follows the remaining tiny gradient. The losses are log(1 +
-    e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs Yf > 0. `record` lists the
-    iterations to record (0 is the start); the last iteration is always recorded. `progress` is called with the number
-    of iterations done and their total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser,
-    numbers that are not finite, shapes that do not fit, factors that are 0, and, with "form", so many iterations that W
-    could overflow.
+    the normaliser "form", c is ‖∇_W‖ in both steps, and ‖W‖ after t steps grows at most as (1 + lr)^2t; with "own",
+    each direction is divided by its own norm, and ‖W‖ grows at most as t². `floor` is added to every norm: with the
+    2.2e-16 of published code, a trial whose gradient vanishes stops; with 0, the trial follows the remaining tiny
+    gradient. The losses are log(1 + e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs Yf
+    > 0. `record` lists the iterations to record (0 is the start); the last iteration is always recorded. `progress` is
+    called with the number of finished iterations and `iterations`. Raises UsageError for iterations < 1, lr ≤ 0, an
+    unknown loss or normaliser, numbers that are not finite, shapes that do not fit, factors that are 0, and, with
+    "form", so many iterations that W could overflow.
     """
     parts: Parts = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
@@ -199,9 +199,9 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
-    In the textbook formula Σ_t s_t (γ_t − f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α
-    < 1e-16. Logarithms keep the direction exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at
-    most 1 in absolute value.
+    Here u_it = x_it − x_iα, and γ̄_i is the mean of γ_it with the weights s_it. In the textbook formula Σ_t s_t (γ_t −
+    f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α < 1e-16. Logarithms keep the direction
+    exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at most 1 in absolute value.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
@@ -220,7 +220,7 @@ def gradient(
 
 
 def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial) -> Parts:
-    """Subtract a multiple of D from W, or multiples of D Q and Dᵀ K from K and Q. `floor` has the units of D."""
+    """Return W minus a multiple of D, or K and Q minus multiples of D Q and Dᵀ K. `floor` is scaled like D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts
@@ -231,7 +231,7 @@ def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floo
 
 
 def unit(slope: Slope, floor: PerTrial) -> Slope:
-    """Return slope/(‖slope‖ + floor), in units of the largest entry so that no square underflows; 0 stays 0."""
+    """Return slope/(‖slope‖ + floor); 0 stays 0. Entries are first divided by the largest, so no square underflows."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
     scaled = slope / safe

@@ -44,7 +44,7 @@ PATIENCE = 60  # Damped steps after which NNLS solves a degenerate problem
 WORST = 4  # Number of a query's most violated constraints that join the working set at once
 BETWEEN = 25  # L-BFGS-B steps between two calls of `Box.polish`
 NEWTON, WIDEST = 30, 1000
-"""Most Newton steps of `Box.polish`, and most λ for which a step solves: its time grows with their number cubed."""
+"""Most Newton steps of `Box.polish`, and most λ per step, because a step's time grows with the cube of their number."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
 """Numbers added to the diagonal of G, which is 1: if G is singular, steps would otherwise leave the bounds."""
 NOTICED = 1e-6  # Least slack, relative to |b| + |score|, that counts as a violation; less is within the duality gap
@@ -55,7 +55,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
     This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ (G is the Gram
     matrix of the u zᵀ) over a working set of constraints, and adds each query's most violated constraints, at most
-    `limit` times. If that is too few, the status is `inaccurate`, and the solution contains the gap reached. Raises
+    `limit` times. If this does not suffice, the status is `inaccurate`, and `gap` is the gap reached. Raises
     UsageError for a tolerance ≤ 0, a limit < 1, and differences, queries or margins that are not 0 and have a size
     outside [1e-50, 1e50]; raises UnposedError for a problem without constraints.
     """
@@ -94,13 +94,15 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 class Separability:
     """Answer to the question whether any W meets the constraints u W z ≥ b, and the proof of the answer.
 
-    The proof is a W, or a λ with Σλ u zᵀ = 0 < Σλb, which proves that no W exists (Gordan 1873, Farkas 1902).
+    The proof is λ: a multiple of Σλ u zᵀ meets the constraints, or Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902).
     """
 
     verdict: bool | None  # True if a W exists, False if none does; None if nothing was proven within the limit
     distance: float | None
-    """Least ‖Σλ u zᵀ‖ over λ ≥ 0 with Σλb = 1: the max-margin 1/‖W‖_F, or about 0 if no W exists; None if unknown."""
-    multipliers: Float[Tensor, " constraints"]  # λ of the proof; if no W exists, Σλ = 1 over the inequalities
+    """Least ‖Σλ u zᵀ‖ over λ ≥ 0 with Σλb = 1: the max-margin 1/‖W‖_F; ∞ if W = 0 meets the constraints, about 0 if no
+    W exists, None if unknown."""
+    multipliers: Float[Tensor, " constraints"]
+    """λ of the proof, or of the last attempt; if no W exists, Σλ = 1 over the inequalities."""
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:
@@ -230,7 +232,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add λ of the equalities such that each equality has the score b, or the score 0 if `meet_bounds` is false."""
+        """Return the rows and λ, extended by λ that give each equality the score b (0 if `meet_bounds` is False)."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -242,7 +244,7 @@ class Constraints(UnitConstraints):
         return all_rows, multipliers
 
     def refine(self, rows: Rows, loads: Loads) -> Loads:
-        """Refine the λ of inequalities by their residuals; return λ unchanged if an entry would become negative."""
+        """Refine the λ of inequalities if equalities were eliminated; return λ unchanged if this makes an entry < 0."""
         support = np.flatnonzero(loads)
         if not len(support) or not len(self.independent):
             return loads
@@ -254,7 +256,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Find the row that most clearly contradicts the equalities, and its residual's sign; empty if none does."""
+        """Return the row that most clearly contradicts the equalities and its residual's sign; both empty if none."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -288,7 +290,7 @@ class WorkingSet:
         self.patience = PATIENCE  # Number of damped steps left before NNLS is used
 
     def advance(self) -> Rows | None:
-        """Take one step; return the constraints added to the set, or None if λ is optimal for all constraints."""
+        """Take one step; return the constraints added to the set (possibly none), or None if the search is finished."""
         self.improve()
         joining = self.find_violated()
         self.grown = len(joining) > 0
@@ -347,8 +349,8 @@ class WorkingSet:
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
     """Minimise ½λᵀGλ − bᵀλ over λ ≥ 0 by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
-    `support` is the first guess. Returns None if a block of G is singular, or if the exchanges do not settle; the
-    caller then uses `damped_step`.
+    `support` is the first guess. Returns None if a block of G is singular up to rounding, or if the exchanges do not
+    settle; the caller then uses `damped_step`.
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
@@ -425,7 +427,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
 
 
 def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, float]:
-    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm."""
+    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm; 0 and 1 if NNLS cycles."""
     target = np.zeros(rows.shape[1] + 1)
     target[-1] = 1.0
     try:
@@ -519,7 +521,10 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Improve λ by projected Newton steps (Bertsekas 1982) on the entries that can move, until no step helps."""
+        """Improve λ by up to NEWTON projected Newton steps (Bertsekas 1982) on the entries that can move.
+
+        Stop if no step helps, or if more than WIDEST entries can move.
+        """
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))

@@ -27,7 +27,9 @@ TIE = 1e-6
 MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
 """Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
-TOLERANCE = 1e-8  # Relative duality gap of a head's SVM, whose norm is then known to half of this
+TOLERANCE = (
+    1e-8  # Relative duality gap to which a head's SVM is solved; the norm's relative error is at most half of it
+)
 SPAN = 1e-6  # Relative singular value below which differences of tokens are rounding of float32 inputs
 
 
@@ -43,7 +45,7 @@ class FactoredForm:
         return (queries @ self.right) @ (tokens @ self.left).mT
 
     def rotate_randomly(self, seed: int) -> FactoredForm:
-        """Return O₁ M O₂ᵀ for Haar-random orthogonal O₁ and O₂: the singular values of M in random directions."""
+        """Return O₁ M O₂ᵀ for Haar-random orthogonal O₁ and O₂: M's singular values with random singular vectors."""
         generator, factors = torch.Generator().manual_seed(seed), []
         for factor in (self.left, self.right):
             frame, core = torch.linalg.qr(factor)
@@ -83,11 +85,11 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Selections:
-    """Queries of several scenes, each with the tokens that the head selects."""
+    """Queries of several scenes, and the tokens that each query selects."""
 
     scene: Int[Tensor, " queries"]  # Index of each query's scene
     position: Int[Tensor, " queries"]  # Index of the query in its scene
-    sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
+    sets: tuple[Bool[Tensor, " keys"], ...]  # Mask of O_i, the tokens that each query selects
     log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; exact even near 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
     decided: float  # Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes; NaN if none do
@@ -108,7 +110,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the copies of each token that a query sees; the first visible copy gets the count, the others get 0."""
+    """Count the copies of each token that a query sees: stored at the first visible copy; 0 at all other positions."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -125,11 +127,11 @@ def choose(
 ) -> Selections:
     """Select up to `most` queries, those with the largest weight p_max on a token, and the tokens that they select.
 
-    A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight. A
-    query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another query of
-    the sequence (early in a causal sequence, p_max is near 1 because there are few tokens). Queries are omitted and
-    counted as ties if the least selected and the largest other score are equal within TIE. Fewer queries are chosen if
-    there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
+    A query selects the token of the largest score or, with `top_p`, the fewest tokens with at least that share of the
+    weight. A query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another
+    query of its sequence (early in a causal sequence, p_max is near 1 because there are few tokens). A query is omitted
+    and counted as a tie if its least score of a selected token equals its largest score of another token within TIE.
+    Fewer queries are chosen if there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -168,16 +170,16 @@ def choose(
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
-    """Return the share of one sequence's queries whose largest weight is at least ½; NaN if no query sees a token."""
+    """Return the share of queries with p_max ≥ ½ among a sequence's queries that see a token; NaN if none does."""
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation; NaN if no token is visible.
 
-    p_max is the query's largest weight. `masked` contains the scores, and `log_weights` the softmax logits with the log
-    number of copies added. Both are −∞ for hidden tokens. Without a sink, the result is +∞ if a single token is
-    visible.
+    p_max is the query's largest weight. `masked` contains the scores, and `log_weights` the softmax logits plus the
+    logarithms of the numbers of copies. Both are −∞ for hidden tokens. Without a sink, the result is +∞ if a single
+    token is visible.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -191,8 +193,9 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
     """Build the problem whose solutions W select the head's tokens: the generalised SVM of Tarzanagh et al. 2023.
 
-    O_i are the tokens that query i selects. The constraints are u W z ≥ 1 for differences u between a token of O_i and
-    any other token, and u W z = 0 for differences inside O_i. Raises UnposedError if no query was chosen.
+    O_i are the tokens that query i selects. Each u is the first token of O_i minus another visible token. The
+    constraints are uᵀ W z = 0 if the other token is in O_i, and uᵀ W z ≥ 1 otherwise. Raises UnposedError if no query
+    was chosen.
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
@@ -215,7 +218,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
 
 
 def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
-    """Mark each query's selected tokens, as described in `choose`."""
+    """Return a mask of the tokens that each query selects, as described in `choose`."""
     if top_p is None:
         order = masked.argmax(-1, keepdim=True)
         selected = torch.ones_like(order, dtype=torch.bool)
@@ -231,24 +234,26 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; the head's scale has no effect."""
+    """Comparison of a head with the max-margin form that selects the same tokens; M's scale affects only `norm`."""
 
     chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem
     solution: Solution  # The certified solution W_mm of the problem
     best: float  # 1/‖W_mm‖_F, the best possible margin: the largest minimum margin of any form of unit norm
-    norm: float  # ‖ΠM‖_F; Π projects onto span(U) ⊗ span(Z)
-    margins: Float[Tensor, " queries"]  # Least (score_α − score_t)/‖ΠM‖_F of each query
+    norm: float
+    """‖ΠM‖_F, where Π projects onto the spans of the token differences and of the queries. If sets of several tokens
+    are selected, M − W_fin replaces M here, in `margins` and in `svm_cosine`."""
+    margins: Float[Tensor, " queries"]  # Least (score_α − score_t)/`norm` of each query over the tokens t outside O_i
     svm_cosine: float  # ⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by the best one; their minimum, the efficiency, is 1 iff the head is the SVM, else less."""
+        """Margins divided by `best`; the minimum, the efficiency, is 1 iff M has the SVM's direction, else less."""
         return self.margins / self.best
 
 
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
-    """Compare a head with the SVM of its selections, or return the reason why there is no such SVM.
+    """Compare a head with the SVM of its selections, or return the reason why they cannot be compared.
 
     `scenes` are those from which the queries were chosen, or others with equal scores. If sets of several tokens are
     selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
@@ -298,7 +303,7 @@ def projected_norm(problem: Problem, form: FactoredForm) -> float:
 
 
 def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
-    """Return an orthonormal basis of the rows' span from their Gram matrix; relative σ below SPAN count as 0."""
+    """Return an orthonormal basis of the rows' span, from rowsᵀ rows; singular values below SPAN · σ₁ count as 0."""
     values, vectors = torch.linalg.eigh(rows.mT @ rows)
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: equal tokens span nothing
     return basis

@@ -72,7 +72,7 @@ class Constraints:
         return block
 
     def scores(self, block: Block) -> Each:
-        """Return 2 u_cᵀ W z_c, where W is the corner of a symmetric block matrix."""
+        """Return 2 u_cᵀ W z_c for each constraint, where W is the upper right block of [[P, W], [Wᵀ, Q]]."""
         scores: Each = 2 * ((self.u @ self.corner(block)) * self.z).sum(1)
         return scores
 
@@ -140,7 +140,7 @@ def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tupl
         factor = (b[needed] / scores[needed]).max()
     short = np.where(equal, np.abs(factor * scores - b), (b - factor * scores).clip(min=0.0))
     if short.max() <= max(MISSING * tolerance, LEAST_MISSING):
-        # Violations, which are corrected later, increase P by twice their price λ; at one λ, W = 0 would have P = D.
+        # Violations, which are corrected later, increase P by twice their price λ: with λ once, W = 0 would give P = D.
         P = factor * np.linalg.norm(constraints.corner(point.X), "nuc") + 2 * np.abs(multipliers) @ short
     return float(P), float(b @ multipliers)
 
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after a primal and a dual step, each min(1, share · t) for its largest t inside the cone."""
+        """Return the point after a primal and a dual step of min(1, share · t); t is each step's way to the border."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -278,7 +278,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a reduced problem: alternate between solving a working set, refining W and λ, and adding constraints."""
+    """Solve a problem: alternate between solving a working set, refining W and λ, and adding violated constraints."""
     # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
@@ -343,7 +343,7 @@ def certify_nuclear(
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
-    """Return the number of σ(W) above relative · σ₁; it is meaningful if the gap is well below `relative`."""
+    """Return the number of singular values above `relative` · σ₁; meaningful if W's gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
     return int((values > relative * values[:1]).sum())
@@ -375,7 +375,7 @@ def solve_working_set(
 
 
 def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
-    """Scale W to meet the inequalities, then add the smallest W that corrects other violations; None if this fails."""
+    """Scale W to meet the inequalities, then add the least matrix that removes other violations; None if this fails."""
     # Scaling cannot remove violations of constraints with b ≤ 0 or of equalities with b ≠ 0.
     W = W * feasible_scale(problem, problem.scores(W))
     for _ in range(3):  # a second correction removes the rounding of a first, large one

@@ -33,11 +33,11 @@ Status = Literal["optimal", "infeasible", "inaccurate"]
 SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
 LEAST, MOST = 1e-50, 1e50  # Limits on sizes within which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² do not overflow float64
 PROOF = 1e-10
-"""Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ at which λ proves that no W exists, or only one of 10¹⁰ times the data's scale."""
-ROUNDING = 1e-10  # Violation, relative to |b| + ‖W‖‖u zᵀ‖, that rounding leaves if scaling cannot remove it
+"""Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ at which λ proves that no W exists, or that any W is 10¹⁰ times the data's scale."""
+ROUNDING = 1e-10  # Largest violation, relative to |b| + ‖W‖‖u zᵀ‖, that counts as rounding
 BLOCK = 4096  # Constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
-"""Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is known to the duality gap."""
+"""Share of the largest λ‖u zᵀ‖ below which a constraint is not support, because λ is only as exact as the gap."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def gram(self) -> Float[Tensor, "constraints constraints"]:
-        """G = (UUᵀ)∘(ZZᵀ), the inner products of the constraints' u zᵀ; for small problems only."""
+        """Gram matrix G: the inner products of the constraints' matrices u zᵀ; for small problems only."""
         u, z = self.differences, self.queries
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
@@ -70,7 +70,7 @@ class Problem:
         return Problem(differences, self.queries, query_of, self.margins[rows], self.equal[rows])
 
     def scores(self, W: BilinearForm) -> Each:
-        """Return u_cᵀ W z_q(c), which must be ≥ b_c."""
+        """Return the score u_cᵀ W z_q(c) of each constraint, which must be ≥ b_c (= b_c where `equal`)."""
         return self.components(self.queries @ W.mT)
 
     def violations(self, scores: Each) -> Each:
@@ -79,7 +79,7 @@ class Problem:
         return torch.where(self.equal, short.abs(), short.clamp(min=0.0))
 
     def components(self, directions: Float[Tensor, "queries d"]) -> Each:
-        """Return u_c · v_q(c), the component of each constraint along its query's direction."""
+        """Return u_c · v_q(c) for each constraint c, where v_q is row q of `directions`."""
         # In blocks, because a direction per constraint would take as much memory as the differences.
         blocks = zip(torch.split(self.differences, BLOCK), torch.split(self.query_of, BLOCK), strict=True)
         return torch.cat([(block * directions[queries]).sum(-1) for block, queries in blocks])
@@ -94,22 +94,27 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """Solution of a Problem, with a certificate that is recomputed from `multipliers`."""
+    """Result of solving a Problem: W with the duality gap that `multipliers` prove, or a proof that no W exists."""
 
     status: Status
     """optimal: the gap is within the tolerance. infeasible: `multipliers` prove that no W exists. inaccurate: neither
     was reached within the iteration limit; `gap` is the gap reached."""
     multipliers: Each
-    """λ, ≥ 0 at inequalities. If infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
+    """λ, ≥ 0 at inequalities. If infeasible: Gordan's certificate Σλ u zᵀ ≈ 0, where Σλ over the inequalities is 1 (if
+    all their λ are 0: Σ|λ| = 1)."""
     support: Bool[Tensor, " constraints"]  # Support constraints: λ > 0 (equalities: λ ≠ 0), beyond rounding
-    iterations: int  # Number of steps of the outer loop
-    W: BilinearForm | None = None  # Solution, scaled so that its least margin is met exactly; None if no W was found
-    norm: float | None = None  # ‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm
+    iterations: int  # Number of working-set steps (Frobenius) or interior-point steps (nuclear)
+    W: BilinearForm | None = None
+    """W, scaled to meet its constraints if possible; None if infeasible, or if a nuclear W could not be corrected."""
+    norm: float | None = None  # ‖W‖_F (nuclear problem: Σσ(W)); None if W is None; 1/norm is the max-margin if b = 1
     gap: float | None = None
-    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
-    least: float | None = None  # min over inequalities of u W z − b, before W is rescaled; 0 at the optimum
+    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; ∞ if W violates
+    constraints; None if infeasible."""
+    least: float | None = None
+    """min over inequalities of u W z − b, before W is rescaled; None if infeasible or if there are no inequalities."""
     kkt: float | None = None
-    """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
+    """Largest relative violation of an optimality condition: constraints, complementarity or (nuclear) stationarity;
+    None if W is None."""
     residual: float | None = None  # ‖Σλ u zᵀ‖ of Gordan's certificate, 0 in exact arithmetic; None unless infeasible
 
 
@@ -119,9 +124,9 @@ def selection(
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
     `chosen` contains the index of the token α that each query selects, and `margins` the b of each sample, 1 by
-    default. A duplicate of the chosen token gives a constraint that cannot be met. Raises UsageError for shapes or
-    indices that do not fit, numbers that are not finite, and a chosen token that is not allowed; raises UnposedError if
-    no query sees another token.
+    default. A duplicate of the chosen token gives a constraint that cannot be met if b > 0. Raises UsageError for
+    shapes or indices that do not fit, numbers that are not finite, and a chosen token that is not allowed; raises
+    UnposedError if no query sees a second token.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
@@ -130,7 +135,8 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs a query, a chosen token index and, if margins are given, a margin.",
+            f"Each of the {samples} samples needs a query, the integer index of a token and, if margins are given, a "
+            "margin.",
             "Give one query and one chosen token per sample; leave out margins if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
@@ -143,7 +149,7 @@ def selection(
 
 
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
-    """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` whose queries are 1.
+    """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` with the queries z = 1.
 
     `tokens` are the keys k; the other arguments and the errors are those of `selection`.
     """
@@ -165,15 +171,15 @@ def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None
 def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
     """Build the problem in which each query selects a set of tokens O_i (Tarzanagh et al. 2023, Gen-SVM).
 
-    Each u is the first token of O_i minus another token. The constraints are u W z = 0 if the other token is in O_i,
-    and u W z ≥ 1 otherwise. `sets` marks the tokens of O_i. Exact duplicates count as one token, which is selected if a
-    duplicate is selected. Raises the UsageErrors of `selection`, and a UsageError for an empty O_i; raises UnposedError
-    if all tokens are selected.
+    Each u is the first token of O_i minus another visible token. The constraints are uᵀ W z = 0 if the other token is
+    in O_i, and uᵀ W z ≥ 1 otherwise. `sets` marks the tokens of O_i. Exact duplicates count as one token, which is
+    selected if a duplicate is selected. Raises the UsageErrors of `selection`, and a UsageError for an empty O_i;
+    raises UnposedError if every query selects all tokens that it sees.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
     if not (first & ~sets).any():
-        raise UnposedError("Every token is selected, so there is nothing to separate.", "Select fewer tokens.")
+        raise UnposedError("Every query selects all tokens that it sees: nothing to separate.", "Select fewer tokens.")
     row, representative, other = pair_with_representatives(sets, first)
     inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
@@ -204,7 +210,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
     """Pair every candidate with the first token of its sample's O_i, except that token itself.
 
-    Return each pair's sample, first token and candidate.
+    Return three index tensors: each pair's sample, first token and candidate.
     """
     representative = sets.int().argmax(-1)
     others = candidates.clone()
@@ -222,20 +228,21 @@ def build_problem(
 ) -> Problem:
     """Build a problem from constraints, by default inequalities; raise UnposedError if there are no constraints."""
     if not len(differences):
-        raise UnposedError("No query sees a second token to select from.", "Pass sequences of at least two tokens.")
+        problem = "The problem has no constraints, because no token is compared with another token."
+        raise UnposedError(problem, "Pass at least two tokens per sequence (for W_fin: per selected set).")
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
     return Problem(differences, queries, query_of, margins, equal)
 
 
 def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, Mask]:
-    """Extend the sets to all copies of their tokens; also return a mask of the first copy of each visible token."""
+    """Return the sets extended to all visible copies of their tokens, and a mask of each visible token's first copy."""
     same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
     first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
 
 
 def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
-    """Return which pairs of tokens of a sample are equal in every coordinate."""
+    """Return a mask of the pairs of tokens in each sample that are equal in every coordinate."""
     # Adding 0 turns −0 into 0. Rows are numbered by `unique`, because comparing all pairs takes n · T² · d bytes.
     kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
     return kinds[:, :, None] == kinds[:, None]
@@ -244,10 +251,10 @@ def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
     """Build the problem (e_i − e_j)ᵀ W e_k = 0 in cycles of k's graph, and ≥ 1 along its other edges (Graph-SVM).
 
-    A sequence consists of the ids of input tokens and of a label (Li et al. 2024). For all sequences whose last input
-    is k, k's graph has an edge from the label to each input; a cycle is a strongly connected component. Raises
-    UsageError for sequences of fewer than two tokens and ids outside the vocabulary; raises UnposedError if no graph
-    has an edge.
+    e_i is the embedding of token i. A sequence consists of the ids of input tokens and, at the end, of a label (Li et
+    al. 2024). For each sequence whose last input is k, k's graph has edges from the label to all inputs except the
+    label; a cycle is a strongly connected component. Raises UsageError for sequences of fewer than two tokens, ids
+    outside the vocabulary, and embeddings that are not finite; raises UnposedError if no graph has an edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
     vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)
@@ -277,7 +284,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
-    """Return the numbers in float64; raise UsageError unless they are real and finite and have `axes` dimensions."""
+    """Return the numbers in float64; raise UsageError if they are not real or not finite, or if the shape is wrong."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
@@ -290,7 +297,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
 
 
 def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
-    """Return the mask, or a mask that is all true if it is None; raise UsageError if its shape is wrong."""
+    """Return the mask as booleans, all True for None; raise UsageError unless it is a tensor (samples, length)."""
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
     if require_real(f"flags `{name}`", mask).shape != (samples, length):
@@ -348,9 +355,9 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
 def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
     """Return W(λ), scaled to meet the constraints, as a solution with the duality gap that λ proves.
 
-    The gap is (P − D)/P, where P is the value of the scaled W(λ) and D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P. Negative λ of
+    The gap is (P − D)/P, where P is ½‖W‖² of the scaled W(λ), and D = (Σλb)²/(2‖W(λ)‖²) ≤ min ½‖W‖² ≤ P. Negative λ of
     inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
-    ≤ 0 or equalities with b ≠ 0: if they are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
+    ≤ 0 or equalities with b ≠ 0: if all r are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
     result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W exists, the
     result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the errors of
     `solve`.
@@ -365,7 +372,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     norm, value = float(W.norm()), float(multipliers @ bounds)
     lengths: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
     if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * float(multipliers.abs() @ lengths):
-        # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if all constraints are equalities.
+        # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if no inequality has λ > 0.
         total = float(multipliers[~problem.equal].sum()) or float(multipliers.abs().sum())
         support = multipliers.abs() > NEGLIGIBLE * multipliers.abs().max()
         return Solution("infeasible", multipliers / total, support, iterations, residual=norm / total)
@@ -392,7 +399,10 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
 
 
 def feasible_scale(problem: Problem, scores: Each) -> float:
-    """Return the least t with t · score ≥ b wherever b > 0; 1 if no t exists, or if an equality with b ≠ 0 fixes t."""
+    """Return the least t with t · score ≥ b at all inequalities with b > 0.
+
+    Return 1 if there are no such inequalities, if no such t exists, or if an equality with b ≠ 0 fixes t.
+    """
     bounds, positive = problem.margins, ~problem.equal & (problem.margins > 0.0)
     if not positive.any() or (bounds[problem.equal] != 0.0).any() or not (scores[positive] > 0.0).all():
         return 1.0

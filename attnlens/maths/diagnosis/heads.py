@@ -13,7 +13,10 @@ from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
-    """Return the head of `first` that matches each head of `second`; None if no head moved or a match is not clear."""
+    """Return for each head of `second` the number of its match in `first`.
+
+    Return None if no head moved, or if the match of a moved head is not clear.
+    """
     units = [torch.nn.functional.normalize(part.double().flatten(1), dim=1) for part in (second, first)]
     cosines = units[0] @ units[1].mT
     sines = (1 - cosines.square()).clamp(min=0).sqrt()
@@ -27,9 +30,9 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return the parts whose heads move to their role's order, and the names of parts whose heads did not move.
+    """Return by name the parts with heads in their role's order, and the names of parts that could move but did not.
 
-    Biases, gains over all heads, and other tensors with an axis of heads move only if that brings them nearer to B.
+    Biases, gains and other tensors with an axis of heads move only if that brings them nearer to the second layer.
     """
     parts: dict[str, Tensor] = {}
     stayed = []
@@ -49,9 +52,10 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 
 
 def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
-    """Yield a part with its heads in the order of its role.
+    """Yield a part with its heads in the order of its role; yield nothing for a weight or bias whose role has no order.
 
-    A part without a role is yielded in every role's order, along each axis that can count heads or their coordinates.
+    A gain or other part without an order (except `headless` parts) is yielded in every role's order. Parts other than
+    weights and biases are reordered along each axis whose length fits the heads or their coordinates.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
@@ -93,7 +97,7 @@ def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
 
 
 def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that heads were reordered: harmless if the order is the same in W_Q, W_K, W_V and W_O."""
+    """Propose that heads were reordered: harmless if the order is the same in all tensors with heads."""
     roles = [
         r for r in present_roles(first, second) if first.parts[f"{r}.weight"].shape == second.parts[f"{r}.weight"].shape
     ]
@@ -146,7 +150,7 @@ def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[
 
 
 def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that key heads (and value heads) were averaged within groups, repeated or tiled."""
+    """Propose that key heads (and value heads) were averaged in groups, or that they were repeated, or tiled."""
     present = present_roles(first, second, roles=("key", "value"))
     counts = {first.parts[f"{role}.weight"].shape[0] for role in present}
     others = {second.parts[f"{role}.weight"].shape[0] for role in present}
@@ -180,7 +184,7 @@ def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _repeat_heads(first: Layer, second: Layer, roles: Sequence[str], times: int) -> Iterator[Step]:
-    """Propose that each key head was repeated this many times in a row, or that all key heads were tiled."""
+    """Propose that each key head was repeated `times` times in a row, or that all key heads were tiled."""
     names = name_parts([f"{role}.weight" for role in roles])
     for tiled in (False, True):
         parts = {}

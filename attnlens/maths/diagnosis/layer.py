@@ -41,7 +41,7 @@ class Layer:
     parts: Parts
     gains: frozenset[str] = frozenset()  # names of the parts that are gains of norms
     pairs: Sequence[tuple[int, int]] | None = ()
-    """Coordinates of a head that RoPE rotates together; empty without RoPE, None if unknown."""
+    """Pairs of coordinates of a head that RoPE rotates together; empty without RoPE, None if unknown."""
     spacing: Mapping[str, float] = field(default_factory=dict)
     """Relative spacing of the number type in which each part is stored; float32 if missing."""
     headless: frozenset[str] = frozenset()
@@ -57,46 +57,47 @@ class Layer:
     """True if keys and values are computed from a different sequence than queries (cross-attention)."""
 
     offsets: Mapping[str, float] = field(default_factory=dict)
-    """Number that a norm adds to its stored weight to make the gain, if not 0; such gains are exact, in float64."""
+    """Number that a norm adds to its stored weight to make the gain, by the gain's name, if not 0; such gains are
+    exact, in float64."""
 
     inputs_first: frozenset[str] = frozenset()  # names of the matrices whose rows are inputs (Conv1D of GPT-2)
 
     def with_parts(self, parts: Parts) -> Layer:
-        """Return the layer with some parts replaced."""
+        """Return the layer with these parts replaced or added."""
         return replace(self, parts={**self.parts, **parts})
 
     @property
     def rotated_coordinates(self) -> list[int]:
-        """Coordinates of a head that RoPE rotates."""
+        """Coordinates of a head that RoPE rotates; empty without RoPE, or if unknown."""
         return sorted({coordinate for pair in self.pairs or () for coordinate in pair})
 
     @property
     def is_unrotated(self) -> bool:
-        """True if position is known not to rotate queries and keys."""
+        """True if the layer is known to have no RoPE, so that queries and keys are not rotated."""
         return self.pairs is not None and not self.pairs
 
     def parts_along(self, *sizes: int) -> list[str]:
         """Return the names of attention's parts, other than projections, that have an axis of one of these sizes.
 
-        If the sizes are numbers of heads or coordinates, such parts are sinks, position biases and norms.
+        If the sizes are numbers of heads or coordinates, such parts are, e.g., sinks, position biases and norms.
         """
         others = [name for name in self.parts if not has_heads(name) and name not in self.headless]
         return [name for name in others if set(self.parts[name].shape) & set(sizes)]
 
 
 def has_heads(name: str) -> bool:
-    """Return True if the first axis of the part with this name counts heads."""
+    """Return True if the first axis of the part with this name has one entry per head."""
     role, _, kind = name.partition(".")
     return role in ROLES and kind in ("weight", "bias")  # excludes BERT's output.dense.weight
 
 
 def count_heads(part: Tensor, name: str) -> int:
-    """Return the number of heads of this part; 1 if it has none."""
+    """Return the number of heads of this part; 1 if the part has no axis of heads."""
     return part.shape[0] if has_heads(name) else 1
 
 
 def residuals(first: Tensor, second: Tensor, name: str) -> Float[Tensor, " heads"]:
-    """Compute ‖B − A‖/max(‖A‖, ‖B‖) of two parts A and B, per head if they have heads; return 1 if shapes differ."""
+    """Compute ‖B − A‖/max(‖A‖, ‖B‖) of two parts A and B, per head if they have heads; all 1 if their shapes differ."""
     heads = count_heads(second, name)
     if first.shape != second.shape:
         return torch.ones(heads, dtype=torch.float64)
@@ -135,7 +136,10 @@ def name_unchanged(names: Sequence[str]) -> str:
 
 
 def name_parts(names: Sequence[str]) -> str:
-    """Join the names of parts: `W_Q, b_K and g_Q` for a weight, a bias and a gain; other tensors keep their names."""
+    """Join the names of parts: `W_Q, b_K and g_Q` for a weight, a bias and a gain; other tensors keep their names.
+
+    Of six or more parts, only the first four are named.
+    """
     letters = {"weight": "W", "bias": "b", "gain": "g"}
     words = []
     for name in names:

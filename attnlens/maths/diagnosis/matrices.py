@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def _take_roles(
     layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """Return each role's parts, taken from the role to which `sources` maps it.
+    """Return by name the parts of the roles in `sources`, taken from the roles to which `sources` maps them.
 
     Biases and gains are taken only if that brings them nearer to the second layer. If `heads` is given, only these
     heads are taken, and no gains.
@@ -60,7 +60,7 @@ def _take_roles(
 
 
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
+    """Propose that two or all of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
     shapes = {
         role: first.parts[f"{role}.weight"].shape
         for role in present_roles(first, second, roles=("query", "key", "value"))
@@ -92,7 +92,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that tensors other than W_Q, W_K, W_V and W_O are exchanged (such as gate and up) or copies of others."""
+    """Propose that two tensors without heads are exchanged (such as gate and up), or that one is a copy of another."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}
@@ -121,7 +121,10 @@ def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _can_be_misplaced(name: str, part: Tensor, second: Layer) -> bool:
-    """Return True for tensors without heads whose values are not all equal and whose shape is the same in `second`."""
+    """Return True for a tensor without heads whose values vary and whose shape is the same in `second`.
+
+    Return False for the gains of queries and keys.
+    """
     is_gain_of_heads = name.partition(".")[0] in PERMUTED and name.endswith("gain")
     comparable = name in second.parts and second.parts[name].shape == part.shape
     varies = part.numel() > 1 and bool((part != part.flatten()[0]).any())
@@ -163,7 +166,10 @@ def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def split_wrongly(layer: Layer, *, flat: bool) -> dict[str, Tensor]:
-    """Return q, k and v of a fused matrix stored head by head but split into thirds or, if not `flat`, the reverse."""
+    """Return the weights and biases of q, k and v after a wrong split of their fused matrix.
+
+    If `flat`, the matrix is stored head by head but split into thirds; otherwise the reverse.
+    """
     parts: dict[str, Tensor] = {}
     roles = ("query", "key", "value")
     for kind in KINDS:
@@ -199,7 +205,7 @@ def propose_transpose(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 WIDEST = 1e3  # largest condition number of a change of basis that is recognised
-CLOSE = 1e-3  # largest relative error of A · A⁻¹ from the identity
+CLOSE = 1e-3  # largest relative difference between matrices that count as equal, such as A · A⁻¹ and the identity
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
@@ -248,9 +254,9 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that changes the basis of W_Q and W_K by a matrix A.
+    """Build the step that changes the basis of W_Q and W_K by one matrix A per key head.
 
-    The step is harmless if A commutes with RoPE and no norm follows W_Q and W_K.
+    The step is harmless if every A commutes with RoPE and no norm or other tensor acts on queries or keys.
     """
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
     repair = None
@@ -282,7 +288,10 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if a basis change commutes with RoPE: it only turns and scales rotated pairs, or mixes other rows."""
+    """Return True if `basis` only turns and scales rotated pairs and mixes other rows, and so commutes with RoPE.
+
+    Return False if the pairs are unknown.
+    """
     allowed = torch.zeros_like(basis)
     if layer.pairs is None:
         return False

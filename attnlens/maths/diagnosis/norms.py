@@ -41,7 +41,7 @@ def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -> dict[str, Tensor]:
-    """Return the matrices into which the gain moved, predicted by scaling the inputs of A's matrices by `ratio`."""
+    """Return by name the matrices into which the gain moved: those of the first layer with inputs scaled by `ratio`."""
     readers = {}
     for name, axis in _list_matrices(first, len(ratio)).items():
         before, after = first.parts[name], second.parts.get(name)
@@ -54,7 +54,7 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 
 
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
-    """Return the input axis of each matrix whose input can have this width, by name.
+    """Return by name the input axis of each matrix whose input can be the output of a norm of this width.
 
     W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
     """
@@ -72,7 +72,7 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
 
 
 def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
-    """Build the step that folds a norm into `readers`: harmless if all readers of the norm, and their biases, changed.
+    """Build the step that folds a norm into `readers`: harmless in a pre-norm layer if all readers and biases changed.
 
     `alone` is True if the layer has no other norm that the remaining matrices could read.
     """
@@ -110,7 +110,7 @@ def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
 
 
 def _reads(layer: Layer, name: str) -> bool:
-    """Return True if the input axis of a matrix is certain: not so for square or stacked matrices without heads."""
+    """Return True if the input axis of a matrix is certain: the matrix has heads, or is neither square nor stacked."""
     part = layer.parts[name]
     return has_heads(name) or (part.dim() == 2 and part.shape[0] != part.shape[1])
 
@@ -118,7 +118,7 @@ def _reads(layer: Layer, name: str) -> bool:
 def _fold_bias(
     first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts
 ) -> dict[str, Tensor]:
-    """Return the norm's new bias, and readers' biases that preserve their outputs; empty for a norm without bias."""
+    """Return by name the norm's new bias and the readers' biases that keep outputs equal; {} if a norm lacks a bias."""
     name = norm.removesuffix("weight") + "bias"
     before, after = first.parts.get(name), second.parts.get(name)
     if before is None or after is None or before.shape != ratio.shape or after.shape != ratio.shape:
@@ -130,7 +130,7 @@ def _fold_bias(
         inputs_last = axes[reader] == -1
         moved = weight @ shift if inputs_last else shift @ weight
         sums = first.parts[bias].double() + moved if bias in first.parts else moved
-        # sums in float32 are rounded by more than their own size, if their terms cancel
+        # if terms cancel, the rounding error of a sum in float32 can exceed the sum
         terms = weight.abs() @ shift.abs() if inputs_last else shift.abs() @ weight.abs()
         given = second.parts.get(bias, sums)
         close = (given - sums).abs() <= SINGLE * len(ratio) ** 0.5 * terms
@@ -139,7 +139,10 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if `part` is at most BETTER times as far from the tensor of `second` as the tensor of `first` is."""
+    """Return True if `part` differs from the second layer's tensor at most BETTER times as much as the first's does.
+
+    Missing tensors count as 0.
+    """
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))
     return bool((new <= BETTER * old).all())

@@ -50,7 +50,7 @@ def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
 
 
 def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
-    """Return the named orders of all rows of a head, and of only the rows that RoPE rotates."""
+    """Return by name orders of all rows of a head and, if RoPE rotates only some rows, orders of the rotated rows."""
     candidates, rotated = named_orders(size), layer.rotated_coordinates
     if rotated and len(rotated) < size:
         for name, order in named_orders(len(rotated)).items():
@@ -61,7 +61,10 @@ def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
 
 
 def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, second: Layer) -> dict[str, Tensor]:
-    """Return the role's parts with the rows of `heads` reordered; a bias or gain only if that brings it nearer to B."""
+    """Return by name the role's parts with the rows of `heads` reordered.
+
+    Biases and gains are reordered only if that brings them nearer to the second layer.
+    """
     parts: dict[str, Tensor] = {}
     for kind in KINDS:
         name = f"{role}.{kind}"
@@ -153,7 +156,11 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
 def _row_step(
     name: str, by_role: dict[str, dict[int, Tensor]], first: Layer, second: Layer, roles: tuple[str, str]
 ) -> Step:
-    """Build the step that reorders rows within heads: harmless if both roles' orders agree and nothing acts between."""
+    """Build the step that reorders rows within heads.
+
+    The step is harmless if both roles have the same orders, RoPE does not rotate these rows, and no tensor that acts
+    on the rows keeps its old order.
+    """
     parts: dict[str, Tensor] = {}
     concerned = set[int]()
     for role, orders in by_role.items():
@@ -250,7 +257,7 @@ def _mixes_heads(order: Int[Tensor, " rows"], size: int) -> bool:
 
 
 def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
-    """Return True if a part was not reordered although its values are not all equal."""
+    """Return True if the layer has a part that was not reordered although its values are not all equal."""
     part = layer.parts.get(name)
     return part is not None and name not in parts and bool((part != part.flatten()[0]).any())
 

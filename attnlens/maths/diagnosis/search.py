@@ -75,7 +75,7 @@ class Diagnosis:
 
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # parts that no hypothesis explains
-    closest: tuple[str, float] | None = None  # the hypothesis nearest to an unexplained part, and its residual
+    closest: tuple[str, float] | None = None  # text of the hypothesis nearest to an unexplained part, and its residual
     change: float = 0.0  # largest ‖B − A‖/max(‖A‖, ‖B‖) of an unexplained part
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
@@ -92,7 +92,7 @@ def _is_broken(part: Tensor) -> bool:
 
 
 def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
-    """Return a mask of the heads whose only change is rounding to another type."""
+    """Return a mask of the heads that were only rounded to a coarser type."""
     pairs = [*zip(first, second, strict=True)]
     exact = [any(values.is_rounded(*pair, kind) for kind in values.TYPES.values()) for pair in pairs]
     return torch.tensor(exact, device=first.device)
@@ -101,8 +101,8 @@ def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
 def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosis:
     """Find the hypotheses that turn the first layer into the second: single hypotheses, then pairs.
 
-    If heads are known to have moved with all their tensors, `order` contains the second layer's head for each head of
-    the first; otherwise it is empty.
+    If heads are known to have moved with all their tensors, `order` contains, for each query head of the first layer,
+    its number in the second; otherwise `order` is empty.
     """
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
@@ -148,7 +148,7 @@ class Search:
 
     @property
     def left(self) -> int:
-        """Number of heads, summed over parts, that no cause explains."""
+        """Number of heads that no cause explains, summed over parts; a part without heads counts as one head."""
         return sum(int(heads.sum()) for heads in self.open.values())
 
     @property
@@ -187,7 +187,10 @@ class Search:
         return True
 
     def _find_non_finite(self) -> None:
-        """Add a cause for heads with NaN or infinite numbers only in the second layer; exclude these heads."""
+        """Add a cause for heads with new NaN or infinite numbers in the second layer, and exclude these heads.
+
+        Set all NaN and infinite numbers of both layers to 0.
+        """
         self.broken: State = {}
         for name in self.names:
             before, after = self.first.parts[name], self.second.parts[name]
@@ -205,7 +208,7 @@ class Search:
         )
 
     def _find_structural(self) -> None:
-        """Adopt the structural step that explains the most heads; repeat until no step explains any."""
+        """Adopt the structural step that explains the most open heads; repeat until no step explains an open head."""
         while self.left:
             steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
             gains = [self._gain(step.parts) for step in steps]
@@ -244,9 +247,10 @@ class Search:
         self.causes.append(cause)
 
     def _fit_tensors(self, layer: Layer, before: tuple[Step, ...]) -> bool:
-        """Adopt the hypotheses on single tensors that explain unexplained heads of `layer`; return True if any do.
+        """Adopt for each part the first hypothesis on single tensors that explains the part's unexplained heads.
 
-        `before` are structural steps that are already applied to `layer`; they are adopted first.
+        Return True if any hypothesis does. `layer` is the current prediction after the structural steps `before`, which
+        are adopted first.
         """
         found: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():
@@ -270,7 +274,10 @@ class Search:
         return True
 
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
-        """Yield the fit of each hypothesis on a tensor, the indices of the fitted heads, and the largest residual."""
+        """Yield each fit of the hypotheses to a tensor, the indices of the fitted heads, and their largest residual.
+
+        If only some of `heads` were changed by more than rounding to a type, the others are not fitted.
+        """
         if has_heads(name):
             others = heads & ~_rounded_heads(layer.parts[name], self.second.parts[name])
             heads = others if bool(others.any()) else heads
@@ -284,7 +291,7 @@ class Search:
                 yield fit, chosen, float(residuals(fit.predicted, pair.second, name).max())
 
     def _pair(self, layer: Layer, name: str, chosen: Tensor) -> Pair:
-        """Return these heads of a part in `layer` and in the second layer; the whole part if it has no heads."""
+        """Build the Pair of a part's chosen heads in `layer` and `second`, or of the whole part if it has no heads."""
         first, second = layer.parts[name], self.second.parts[name]
         if has_heads(name):
             first, second = first[chosen.to(first.device)], second[chosen.to(second.device)]
@@ -340,7 +347,7 @@ class Search:
         self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, harmless))
 
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
-        """Return True if only a key bias changed, and such a bias adds the same number to all scores of a query."""
+        """Return True if `names` is only the key bias, and this bias adds the same number to all scores of a query."""
         shifts_rows = self.first.is_unrotated and "key.gain" not in self.first.parts
         return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
@@ -350,7 +357,7 @@ class Search:
         return bool(after < before)
 
     def _find_pairs(self) -> None:
-        """Adopt the first structural step that, together with hypotheses on single tensors, explains any part."""
+        """Adopt the first structural step that explains a part together with a hypothesis on single tensors, if any."""
         if not self.left:
             return
         steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]

@@ -69,7 +69,7 @@ def show_factor(factor: float) -> str:
 
 
 BETTER = 0.5
-"""A structural hypothesis is considered only if it reduces the angle between rows of A and B to below this share."""
+"""A structural hypothesis is considered only if it reduces a distance, such as row angles, to below this share."""
 KINDS = ("weight", "bias")
 PERMUTED = ("query", "key")
 SIDES = (PERMUTED, ("output", "value"))  # roles whose matrices are multiplied in each head; the first has query heads
@@ -91,13 +91,13 @@ def mean_angles(first: Tensor, second: Tensor) -> Float[Tensor, " heads"]:
 
 
 def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
-    """Return the query heads that read these key heads."""
+    """Return the numbers of the query heads that use these key heads."""
     heads, kv_heads = len(layer.parts["query.weight"]), len(layer.parts["key.weight"])
     return tuple(head for head in range(heads) if head * kv_heads // heads in key_heads)
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of parts with an axis of head coordinates, which can act between projections; gains excluded."""
+    """Return the names of parts, except gains, with an axis of head coordinates: they can act between the roles."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

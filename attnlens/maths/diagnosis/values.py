@@ -49,7 +49,7 @@ def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bo
     """Return True if the errors' sizes are uniform up to half a unit in the last place, as those of rounding are.
 
     Small training steps that start from weights of this type also round to these weights, but their sizes are not
-    uniform.
+    uniform. For float16, return False if bfloat16 also represents the numbers: bfloat16 is tested separately.
     """
     used = rounded != 0
     if kind == torch.float16 and is_exact(rounded, torch.bfloat16):
@@ -80,7 +80,7 @@ def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
 def propose_lost_values(pair: Pair) -> Iterator[Fit]:
     """Propose that a tensor is missing in B, or that a bias or gain is missing in A.
 
-    A missing tensor is all 0, or all 1 if it is a gain.
+    A missing tensor is all 0, or all 1 if it is a gain. A gain of 0 in B is also reported.
     """
     neutral = 1.0 if pair.is_gain else 0.0
     bias = pair.name.endswith("bias")
@@ -171,8 +171,8 @@ class Grid:
 def find_grid(values: Float[Tensor, "groups size"], spacing: float) -> Grid | None:
     """Find the equally spaced levels of each group of values, at most 2^BITS.
 
-    Return None if the values of any group do not lie on such levels. The values are rounded to a type with the relative
-    spacing `spacing`, so values near 0 determine the step best.
+    Return None if the values of any group do not lie on such levels, or if every group is constant. The values are
+    rounded to a type with the relative spacing `spacing`, so values near 0 determine the step best.
     """
     ordered = values.double().sort(dim=-1).values
     noise = spacing * ordered.abs() / 2 + SINGLE * ordered.abs().amax(-1, keepdim=True)
@@ -203,8 +203,8 @@ def _fit_step(
 ) -> Tensor:
     """Fit the step of a grid to the values' offsets from the level nearest to 0.
 
-    The result is the midpoint of the steps at which all values lie on levels, up to rounding. A least-squares fit would
-    be biased, because all values of a level are rounded alike.
+    `step` is a first estimate. The result is the midpoint of the steps at which all values lie on levels, up to
+    rounding. A least-squares fit would be biased, because all values of a level are rounded alike.
     """
     for radius in RADII:
         places = (offsets / step).round()
@@ -300,7 +300,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_factors(values: Float[Tensor, "groups size"], kind: torch.dtype, spacing: float) -> Tensor | None:
-    """Return a factor for each group such that all its values are products of this factor and float8 numbers.
+    """Return a factor for each group such that all values of the group are products of this factor and float8 numbers.
 
     Return None if any group lacks such a factor.
     """
@@ -321,7 +321,7 @@ COLUMNS = "column by column"
 
 
 def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each grouping of values (by row, in groups within rows, by column): its description, and both matrices."""
+    """Yield each grouping (by row, in groups within rows, by column): its name and both matrices, one group per row."""
     for size in GROUPS:
         if not size:
             if second.shape[1] >= LEAST_VALUES:
@@ -388,7 +388,7 @@ TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as
 
 
 def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> bool:
-    """Return True if the changed rows (axis 0) or columns (axis 1) moved by at most a tenth of their length."""
+    """Return True if each changed row (axis 0) or column (axis 1) moved by at most a tenth of its length."""
     before, after = (part.double().movedim(axis, 0)[changed] for part in (first, second))
     return bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all())
 
@@ -396,7 +396,7 @@ def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> b
 def propose_factors(pair: Pair) -> Iterator[Fit]:
     """Propose that each head, row or column was multiplied by a separate factor, fitted by least squares.
 
-    The values of a bias can be multiplied by the factors of the rows of its matrix.
+    For a bias, also propose the factors of the rows of its matrix.
     """
     for kind, first, second in _list_scaled(pair):
         factors = _fit_row_factors(first, second)
@@ -470,7 +470,7 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
 
 
 def _largest_rank(matrix: Tensor) -> int:
-    """Return the largest rank of an update that counts as low."""
+    """Return the largest rank that counts as low for an update of this matrix."""
     return min(RANKS, min(matrix.shape) // 4)
 
 
@@ -485,15 +485,15 @@ def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> tupl
     return basis @ left, values, right
 
 
-CLEAR = 1.2  # least singular value of an update before quantisation, relative to the largest of the grid's errors
-AGREEMENT = 0.05  # largest relative difference of the grid's errors from those of uniform rounding
+CLEAR = 1.2  # least singular value of an update before quantisation, relative to the largest of the rounding errors
+AGREEMENT = 0.05  # largest relative difference between the errors' root mean square and that of uniform rounding
 
 
 def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str, pair: Pair) -> Iterator[Fit]:
     """Propose that A was changed by an update of low rank, and then rounded to the grid.
 
     Rounding errors are uniform up to half a step, and independent. In units of the step, B − A is then a matrix of rank
-    r plus noise of variance 1/12, whose singular values are at most (√rows + √columns)/√12.
+    r plus noise of variance 1/12; the singular values of the noise are at most about (√rows + √columns)/√12.
     """
     first, second = rows
     steps = grid.step.expand(levels.shape)
