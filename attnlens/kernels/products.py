@@ -27,7 +27,7 @@ ksvd = LazyModule("attnlens.maths.ksvd")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # number of offsets tried per factor of 10
-LARGEST_NARROW_ORDER = 8  # higher orders use float64: terms of the alternating sum are e^{2|x|} times the sum
+LARGEST_NARROW_ORDER = 8  # higher orders use float64: alternating terms are up to e^{2|x|} times the sum
 
 
 @kernel(
@@ -44,10 +44,10 @@ def exponential(score: Score) -> Score:
 
 
 class OffsetFit:
-    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)², row-centred, over a grid of both signs.
+    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)² over a grid of both signs.
 
-    p is the degree. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines
-    the best value.
+    p is the degree, and the differences are row-centred. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor
+    of 10; a parabola in log|c| refines the best value.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -173,7 +173,7 @@ class OriginFit:
         # changes only rounding: otherwise, the scatter of keys with a large common part would lose its digits
         key = key - key.mean(-2, keepdim=True)
         total = weight.sum(-1)[..., None]
-        mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query has no choice
+        mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query sees fewer than two keys
         # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, where m_i is the weighted mean of the keys that query i sees
         scatter = (key * weight.sum(-2)[..., None]).mT @ key - (mean * total).mT @ mean
         by_key = weight.sum(-2)[..., None] * half + self.ratio * ((weight.mT @ query) * key).sum(-1, keepdim=True)
@@ -199,11 +199,14 @@ def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
-    """Return [q, 1], [k, ⟨b, k⟩ − ½‖k‖²] and 2γs, whose product is log k + γs‖q + b‖²."""
+    """Return [q, 1], [k, ⟨b, k⟩ − ½‖k‖²] and 2γs, whose product is log k + γs‖q + b‖².
+
+    In half precision, a further column contains the rounding error of the key term.
+    """
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        parts.append((term - parts[0]).to(key))  # the rounding error of bf16, which stores only 8 bits of ‖k‖²/2
+        parts.append((term - parts[0]).to(key))  # bf16 stores only 8 bits of ‖k‖²/2
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
 
@@ -265,7 +268,7 @@ def l2(query: Query, key: Key, scale: float) -> Matrix:
 
 
 def _distance(query: Query, key: Key, norm: int) -> Matrix:
-    """Compute ‖q − k‖ without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
+    """Compute the `norm`-norm of every q − k without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
     return torch.cdist(wide(query), wide(key), norm, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -372,7 +375,7 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 class LearnedStart:
     """Initial maps W of queries and keys: random orthogonal rows with the lengths of Gaussian vectors.
 
-    Before training, the product φ(q)φ(k) is therefore close to the product of positive random features of ±ω
+    Before training, ⟨φ(q), φ(k)⟩ is therefore close to the product of positive random features of ±ω
     (Choromanski et al. 2021, Lemma 1).
     """
 

@@ -1,4 +1,4 @@
-"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers that it stores per head."""
+"""Parse a kernel's spelling, such as `rbf:gamma=1+window:64`, and count the numbers that the kernel stores per head."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
-    """Parse the spelling of a kernel: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
+    """Parse the spelling of a kernel: `name:parameter=value,…`, joined with ties, filters and hybrids by `+`.
 
-    Values can be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
-    without a kernel applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for
-    parameters of a wrong type or range, for parts that cannot be combined, and for an odd power unless `allow_signed`
-    is true.
+    The parts can be in any order. Values can be given without names, in the order of the parameters (`rank:8`,
+    `sink-window:4,64`). A tie or filter without a kernel applies to the exponential kernel. Raises UsageError for
+    unknown names (with a suggestion), for parameters of a wrong type or range, for parts that cannot be combined, and
+    for an odd power unless `allow_signed` is true.
     """
     known = kernels()
     bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
@@ -217,7 +217,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 def cached_numbers(kernel: Kernel) -> float | None:
     """Return how many numbers are stored per key, averaged over heads; None if whole keys are stored.
 
-    A latent that several key heads share is divided equally among them.
+    The numbers of a shared latent are divided equally among its key heads.
     """
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
@@ -248,7 +248,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in its window, and the kernel without window."""
+    """Split a hybrid or filtered kernel into the model's own kernel in the window, and the kernel without a window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

@@ -43,7 +43,7 @@ class Lens:
         if isinstance(model, str | os.PathLike):
             model = loading.load(model, **load_options)
         self.loaded = require_model(model, tokenizer)
-        self._report: Report | None = None  # the report returned by `report`; None before the first `inspect`
+        self._report: Report | None = None  # value of `report`; None before the first `inspect`
 
     def inspect(self, **options: object) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""
@@ -54,7 +54,7 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect` without options or, if there was none, of the first one (made if needed)."""
+        """Report of the last `inspect` call without options; if there was none, of the first (made if needed)."""
         return self.inspect() if self._report is None else self._report
 
     @property

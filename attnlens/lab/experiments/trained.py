@@ -244,7 +244,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute the curves of each head's attention P and cosines cos(q_i, k_j), grouped by thirds of the layers."""
+    """Compute curves of each head's attention P (`attention`) and of cos(q_i, k_j) (`cosine`) by thirds of layers."""
     layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -310,7 +310,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def measure_errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute each identity's error on the s leading components, relative to K except for J, Λe − h and the control."""
+    """Compute each identity's error on the s leading components; J, Λe − h and the control are not relative errors."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
     kernel = queries @ keys.mT  # K as an explicit matrix, the reference for the identities

@@ -68,8 +68,8 @@ STATE = (
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
 PATIENCE, FEWEST = 0.3, 3
-"""A stage ends once its distance is not significantly below that of an earlier check: one that is at least PATIENCE, as
-a share of the stage's work, and FEWEST checks ago."""
+"""A stage ends once its distance is not significantly below the distance at an earlier check, which is at least FEWEST
+checks and a share PATIENCE of the stage's work ago."""
 STEPS_WANTED = 400  # number of steps to aim at if the amount is in tokens; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
@@ -240,7 +240,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
 
 
 def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
-    """Cut batches into parts of at most `size` sequences; also return the number of parts per step."""
+    """Cut batches into parts of at most `size` sequences (None: whole batches); also return the parts per step."""
     whole = texts.sequences_in(fed[0].inputs)
     if size is None or size >= whole:
         return list(fed), -(-(size or whole) // whole)

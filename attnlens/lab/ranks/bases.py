@@ -1,4 +1,4 @@
-"""Directions of the latents at each swapped site, and the sensitivity of the loss to their ranks."""
+"""Directions of the latents at each swapped site, and the sensitivity of the loss to the latents' ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: a latent per key head or site, for keys after or before the rotation."""
+    """Return the forms of latents to compare: a latent per key head or site, for keys after or before the rotation.
+
+    Forms before the rotation are compared only if the rotation of every site can be inverted.
+    """
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -173,8 +176,8 @@ def sensitivities(
     The output of query i changes by δo_i, computed through the softmax, and the loss changes by ⟨g_i, δo_i⟩, where g_i
     is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
     moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is
-    ½ Σ_i ⟨g_i, δo_i⟩². Gradients are not taken with respect to logits: they would be 0 in a saturated head, although
-    cutting its logits destroys its attention.
+    ½ Σ_i ⟨g_i, δo_i⟩². Gradients with respect to logits are not used: they would be 0 in a saturated head, although
+    cutting the rank of its logits destroys its attention.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank

@@ -52,7 +52,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read tab-separated lines whose number of columns is one of `columns`; also return {file name: SHA-256}."""
+    """Read lines with equal numbers of tab-separated columns, one of `columns`; also return {file name: SHA-256}."""
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
@@ -214,7 +214,10 @@ def _split_by_book(rows: Rows) -> dict[str, list[int]] | None:
 def pair_rows(
     name: str, parts: Mapping[str, Sequence[Sequence[str]]], files: Mapping[str, str], scale: Scale
 ) -> StudyTask:
-    """Build a translation task from (source, target) rows already split into parts; long pairs are left out."""
+    """Build a translation task from (source, target) rows already split into parts.
+
+    Pairs with a side longer than the scale's `length`, and training pairs that are also held out, are left out.
+    """
     tokenizer = train_byte_pairs(chain.from_iterable(parts["training"]), scale.vocabulary, SPECIALS)
     short = {}
     for part, rows in parts.items():
@@ -250,7 +253,7 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, after an optional header.
 
     Repeated texts are omitted even if their labels differ, so no text is in two parts. The texts of each class are
-    split in file order: 80 % training, 10 % validation, 10 % test.
+    split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to the scale's `length`.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)
@@ -350,8 +353,9 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    Every fifth case of each class of the first file is used for validation. Each channel is scaled to mean 0 and
-    standard deviation 1 over the steps of the training part; a constant channel is only centred.
+    Every fifth case of each class of the first file (the last of fewer than five) is used for validation. Each channel
+    is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
+    centred.
     """
     (header, first, digest), (_, second, test_digest) = read_series(train), read_series(test)
     first_name, second_name = Path(train).name, Path(test).name
