@@ -412,7 +412,7 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
 
 
 def nearest_positive(form: Square, weights: Square) -> Square:
-    """Find the positive semidefinite X' that minimises Σ weights (X'−X)²; for equal weights it is [X]₊.
+    """Find the positive semidefinite X' that minimises Σ weights (X'−X)², where X is `form`; equal weights give [X]₊.
 
     The method is FISTA (Beck & Teboulle 2009) with the restarts of O'Donoghue & Candès (2015).
     """

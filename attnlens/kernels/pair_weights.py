@@ -21,7 +21,7 @@ MOST_ROWS = 32  # maximum number of queries per sequence whose whole rows a fit 
 
 
 def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
-    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; rows that see fewer than two keys are 0.0."""
+    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; queries that see fewer than two keys get 0."""
     query, seen = call.query[..., rows, :].double(), call.visible(rows)
     pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
     return pairs * (pairs.sum(-1, keepdim=True) >= 2)

@@ -81,7 +81,7 @@ class PrimalFit:
         self.observe(*features(call, self.samples), output)
 
     def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
-        """Add a batch's features and head outputs at the tokens that `real` marks, or at all tokens if it is None."""
+        """Add a batch's features and head outputs at the tokens that `real` marks (None: at all tokens)."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
         if real is not None:
@@ -133,7 +133,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D = diag(standard deviations of z)."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/tokens + strength·‖DW_c‖²; D = diag(standard deviations of z)."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT

@@ -157,8 +157,8 @@ def hard(score: Score) -> Score:
 class OriginFit:
     """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
 
-    Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ this is the
-    regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
+    Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ, the fit is
+    the regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -167,7 +167,7 @@ class OriginFit:
         self.scatter = self.target = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add a batch to the regression's normal equations, without storing its target for every pair of tokens."""
+        """Add a batch to the regression's normal equations, without storing the target for every pair of tokens."""
         weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
         # changes only rounding: otherwise, the scatter of keys with a large common part would lose its digits
@@ -224,7 +224,7 @@ def _rbf_dot(
     trainable=("origin",),
 )
 def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
-    """The Gaussian kernel; for γ = ½, the exponential kernel times e^{−s‖k‖²/2}, which cancels if all ‖k‖ are equal.
+    """The Gaussian kernel; for γ = ½, attention differs from the exponential kernel's only by key factors e^{−s‖k‖²/2}.
 
     The fitted `origin` b changes the softmax of a row only by the key term 2γs⟨b, k⟩. The query term −γs‖q + b‖²
     matters only if log k is averaged with its transpose or compared with a sink.
@@ -355,7 +355,7 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     ),
 )
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
-    """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
+    """Estimate of the exponential kernel by positive random features, unbiased up to clipping; all heads share ω.
 
     The exponent is clipped at a constant, because a shift by the maximum over tokens would depend on later tokens. In
     float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.

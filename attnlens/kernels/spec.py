@@ -199,7 +199,7 @@ class Kernel:
         return log_magnitude(product + smallest_kernel(product.dtype))
 
     def _check_shape(self, result: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the result of the kernel's function; raise UsageError if its shape differs."""
+        """Return `result`, the value of the kernel's function; raise UsageError if its shape is not `shape`."""
         if result.shape != (expected := tuple(shape)):
             problem = f"The function of kernel {self.info.name} returns shape {tuple(result.shape)}, not {expected}."
             raise UsageError(problem, "Return log k for each query and key, or the features of each query or key.")

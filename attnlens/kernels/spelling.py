@@ -16,7 +16,7 @@ EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
-    """Parse the spelling of a kernel: `name:parameter=value,…`, joined with ties, filters and hybrids by `+`.
+    """Parse the spelling of a kernel: `name:parameter=value,…`, with a tie, filter or hybrid joined by `+`.
 
     The parts can be in any order. Values can be given without names, in the order of the parameters (`rank:8`,
     `sink-window:4,64`). A tie or filter without a kernel applies to the exponential kernel. Raises UsageError for
@@ -186,8 +186,9 @@ class HeadShape:
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
     """Return how many numbers a head stores after reading `shape.tokens` tokens; None if it stores all keys and values.
 
-    A filter stores the keys and values that one query sees; running sums over m features store m·(value_dim + 1); keys
-    of r numbers store tokens·(r + value_dim). A hybrid stores running sums, and the keys and values of its window.
+    With a filter, a head stores the keys and values that one query sees; running sums over m features store
+    m·(value_dim + 1); keys of r numbers store tokens·(r + value_dim). A hybrid stores running sums, and the keys and
+    values of its window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim

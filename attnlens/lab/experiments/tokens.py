@@ -101,7 +101,7 @@ UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Convert rows to fields of an Experiment; `missing` explains missing values; `labels` are display names."""
+    """Convert rows to fields of an Experiment; `missing` explains missing values; `labels` adds display names."""
 
     def present(field: str, default: object = None) -> dict[str, Any]:
         return {name: getattr(row, field) for name, row in rows.items() if getattr(row, field) != default}
@@ -401,7 +401,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of W's correlation with the SVM of the tokens chosen at index `end`; return its end values."""
+        """Add the curve of W's correlation with the SVM of the tokens chosen at record `end`; return its last row."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

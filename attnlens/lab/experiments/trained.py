@@ -62,7 +62,7 @@ def fit(
     seed: int,
     progress: Callable[[], object],
 ) -> None:
-    """Train a model in place on the loss in nats, plus η·ΣJ² if a layer is primal. Batches depend only on the seed."""
+    """Train a model in place on the loss in nats, plus η·ΣJ² if a layer is primal; equal seeds give equal batches."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1)
     regularised = any(isinstance(part, primal.PrimalHeads) for part in model.modules())
@@ -117,7 +117,7 @@ def compare_training(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> Experiment:
-    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ version after equal training, per seed."""
+    """Compare loss and last-layer σ₁/Σσ of a model and its Primal.+ version, trained equally, over seeds."""
     total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
     measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:

@@ -53,9 +53,9 @@ READING = 0.3  # relative error of values read off a logarithmic axis; the toler
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compare the trained W with three directions: W_fin + R·W_mm, W_mm, and the single-token SVM.
 
-    The figures are the means of 1 − correlation for each d. W_mm is the SVM that separates kept from dropped tokens,
-    W_fin fits the ratios of the kept tokens' weights, and R is the least-squares factor. An instance is accepted if it
-    has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
+    The figures are the means of 1 − correlation over accepted instances, for each d. W_mm is the SVM that separates
+    kept from dropped tokens, W_fin fits the ratios of the kept tokens' weights, and R is the least-squares factor. An
+    instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """
     rows, shares = dict[str, Figure](), dict[str, JsonValue]()
     measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation

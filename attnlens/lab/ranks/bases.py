@@ -111,8 +111,9 @@ def fit_forms(
 ) -> Forms:
     """Fit each form of latents in one pass of the original model over these batches; a batch is from a single text.
 
-    With `metric=output`, a text's weights come from gradients on this text only, so that maps fitted to the other texts
-    do not depend on this text. Raises UsageError if only some query heads of a key head are swapped.
+    With `metric=output`, a text's weights come from further passes, for gradients on this text only, so that maps
+    fitted to the other texts do not depend on this text. Raises UsageError if only some query heads of a key head are
+    swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))

@@ -192,7 +192,8 @@ PAIRS_REMEDY = "Give a UTF-8 file with one pair per line: source and target, opt
 def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`.
 
-    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out; otherwise, blocks.
+    If every id names a verse (`Ruth.1.16`) and no part would be empty, whole books are held out; otherwise, blocks of
+    lines.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}

@@ -101,11 +101,11 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss (deterministic on one CPU thread); keep the weights with the least validation loss.
+    """Minimise the task's loss plus η times the primal regulariser; keep the weights with the least validation loss.
 
-    At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
-    which a repeated call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
-    validation loss never falls below its initial value.
+    Training is deterministic on one CPU thread. At every evaluation, `watch` measures the model, and the state of the
+    training is saved to the store `state`, from which a repeated call resumes. A run has not converged if a loss is not
+    finite, which ends the run, or if the validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
@@ -263,7 +263,7 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
-    """Compute the median of each measure over heads; primal layers are omitted.
+    """Compute the median of each measure over heads; omit primal layers and measures without values.
 
     tokens.* are computed from log k and averaged over the sequences. If a kernel can be negative, tokens.* and
     selection.* are omitted. The comparison with the SVM needs a kernel of an inner product, without a tie or a position
