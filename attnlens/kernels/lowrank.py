@@ -202,7 +202,7 @@ class Latents:
         start = group.index(key_head) * size
         to_query = query_map[number, start : start + size]
         readers = [self.key_of.index(member) for member in group]
-        # the last latent can be smaller than the others: it repeats its first member, with zeros in its map
+        # the last latent can be smaller than the others: its first member is then repeated, with maps of zeros
         members = readers + readers[:1] * (most - len(group))
         parameters = {"query_map": to_query, "key_map": key_map[number].view(most, size, -1)}
         for name, value in (("key_head", key_head), ("members", members)):
@@ -269,7 +269,7 @@ class MapsFit:
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
         """Add the moments of a batch; `by_attention` is `pairs_weighted(call)`, if already computed."""
         numbers = sorted(set(call.key_heads))
-        indices = tuple(range(len(numbers)))  # if `group` does not divide their number, the last latent is smaller
+        indices = tuple(range(len(numbers)))  # if `group` does not divide their count, the last latent is smaller
         groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
         blank = partial(Grams, groups, tuple(map(numbers.index, call.key_heads)), self.turn if self.before else None)
         self.grams = self.grams or blank()

@@ -108,7 +108,7 @@ def polynomial(score: Score, degree: int, offset: float, offset_of_head: PerHead
 
 
 def _partial_exponential(score: Score, order: int) -> Score:
-    """Compute Σ_{n≤N} xⁿ/n! of x = `score` by Horner's rule."""
+    """Compute Σ_{n≤N} xⁿ/n! by Horner's rule, where x is `score` and N is `order`."""
     score = score.double() if order > LARGEST_NARROW_ORDER else wide(score)
     total = score / order + 1
     for n in range(order - 1, 0, -1):

@@ -226,7 +226,7 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     _build_sequence_tie(
         "skewless",
         "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
-        "removes the asymmetry that no gate on queries or keys removes; keeps the gates",
+        "removes the asymmetry that is not due to gates on queries or keys; keeps the gates",
         PARTS,
         lambda core, key: (core + core.mT) / 2 + key,
     ),
@@ -240,7 +240,7 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     _build_sequence_tie(
         "mercer",
         "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
-        "the positive definite (Mercer) part of log k times the key gate",
+        "the positive definite (Mercer) part of log k plus the key gate",
         PARTS,
         lambda core, key: _positive(core) + key,
     ),

@@ -137,7 +137,7 @@ def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and not (tie or hidden) else ""
         problem = f"{near.modifier.name} needs a kernel of positive features beyond its window, but {info.name} {what}"
-        yield problem, f"Choose {', '.join(far_kernels())}{alone}."
+        yield problem, f"Choose one of {', '.join(far_kernels())}{alone}."
     if near is not None and (other := tie or hidden):
         problem = f"{other} cannot be combined with {near.modifier.name}, which consists of two kernels"
         yield problem, f"Leave out {other}."

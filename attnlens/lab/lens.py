@@ -79,7 +79,10 @@ class Lens:
         return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
-        """Capture the queries and keys of a text, or of a batch of the model's inputs, as `attnlens.capture` does."""
+        """Capture the queries and keys of a text, or of a batch of the model's inputs, as `attnlens.capture` does.
+
+        Raises UsageError for a text if the model has no tokenizer.
+        """
         if not isinstance(text, str):
             return capture(self.loaded, text)
         if self.loaded.tokenizer is None:

@@ -223,7 +223,9 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         shares = [third[..., 0].mean(-1) for third in thirds]
         for third, values, spectrum in zip(THIRDS, shares, thirds, strict=True):
             rows[f"{name}_{third}"] = average_trials(values, f"{name}, {third} third")
-            curves[f"{name}: {third} third"] = _head_curve(spectrum.mean(0), name, f"{third} third")  # means of windows
+            curves[f"{name}: {third} third"] = _head_curve(
+                spectrum.mean(0), name, f"{third} third"
+            )  # means over windows
         rows[f"{name}_last_minus_first"] = average_trials(shares[-1] - shares[0], f"{name}, last − first")
         rises = all(low < high for low, high in pairwise([float(values.mean()) for values in shares]))
         holding[f"{name}_holds"] = Figure(float(rises), label=f"{name}, claim holds")
@@ -286,7 +288,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     rows[CONTROL] = Figure(control, label=label, published=MOVED, bound="at least", origin="control")
     return Experiment(
         name="KSVD identities",
-        question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
+        question="Do primal and dual kernel SVD agree, with J = 0 at the solution and J ≠ 0 in the perturbed control?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
         source="Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here up to rounding; J is in the unit of K",
