@@ -168,7 +168,7 @@ def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Fl
 def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
     """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1).
 
-    A is the antisymmetric part of K, and μ are the eigenvalues of its symmetric part.
+    A is the antisymmetric part of K = `matrix`, and μ are the eigenvalues of the symmetric part of K.
     """
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)

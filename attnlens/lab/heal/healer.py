@@ -346,7 +346,7 @@ def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
     """
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
-    # attention within windows of an image has one row per window
+    # for example, attention within windows of an image has one row per window
     alike = [error for error in errors if len(error) == len(errors[0])]
     return torch.stack(alike).double().sum(0).cpu()
 

@@ -362,7 +362,7 @@ class Descent:
                 self._run_check()
 
     def _start_stage(self) -> None:
-        """Start the stage from the best parameters so far, with the learning rate chosen by a range test."""
+        """Start the stage from the best parameters so far; choose a rate by a range test (with a control, never 0)."""
         set_values(self.healer.leaves, self.values)
         count = max(1, min(STEPS, round(self.planned / 10)))
         repeated = cycle(self.train)

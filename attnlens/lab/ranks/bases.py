@@ -176,9 +176,10 @@ def sensitivities(
 
     The output of query i changes by δo_i, computed through the softmax, and the loss changes by ⟨g_i, δo_i⟩, where g_i
     is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
-    moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is
-    ½ Σ_i ⟨g_i, δo_i⟩². Gradients with respect to logits are not used: they would be 0 in a saturated head, although
-    cutting the rank of its logits destroys its attention.
+    moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is ½
+    Σ_i ⟨g_i, δo_i⟩², divided by the number of predictions. Ranks beyond a latent's full rank get ∞. Gradients with
+    respect to logits are not used: they would be 0 in a saturated head, although cutting the rank of its logits
+    destroys its attention.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank

@@ -294,7 +294,10 @@ def build_classification(
 
 
 def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Split the texts of each class into parts; return the indices of each part's texts in file order."""
+    """Split the texts of each class into parts; return the indices of each part's texts in file order.
+
+    Raises TextError for fewer than two classes, or a class of fewer than three texts.
+    """
     if len(classes) < 2:
         only = f"a single label: {classes[0]}" if classes else "no text below its header"
         raise TextError(f"{path} has {only}.", "Give texts with at least two labels.")
