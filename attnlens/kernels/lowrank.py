@@ -300,7 +300,9 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return qA, kB and the scale; raise UsageError if heads share a latent or the latent precedes the rotation."""
     if "members" in more:
-        problem = "This rank kernel shares latents or rebuilds keys, so scores cannot be computed for a single head."
+        problem = (
+            "Heads of this rank kernel share a latent or rebuilt keys, so scores cannot be computed for a single head."
+        )
         raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
@@ -539,7 +541,7 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
     """Return the arguments unchanged for the oracle; raise UsageError for the fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
-    problem = "nearest computes each score from both tokens' queries and keys, but got one token's query and one's key."
+    problem = "nearest computes each score from the query and key of both tokens, but got one query and one key."
     raise UsageError(problem, TOGETHER)
 
 
