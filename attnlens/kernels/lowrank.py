@@ -300,9 +300,7 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return qA, kB and the scale; raise UsageError if heads share a latent or the latent precedes the rotation."""
     if "members" in more:
-        problem = (
-            "Heads of this rank kernel share a latent or rebuilt keys, so scores cannot be computed for a single head."
-        )
+        problem = "Heads of this rank kernel share a latent or need positions, so q and k of one head do not suffice."
         raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
