@@ -1,4 +1,4 @@
-"""The kernels `rank` and `nearest`, fitted in closed form: logits of low rank, or of a symmetric or positive form."""
+"""The kernels `rank` (logits of low rank) and `nearest` (logits of a symmetric or positive form), and their fits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Turn:
 
 
 def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """Return the positions of queries and keys; raise UsageError for cross-attention or if they are unknown."""
+    """Return the positions of queries and keys; raise UsageError for cross-attention or unknown positions."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
@@ -61,12 +61,13 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 
 @dataclass
 class Grams:
-    """Second moments of queries and keys over the calibration text, for latents shared by key heads.
+    """Second moments of queries and keys over the calibration text, from which the latents of key heads are computed.
 
     A latent is a vector from which the keys of one or several key heads are computed. For each key head, C_q = Σ_i u_i
-    q_i q_iᵀ, where u_i is the sum of q_i's weights. For the stacked keys of each latent, C_k = Σ_ij w_ij (k_j −
-    k̄_i)(k_j − k̄_i)ᵀ summed over its query heads, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. For keys before the rotation,
-    k̄ is the same for all queries, because softmax ignores a common part only of rotated keys.
+    q_i q_iᵀ over the queries of its query heads, where u_i is the sum of q_i's weights (with a sink: 1 if q_i sees two
+    keys or more). For the stacked keys of each latent, C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ over the queries that
+    read the latent, where k̄_i = Σ_j w_ij k_j / Σ_j w_ij. For keys before the rotation, k̄ is the same for all queries,
+    because softmax cancels a vector that is added to all keys only if it is added after the rotation.
     """
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among the swapped key heads
@@ -77,7 +78,7 @@ class Grams:
     and Σ_j w_j; empty before the first batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
-        """Add the pairs of a batch, each with its weight."""
+        """Add the pairs of queries and keys of a batch; `weight` contains the weight of each pair."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
             of_queries, of_keys = token_positions(call)
@@ -87,7 +88,7 @@ class Grams:
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
-            # a sink acts as a key at 0 that has the weight missing to 1; queries with a choice count equally
+            # a sink acts as a key at 0 with the weight missing to 1; queries that see two keys or more count equally
             whole, rows = torch.ones_like(rows), (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
@@ -97,7 +98,10 @@ class Grams:
         self.add(sums)
 
     def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> list[Tensor]:
-        """Compute C_k, Σ_j w_j k_j and Σ_j w_j of the stacked keys of a group; `whole` is the total weight of rows."""
+        """Compute C_k (uncentred for keys before the rotation), Σ_j w_j k_j and Σ_j w_j of a group's stacked keys.
+
+        `whole` contains the total weight of each query, including the weight of a sink.
+        """
         heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
         stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
         by_key = weight[:, heads].sum((1, 2))[..., None]
@@ -139,9 +143,9 @@ class Grams:
 
 
 def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return, by name of each shared parameter, an index per query head; heads with equal indices share the parameter.
+    """Map the name of each parameter that can be shared to an index per query head.
 
-    The result is empty if no heads share parameters.
+    Heads with equal indices share the parameter. The result is empty if each query head has maps of its own.
     """
     if "key_head" not in fitted:
         return {}
@@ -175,8 +179,8 @@ class Latents:
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
         """Return the fitted parameters of the swapped query heads for latents that are cut to the sizes `ranks`.
 
-        Maps are as wide as the largest latent; those of smaller ones are padded with zeros. An uncut latent gets the
-        identity.
+        All maps are as wide as the largest cut latent; the maps of smaller latents are padded with zeros. The maps of
+        an uncut latent are the identity.
         """
         width, device = max(1, *ranks), self.key_map.device
         dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
@@ -198,7 +202,7 @@ class Latents:
         start = group.index(key_head) * size
         to_query = query_map[number, start : start + size]
         readers = [self.key_of.index(member) for member in group]
-        # the last latent can be smaller than the others: it repeats its first member, with zeros in its map
+        # the last latent can be smaller than the others: its first member is then repeated, with maps of zeros
         members = readers + readers[:1] * (most - len(group))
         parameters = {"query_map": to_query, "key_map": key_map[number].view(most, size, -1)}
         for name, value in (("key_head", key_head), ("members", members)):
@@ -214,8 +218,8 @@ class Latents:
 def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
     """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ from C_q^½ C_k^½ = UΣVᵀ, leading directions first.
 
-    C_q is `queries` and C_k is `keys`. The first r columns of A and B are the best maps of rank r, so that the logits
-    of all ranks are nested.
+    C_q is `queries` and C_k is `keys`. The first r columns of A and B are the maps to r dimensions, so the maps of all
+    ranks are nested.
     """
     query_root, query_inverse = matrix_roots(queries)
     key_root, key_inverse = matrix_roots(keys)
@@ -225,7 +229,7 @@ def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
 
 
 def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
-    """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
+    """Compute C^½ and its pseudo-inverse C^{−½} for Gram matrices; eigenvalues ≤ eps · size · maximum count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
     nonzero = values > border  # strict: a zero matrix has border 0 and keeps no direction
@@ -244,10 +248,11 @@ class MapsFit:
     """Fit of the maps to r dimensions, A = C_q^{−½}U_rΣ_r^½ and B = C_k^{−½}V_rΣ_r^½, where C_q^½ C_k^½ = UΣVᵀ.
 
     C_q and C_k are those of `Grams` with the weights of `pairs_weighted`: half the head's own attention, half uniform
-    over the visible keys. If queries and keys are independent, the logits are the best of rank r in the least-squares
-    sense, up to terms that softmax ignores. A sink acts as a key at 0 with the remaining weight, because no map changes
-    the logit of a sink. Query heads of one key head share its maps; `group` key heads share a latent of r numbers per
-    head.
+    over the visible keys. With the metric OUTPUT, these moments count half, and the moments with the weights of
+    `output_weighted` count half. If queries and keys are independent, the logits are the best of rank r in the
+    least-squares sense, up to terms that softmax ignores. A sink acts as a key at 0 with the remaining weight, because
+    no map changes the logit of a sink. Query heads that read the same key head share maps; `group` key heads share a
+    latent of r numbers per key head.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
@@ -256,15 +261,15 @@ class MapsFit:
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT
         self.turn: Turn | None = None  # the rotation; callers must set it if `rotation` is BEFORE
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
-        """G = E[g gᵀ], where g is the gradient of the loss in a head's output; callers must set G if the metric is
-        OUTPUT."""
+        """G = E[g gᵀ], where g is the gradient of the loss with respect to a head's output; callers must set G if the
+        metric is OUTPUT."""
         self.grams: Grams | None = None
-        self.outputs: Grams | None = None  # moments in which pairs are weighted by their effect on the output
+        self.outputs: Grams | None = None  # moments weighted by the pairs' effect on the output
 
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
         """Add the moments of a batch; `by_attention` is `pairs_weighted(call)`, if already computed."""
         numbers = sorted(set(call.key_heads))
-        indices = tuple(range(len(numbers)))  # if `group` does not divide their number, the last latent is smaller
+        indices = tuple(range(len(numbers)))  # if `group` does not divide their count, the last latent is smaller
         groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
         blank = partial(Grams, groups, tuple(map(numbers.index, call.key_heads)), self.turn if self.before else None)
         self.grams = self.grams or blank()
@@ -282,7 +287,7 @@ class MapsFit:
         return both
 
     def latents(self) -> Latents:
-        """Compute the directions; under the metric OUTPUT, weights by attention and by output count half each."""
+        """Compute the latents' directions; with the metric OUTPUT, moments by attention and output count half each."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
@@ -293,9 +298,9 @@ class MapsFit:
 
 
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
-    """Return qA, kB and the scale; raise UsageError if several key heads share a latent."""
+    """Return qA, kB and the scale; raise UsageError if heads share a latent or the latent precedes the rotation."""
     if "members" in more:
-        problem = "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head."
+        problem = "Heads of this rank kernel share a latent or need positions, so q and k of one head do not suffice."
         raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
@@ -312,7 +317,7 @@ def share_keys(
     partner: Int[Tensor, "heads head_dim"] | None = None,
     **_parameters: object,
 ) -> Call | None:
-    """Return a call whose exponential kernel is that of the latents z; None if `members` is None (nothing is shared).
+    """Return a call whose exponential kernel uses the latents z; None if `members` is None (`dot` then suffices).
 
     z = Σ_m k_m B_m over the key heads m of the latent; `members` identifies each key head by a query head that reads
     it. `key_map` is B, (heads, members, head_dim, size). The scores are ⟨q A, z⟩ or, if `frequency` is given, those of
@@ -407,7 +412,7 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
 
 
 def nearest_positive(form: Square, weights: Square) -> Square:
-    """Find the positive semidefinite X' that minimises Σ weights (X'−X)²; for equal weights it is [X]₊.
+    """Find the positive semidefinite X' that minimises Σ weights (X'−X)², where X is `form`; equal weights give [X]₊.
 
     The method is FISTA (Beck & Teboulle 2009) with the restarts of O'Donoghue & Candès (2015).
     """
@@ -428,7 +433,10 @@ def nearest_positive(form: Square, weights: Square) -> Square:
 
 
 def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
-    """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| of X first; zeros beyond a head's rank."""
+    """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, where P is `basis` and X is `form`.
+
+    Columns are sorted by the magnitude of the eigenvalues of X, largest first; columns beyond a head's rank are 0.
+    """
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
     values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
@@ -441,7 +449,7 @@ def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ra
 
 
 SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # values of `part`: the part of the logits that is kept
-FITTED, ORACLE = 0, 1  # values of `how`: a form fitted to calibration text, or a part of the text's own logits
+FITTED, ORACLE = 0, 1  # values of `how`: form fitted to calibration text, part of the evaluated text's own logits
 TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts each part of a text's own logits
 
 
@@ -450,19 +458,19 @@ class NearestFit:
 
     The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, where u = [q; k] and N₀ = [[0, I], [0, 0]]. If ū is the mean of u over
     queries, the logits are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
-    ignores. C_q = Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
-    head's own attention. If queries and keys are independent, this trace is the variance of the logits' error under p,
-    which is twice the KL divergence to second order.
+    ignores. C_q ∝ Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k ∝ Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
+    head's own attention. If queries and keys are independent, the trace is proportional to the variance of the logits'
+    error under p, and therefore, to second order, to the KL divergence. The part no-key needs only ū.
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:
         self.typed: dict[str, float] = {}
         self.part = part
-        # for each head: number of queries with a choice, their Σ u and Σ uuᵀ, and Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ
+        # per head: number of queries that see two keys or more, their Σ u and Σ uuᵀ, and Σ p_ij (u_j−m_i)(u_j−m_i)ᵀ
         self.count = self.total = self.second = self.seen = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the pairs of a batch. Raises UsageError if the logits are not bilinear in the tokens' (query, key)."""
+        """Add the pairs of a batch. Raises UsageError for unpaired queries and keys, a softcap, and attention sinks."""
         _refuse_unsupported(call)
         u, weight = torch.cat((call.query.double(), call.paired_key.double()), -1), own_attention(call)
         rows = weight.sum(-1, keepdim=True)
@@ -480,7 +488,7 @@ class NearestFit:
         N = F diag(signs) Fᵀ, where `factor` is F, (heads, 2·head_dim, r), and `signs` are ±1 (0 beyond the rank of a
         head).
         """
-        count = self.count.clamp_min(1)  # 0/1, not 0/0, in a head whose queries have no choice
+        count = self.count.clamp_min(1)  # 0/1, not 0/0, in a head whose queries see one key
         centre = self.total / count
         if self.part == NO_KEY:
             return {"centre": centre}
@@ -498,7 +506,7 @@ def _refuse_unsupported(call: Call) -> None:
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        problem = f"nearest omits query-only terms, but they matter in this model because it {what}."
+        problem = f"nearest omits query-only terms, which matter in this model: an attention layer {what}."
         raise UsageError(problem, "Choose another kernel for this model.")
 
 
@@ -507,7 +515,8 @@ def nearest_call(
 ) -> Call:
     """Return a call with scores s(x_iᵀ diag(signs) x_j + g_i + g_j), where x = Fᵀ(u−ū) and g = ⟨gate, u−ū⟩.
 
-    Under no-skew, g_i is omitted, because softmax ignores it; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
+    Under no-skew, g_i is omitted, because softmax ignores g_i; under no-key, the scores are s⟨q_i−q̄, k_j⟩. Raises
+    UsageError if nothing is fitted, and in the cases of `NearestFit.update`.
     """
     if centre is None:
         raise UsageError("Kernel `nearest` must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
@@ -527,10 +536,10 @@ def nearest_call(
 
 
 def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Return the oracle's queries and keys unchanged; raise UsageError for the fitted form, which mixes the two."""
+    """Return the arguments unchanged for the oracle; raise UsageError for the fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
-    problem = "nearest computes each score from the query and key of both tokens, but got only one of each."
+    problem = "nearest computes each score from the query and key of both tokens, but got one query and one key."
     raise UsageError(problem, TOGETHER)
 
 

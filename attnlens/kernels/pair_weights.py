@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     Seen = Float[Tensor, "#batch #heads queries keys"]
 
-MOST_ROWS = 32  # most queries per sequence whose rows a fit computes, if sums of size head_dim do not suffice
+MOST_ROWS = 32  # maximum number of queries per sequence whose whole rows a fit computes, if smaller sums do not suffice
 
 
 def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
-    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; rows that see fewer than two keys are 0.0."""
+    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; queries that see fewer than two keys get 0."""
     query, seen = call.query[..., rows, :].double(), call.visible(rows)
     pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
     return pairs * (pairs.sum(-1, keepdim=True) >= 2)
@@ -31,7 +31,7 @@ def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen.
 
     The weights of a query that sees two keys or more sum to 1, or to less with a sink, whose attention is left out. To
-    second order, the KL divergence of a change of logits is half its variance under the attention. The uniform half
+    second order, the KL divergence due to a change of the logits is half the variance of the change. The uniform half
     limits errors at keys with little attention, whose logits a wrong fit could raise.
     """
     seen = pairs_seen(call)
@@ -47,10 +47,10 @@ def own_attention(call: Call) -> Matrix:
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
-    """Compute the squared effect of an error in a logit: a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), where ō_i = Σ_j a_ij v_j.
+    """Compute a logit error's squared effect on the output, a_ij² (v_j − ō_i)ᵀG(v_j − ō_i), where ō_i = Σ_j a_ij v_j.
 
-    To first order, errors δ_ij of the logits change the output by Σ_j a_ij δ_ij (v_j − ō_i). `metric` contains G of
-    each head, such as W_OᵀW_O.
+    To first order, errors δ_ij of the logits change output i by Σ_j a_ij δ_ij (v_j − ō_i). `metric` contains G of each
+    head, such as W_OᵀW_O. Queries that see fewer than two keys get zeros.
     """
     attention = own_attention(call)
     value, metric = call.paired_value.double(), metric.double().to(attention.device)
@@ -62,14 +62,14 @@ def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim
 
 
 def sample_rows(call: Call) -> tuple[Query, Seen]:
-    """Return up to MOST_ROWS evenly spaced queries per sequence in float64, the last included, and the keys seen."""
+    """Return up to MOST_ROWS evenly spaced queries per sequence (float64, last included), and their `pairs_seen`."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
     return call.query[..., rows, :].double(), pairs_seen(call, rows)
 
 
 def centre_rows(values: Matrix, seen: Seen) -> Matrix:
-    """Subtract from each row its mean over the keys seen; set all other entries to 0."""
-    count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query without a choice
+    """Subtract from each row its mean over the keys seen; set the entries of unseen keys to 0."""
+    count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query that sees fewer than two keys
     mean = (values * seen).sum(-1, keepdim=True) / count
     return (values - mean) * seen

@@ -1,4 +1,4 @@
-"""The kernel `primal`, Primal-Attention fitted in closed form: scores by kernel SVD, outputs by least squares."""
+"""The kernel `primal`, Primal-Attention fitted in closed form: scores by kernel SVD, outputs by ridge regression."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class PrimalFit:
     """Fit of W_e = C_k^½V and W_r = C_q^½U, where C_q^½ C_k^½ = UΣVᵀ (KSVD), and of W_c and b by ridge regression.
 
     C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the mean of Fφ(k)φ(k)ᵀFᵀ. Up to a factor
-    that W_c absorbs, e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et al. 2023,
-    Thm. 3.2, Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0. W_c and b
-    map [e; r] to the head's output under the model's own kernel; the ridge strength is chosen on a held-out part of the
-    text.
+    that W_c absorbs, the scores e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et
+    al. 2023, Thm. 3.2, Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0.
+    W_c and b map [e; r] to the head's output under the model's own kernel; the ridge strength is chosen on a held-out
+    part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -81,7 +81,7 @@ class PrimalFit:
         self.observe(*features(call, self.samples), output)
 
     def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
-        """Add a batch's features and head outputs at the tokens that `real` marks, or at all tokens if it is None."""
+        """Add a batch's features and head outputs at the tokens that `real` marks (None: at all tokens)."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
         if real is not None:
@@ -119,7 +119,7 @@ class PrimalFit:
 
 
 def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:
-    """Compute W_e, W_r and log Λ; columns beyond the rank of K are zero."""
+    """Compute W_e, W_r and log Λ; columns of W_e and W_r beyond the rank of K are zero."""
     size = (moments.gram.shape[-1] - 1) // 2
     grams = moments.gram / moments.tokens[:, None, None]
     query_root, key_root = matrix_roots(grams[..., :size, :size])[0], matrix_roots(grams[..., size:-1, size:-1])[0]
@@ -133,7 +133,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
-    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖²; the diagonal D contains the scores' sds."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/tokens + strength·‖DW_c‖²; D = diag(standard deviations of z)."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT

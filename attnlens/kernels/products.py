@@ -27,7 +27,7 @@ ksvd = LazyModule("attnlens.maths.ksvd")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # number of offsets tried per factor of 10
-LARGEST_NARROW_ORDER = 8  # higher orders use float64: terms of the alternating sum are e^{2|x|} times the sum
+LARGEST_NARROW_ORDER = 8  # higher orders use float64: alternating terms are up to e^{2|x|} times the sum
 
 
 @kernel(
@@ -44,10 +44,10 @@ def exponential(score: Score) -> Score:
 
 
 class OffsetFit:
-    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)², row-centred, over a grid of both signs.
+    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)² over a grid of both signs.
 
-    p is the degree. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines
-    the best value.
+    p is the degree, and the differences are row-centred. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor
+    of 10; a parabola in log|c| refines the best value.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -108,7 +108,7 @@ def polynomial(score: Score, degree: int, offset: float, offset_of_head: PerHead
 
 
 def _partial_exponential(score: Score, order: int) -> Score:
-    """Compute Σ_{n≤N} xⁿ/n! of x = `score` by Horner's rule."""
+    """Compute Σ_{n≤N} xⁿ/n! by Horner's rule, where x is `score` and N is `order`."""
     score = score.double() if order > LARGEST_NARROW_ORDER else wide(score)
     total = score / order + 1
     for n in range(order - 1, 0, -1):
@@ -157,8 +157,8 @@ def hard(score: Score) -> Score:
 class OriginFit:
     """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
 
-    Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ this is the
-    regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
+    Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ, the fit is
+    the regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -167,13 +167,13 @@ class OriginFit:
         self.scatter = self.target = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add a batch to the regression's normal equations, without storing its target for every pair of tokens."""
+        """Add a batch to the regression's normal equations, without storing the target for every pair of tokens."""
         weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
         # changes only rounding: otherwise, the scatter of keys with a large common part would lose its digits
         key = key - key.mean(-2, keepdim=True)
         total = weight.sum(-1)[..., None]
-        mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query has no choice
+        mean = weight @ key / total.clamp_min(1)  # a total below 1 is 0: the query sees fewer than two keys
         # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, where m_i is the weighted mean of the keys that query i sees
         scatter = (key * weight.sum(-2)[..., None]).mT @ key - (mean * total).mT @ mean
         by_key = weight.sum(-2)[..., None] * half + self.ratio * ((weight.mT @ query) * key).sum(-1, keepdim=True)
@@ -199,11 +199,14 @@ def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
-    """Return [q, 1], [k, ⟨b, k⟩ − ½‖k‖²] and 2γs, whose product is log k + γs‖q + b‖²."""
+    """Return [q, 1], [k, ⟨b, k⟩ − ½‖k‖²] and 2γs, whose product is log k + γs‖q + b‖².
+
+    In half precision, a further column contains the rounding error of the key term.
+    """
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        parts.append((term - parts[0]).to(key))  # the rounding error of bf16, which stores only 8 bits of ‖k‖²/2
+        parts.append((term - parts[0]).to(key))  # bf16 stores only 8 bits of ‖k‖²/2
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
 
@@ -221,7 +224,7 @@ def _rbf_dot(
     trainable=("origin",),
 )
 def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
-    """The Gaussian kernel; for γ = ½, the exponential kernel times e^{−s‖k‖²/2}, which cancels if all ‖k‖ are equal.
+    """The Gaussian kernel; for γ = ½, attention differs from the exponential kernel's only by key factors e^{−s‖k‖²/2}.
 
     The fitted `origin` b changes the softmax of a row only by the key term 2γs⟨b, k⟩. The query term −γs‖q + b‖²
     matters only if log k is averaged with its transpose or compared with a sink.
@@ -265,7 +268,7 @@ def l2(query: Query, key: Key, scale: float) -> Matrix:
 
 
 def _distance(query: Query, key: Key, norm: int) -> Matrix:
-    """Compute ‖q − k‖ without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
+    """Compute the `norm`-norm of every q − k without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
     return torch.cdist(wide(query), wide(key), norm, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -352,7 +355,7 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     ),
 )
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
-    """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
+    """Estimate of the exponential kernel by positive random features, unbiased up to clipping; all heads share ω.
 
     The exponent is clipped at a constant, because a shift by the maximum over tokens would depend on later tokens. In
     float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
@@ -372,7 +375,7 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 class LearnedStart:
     """Initial maps W of queries and keys: random orthogonal rows with the lengths of Gaussian vectors.
 
-    Before training, the product φ(q)φ(k) is therefore close to the product of positive random features of ±ω
+    Before training, ⟨φ(q), φ(k)⟩ is therefore close to the product of positive random features of ±ω
     (Choromanski et al. 2021, Lemma 1).
     """
 

@@ -89,7 +89,7 @@ class KernelInfo:
 
     @property
     def built_in(self) -> bool:
-        """True for a kernel of attnlens, False for one that a user registered."""
+        """True for a kernel of attnlens, False for a kernel registered by other code."""
         return self.function.__module__.startswith("attnlens.")
 
     @property
@@ -112,7 +112,7 @@ class Fit(Protocol):
 
 
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
-SCORE = {**PAIR, "form": "score"}  # PAIR, SCORE: fields shared by most kernels of (query, key), and of the score
+SCORE = {**PAIR, "form": "score"}  # PAIR, SCORE: fields shared by most kernels of pairs (query, key) and of scores
 KERNELS: dict[str, KernelInfo] = {}  # registered kernels by name; importing the package registers the built-in kernels
 
 
@@ -164,7 +164,7 @@ class Modifier:
     source: str  # paper that defines the modifier
     parameters: tuple[KernelParameter, ...] = ()
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
-    """Filters: (query positions, key positions, **parameters), which broadcast → which keys are kept."""
+    """Filters: (query positions, key positions, **parameters) → True for kept keys; the positions broadcast."""
     reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
     from_start: bool = False  # filters: True if positions count from the start of the text
     part: Callable[[Pairs], Pairs] | None = None
@@ -174,13 +174,13 @@ class Modifier:
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """A filter with its parameters; the keys that it keeps are the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
+    """A filter or hybrid with its parameters; the kept keys are the set M(x_q, S) of Tsai et al. 2019, sec. 2.2.4."""
 
     modifier: Modifier
     parameters: Mapping[str, int]
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
-        """Return which keys each query keeps, from their positions; causality is ignored."""
+        """Return True for keys that a query keeps; `queries` and `keys` are positions, and causality is ignored."""
         assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
         return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
 
@@ -226,7 +226,7 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     _build_sequence_tie(
         "skewless",
         "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
-        "removes the asymmetry that no gate on queries or keys removes; keeps the gates",
+        "removes the asymmetry that is not due to gates on queries or keys; keeps the gates",
         PARTS,
         lambda core, key: (core + core.mT) / 2 + key,
     ),
@@ -240,7 +240,7 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     _build_sequence_tie(
         "mercer",
         "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
-        "the positive definite (Mercer) part of log k times the key gate",
+        "the positive definite (Mercer) part of log k plus the key gate",
         PARTS,
         lambda core, key: _positive(core) + key,
     ),
@@ -283,7 +283,7 @@ FILTERS = _by_name(  # filters, which select by position the keys that a query k
     ),
 )
 LOLCATS = "Zhang et al. 2024 (LoLCATs)"
-HYBRIDS = {  # near keys, which a filter keeps, use the model's own kernel, and all other keys a kernel of features
+HYBRIDS = {  # keys that a filter keeps use the model's own kernel; all other keys use a kernel of features
     name: replace(
         window,
         name=name,
@@ -291,8 +291,7 @@ HYBRIDS = {  # near keys, which a filter keeps, use the model's own kernel, and 
         f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
         meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
         source=source,
-        caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
-        "unchanged.",
+        caution="γ, one number per head, is 1 unless healed. If no key is beyond the window, the head is unchanged.",
     )
     for name, window, source in (
         ("hybrid", FILTERS["window"], LOLCATS),

@@ -47,7 +47,7 @@ class Kernel:
 
     @cached_property
     def formula(self) -> str:
-        """Formula of log k, including the effects of the tie and the filter."""
+        """Formula of log k, including the effects of the tie, filter or hybrid."""
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         modifiers = [TIES[self.tie]] if self.tie is not None else []
@@ -107,7 +107,7 @@ class Kernel:
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return an equivalent call and exponential kernel if there are any; otherwise, the call and this kernel."""
+        """Return an equivalent call and the exponential kernel, tie and filter kept, or else `call` and this kernel."""
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:
@@ -153,8 +153,8 @@ class Kernel:
 
         Terms that depend only on the query are included, except if a tie needs whole sequences. Score kernels use
         softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least float32 precision,
-        unless it is the score itself. For a hybrid, it is log|k| of the far keys' kernel. Raises UsageError if a tie
-        would pair different tokens, or if the kernel must be fitted first.
+        unless it is the score itself. For a hybrid, the result is log|k| of the far keys' kernel. Raises UsageError if
+        a tie would pair different tokens, the kernel must be fitted first, or the kernel's form is "output".
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -199,7 +199,7 @@ class Kernel:
         return log_magnitude(product + smallest_kernel(product.dtype))
 
     def _check_shape(self, result: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the result of the kernel's function; raise UsageError if its shape differs."""
+        """Return `result`, the value of the kernel's function; raise UsageError if its shape is not `shape`."""
         if result.shape != (expected := tuple(shape)):
             problem = f"The function of kernel {self.info.name} returns shape {tuple(result.shape)}, not {expected}."
             raise UsageError(problem, "Return log k for each query and key, or the features of each query or key.")

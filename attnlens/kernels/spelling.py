@@ -1,4 +1,4 @@
-"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers that it stores per head."""
+"""Parse a kernel's spelling, such as `rbf:gamma=1+window:64`, and count the numbers that the kernel stores per head."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
-    """Parse the spelling of a kernel: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
+    """Parse the spelling of a kernel: `name:parameter=value,…`, with a tie, filter or hybrid joined by `+`.
 
-    Values can be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
-    without a kernel applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for
-    parameters of a wrong type or range, for parts that cannot be combined, and for an odd power unless `allow_signed`
-    is true.
+    The parts can be in any order. Values can be given without names, in the order of the parameters (`rank:8`,
+    `sink-window:4,64`). A tie or filter without a kernel applies to the exponential kernel. Raises UsageError for
+    unknown names (with a suggestion), for parameters of a wrong type or range, for parts that cannot be combined, and
+    for an odd power unless `allow_signed` is true.
     """
     known = kernels()
     bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
@@ -137,7 +137,7 @@ def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and not (tie or hidden) else ""
         problem = f"{near.modifier.name} needs a kernel of positive features beyond its window, but {info.name} {what}"
-        yield problem, f"Choose {', '.join(far_kernels())}{alone}."
+        yield problem, f"Choose one of {', '.join(far_kernels())}{alone}."
     if near is not None and (other := tie or hidden):
         problem = f"{other} cannot be combined with {near.modifier.name}, which consists of two kernels"
         yield problem, f"Leave out {other}."
@@ -186,8 +186,9 @@ class HeadShape:
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
     """Return how many numbers a head stores after reading `shape.tokens` tokens; None if it stores all keys and values.
 
-    A filter stores the keys and values that one query sees; running sums over m features store m·(value_dim + 1); keys
-    of r numbers store tokens·(r + value_dim). A hybrid stores running sums, and the keys and values of its window.
+    With a filter, a head stores the keys and values that one query sees; running sums over m features store
+    m·(value_dim + 1); keys of r numbers store tokens·(r + value_dim). A hybrid stores running sums, and the keys and
+    values of its window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -217,7 +218,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 def cached_numbers(kernel: Kernel) -> float | None:
     """Return how many numbers are stored per key, averaged over heads; None if whole keys are stored.
 
-    A latent that several key heads share is divided equally among them.
+    The numbers of a shared latent are divided equally among its key heads.
     """
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
@@ -248,7 +249,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in its window, and the kernel without window."""
+    """Split a hybrid or filtered kernel into the model's own kernel in the window, and the kernel without a window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

@@ -43,7 +43,7 @@ class Lens:
         if isinstance(model, str | os.PathLike):
             model = loading.load(model, **load_options)
         self.loaded = require_model(model, tokenizer)
-        self._report: Report | None = None  # the report returned by `report`; None before the first `inspect`
+        self._report: Report | None = None  # value of `report`; None before the first `inspect`
 
     def inspect(self, **options: object) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""
@@ -54,7 +54,7 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect` without options or, if there was none, of the first one (made if needed)."""
+        """Report of the last `inspect` call without options; if there was none, of the first (made if needed)."""
         return self.inspect() if self._report is None else self._report
 
     @property
@@ -79,7 +79,10 @@ class Lens:
         return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
-        """Capture the queries and keys of a text, or of a batch of the model's inputs, as `attnlens.capture` does."""
+        """Capture the queries and keys of a text, or of a batch of the model's inputs, as `attnlens.capture` does.
+
+        Raises UsageError for a text if the model has no tokenizer.
+        """
         if not isinstance(text, str):
             return capture(self.loaded, text)
         if self.loaded.tokenizer is None:

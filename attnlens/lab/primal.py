@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
-NAME = "attnlens_primal"  # name under which the attention of the models built here is registered with transformers
+NAME = "attnlens_primal"  # name under which transformers finds the attention of the models built here
 ONLY_BY = "attnlens.lab.primal.build"  # name unknown to transformers, so that `from_pretrained` refuses a saved folder
 
 
@@ -54,14 +54,15 @@ def build(
     in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which reads
     the queries and keys after their rotation, if any; the values have no effect.
 
-    `model.config.attnlens_primal` lists the primal layers. transformers' `from_pretrained` refuses a saved folder; call
-    `build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then `safetensors.torch.load_model`.
+    `model.config.attnlens_primal` lists the primal layers. transformers' `from_pretrained` refuses a folder in which
+    the model is saved; to load it, call `build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then
+    `safetensors.torch.load_model`.
 
     In training, minimise loss + eta * primal.regulariser(model). The model has no key-value cache. `scores` is s, the
     number of e-scores per head; a warning is given if head_dim or `samples` limits the rank of the scores. In encoders,
     the matrix F of PrimalHeads consists of `samples` rows of the module's input; with `samples=0`, F = I. Raises
-    ModelError for cross-attention, a bias on the scores (T5's positions), layers called more than once, and models that
-    cannot be hooked; UsageError for invalid arguments.
+    ModelError for models that cannot be hooked, and if a chosen layer is cross-attention, adds a bias to its scores
+    (T5's positions) or is called more than once. Raises UsageError for invalid arguments.
     """
     from attnlens.models import hooks, loading, texts
     from attnlens.runs.feeding import evaluation_mode
@@ -145,7 +146,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Compute a module's output (batch, queries, heads, value_dim), with its own kernel if it has no primal heads."""
+    """Compute a module's output (batch, queries, heads, value_dim) by primal heads or, without any, by softmax."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

@@ -1,4 +1,4 @@
-"""The papers' small experiments on synthetic data, a trained head or small models; comparison with published values."""
+"""The papers' small experiments on synthetic data, a head or small models, compared with published values."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def reproduce(
 ) -> Report:
     """Rerun the papers' small experiments (`claims`), or retrain the models of one of their tables or of `all` tables.
 
-    `claims` compares each experiment with its published value; the verdict is the experiment's `passed`. `quick` runs
-    fewer trials with wider tolerances, and trains no transformer. Of the options, `claims` uses only the seed.
+    `claims` compares experiments with reference values, if there are any; the verdict is an experiment's `passed`.
+    `quick` applies only to `claims`: it runs fewer trials with wider tolerances, and trains no transformer. Of the
+    other options, `claims` accepts only the seed.
 
     All cells of a task have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in shorter runs. The test set is read once, at the end of each run. Cells are compared over the same
@@ -68,7 +69,7 @@ def reproduce(
     Language models are trained on the `text` files (default: the King James text), translators on `pairs` (default: a
     built-in reversal task), classifiers on `series` and `labelled`. At scale `paper`, the defaults are WikiText-103 and
     IWSLT'14. Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be
-    written and, for `claims`, Interrupted with the finished experiments.
+    written and, if `claims` is interrupted, Interrupted with the finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
@@ -90,7 +91,7 @@ def converge_synthetic(
 
     `experiments` are names (default: all). An experiment is compared with published values if only the seed or the
     number of trials differs from the defaults, and there are at least as many trials as in `reproduce claims --quick`.
-    Raises UsageError for invalid values, Interrupted with the finished experiments.
+    Raises UsageError for invalid values and, if interrupted, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
     rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
@@ -151,10 +152,10 @@ def converge_head(
     """Train attention by normalised gradient descent to select the tokens that one head of a model selects.
 
     `head` is (layer, head), or `3.7`. The first experiment trains from zero and from the head's own M, with steps of
-    length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM that selects the same tokens. It reports the
-    correlation of W with W_mm, the share of queries that keep their selection, and ‖W‖/‖W_mm‖. The second multiplies
-    the head's logits by c, and measures how fast the softmax approaches hard selection. Raises ModelError, TextError,
-    and UsageError for invalid options and for a head whose problem has no solution.
+    length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM that selects the same tokens. The report contains
+    the correlation of W with W_mm, the share of queries that keep their selection, and ‖W‖/‖W_mm‖. The second
+    experiment multiplies the head's logits by c, and measures how fast the softmax approaches hard selection. Raises
+    ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
@@ -171,7 +172,7 @@ def converge_head(
         "posed": WHERE_POSED[selector.spaces[0]],  # on the module's inputs if M is defined on them
         "queries": len(nearness.posed.problem.queries),
         "constraints": len(nearness.posed.problem.margins),
-        "least_decided": float(nearness.chosen.log_odds.min().sigmoid()),  # softmax weight of the least decided query
+        "least_decided": float(nearness.chosen.log_odds.min().sigmoid()),  # least p_max of a query
     }
     experiments = [
         experiment.model_copy(update={"settings": problem | experiment.settings})
@@ -183,7 +184,10 @@ def converge_head(
 
 
 def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
-    """Inspect the head that the settings select; return the report, the head's selector and its solved problem."""
+    """Inspect the head that the run's settings select; return the report, the site's selector and the solved problem.
+
+    Raises UsageError if the head exists in several layers or has no selection problem.
+    """
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
@@ -265,11 +269,11 @@ def train_head(
 def measure_hardening(
     nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]
 ) -> Experiment:
-    """Compute −log p_max of each query as a function of c, which is KL(one-hot of the largest ‖ softmax(c · logits)).
+    """Compute KL(hard selection ‖ softmax(c · logits)) = −log p_max over the queries, as a function of c.
 
-    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. A second
-    curve is that of the SVM that selects the same tokens, scaled to the norm of the head's M on the span of the
-    problem. The SVM has no softcap and no sink, because an SVM defines only differences of scores.
+    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. The second
+    curve uses, instead of the head, the SVM that selects the same tokens, scaled to the norm of the head's M on the
+    span of the problem. The SVM has no softcap and no sink, because an SVM defines only differences of scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {
@@ -328,7 +332,7 @@ def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) ->
 
 
 def _svm_odds(nearness: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
-    """Compute log(p_max/(1 − p_max)) for the SVM, whose scores are relative to the score of the selected token."""
+    """Compute log(p_max/(1 − p_max)) of every query under the SVM's scores times c, for each c in FACTORS."""
     problem = nearness.posed.problem
     best = problem.form(nearness.solution.multipliers)
     gaps = problem.scores(best) * (nearness.norm / float(best.norm()))
@@ -356,7 +360,7 @@ ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to
 
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
-    """Run all small experiments of the papers with `run_rows`, and return its report."""
+    """Run the papers' small experiments (if `quick`, all but the longest), and return the report of `run_rows`."""
     report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH, progress)
     left_out = [Skipped(site="decay by training", reason="training takes longer than quick allows")] if quick else []
     return report.model_copy(update={"coverage": report.coverage.model_copy(update={"skipped": left_out})})

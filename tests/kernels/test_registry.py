@@ -564,7 +564,7 @@ REFUSED = [
     ("more than one tie", "one --kernel for each", "symmetric+tied-key", "symmetric+mercer"),
     ("more than one filter", "one --kernel for each", "window:3+strided:4"),
     ("more than one hybrid", "one --kernel for each", "elu+hybrid:4+hybrid:5"),
-    ("linear can be negative", "Choose elu, relu", "linear+hybrid:4"),
+    ("linear can be negative", "Choose one of elu, relu", "linear+hybrid:4"),
     ("exponential is not a kernel of positive features", "learned-features, as in elu+hybrid:8.", "hybrid:8"),
     ("is not a kernel of positive features", "learned-features.", "rbf+hybrid:4", "primal:4+hybrid:4"),
     ("window cannot be combined", "Leave out window", "elu+hybrid:4+window:9"),

@@ -52,7 +52,7 @@ class Fits:
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
         """Train for `steps` steps, and return the error ‖K̂ − K‖/‖K‖ of the learned kernel K̂ on the held-out pairs.
 
-        Each domain has its own network or, if `shared`, both domains use the same one.
+        Each domain has its own network or, if `shared`, both domains share one network.
         """
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = (part.square().sum((-2, -1)).sqrt() for part in (estimate - self.truth[:, None], self.truth))
@@ -160,7 +160,7 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
 
 
 def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Float[Tensor, "*batch ranks"]:
-    """Compute the least relative error √(Σ_{l>m} σ_l²)/‖K‖ of a matrix of rank m, for each m (Eckart & Young 1936)."""
+    """Compute the least error √(Σ_{l>m} σ_l²)/‖K‖ of a rank-m approximation of K, for each m (Eckart & Young 1936)."""
     values = torch.linalg.svdvals(matrix)
     return torch.stack([values[..., m:].norm(dim=-1) / values.norm(dim=-1) for m in ranks], -1)
 
@@ -168,7 +168,7 @@ def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Fl
 def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
     """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1).
 
-    A is the antisymmetric part of K, and μ are the eigenvalues of its symmetric part.
+    A is the antisymmetric part of K = `matrix`, and μ are the eigenvalues of the symmetric part of K.
     """
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)

@@ -40,7 +40,7 @@ class ExperimentSettings:
     lr: float = 0.1  # length of a step
     loss: Loss = "logistic"  # loss as a function of Y·f
     head: Literal["linear", "relu"] = "linear"  # h(a): vᵀa, or 1ᵀrelu(Va)
-    parameterisation: Literal["both", "W", "KQ"] = "both"  # what is trained: W, K and Q, or both in turn
+    parameterisation: Literal["both", "W", "KQ"] = "both"  # what is trained: W; K and Q (KQ); or both in turn
     iterations: int = 1000  # steps of gradient descent
     attention: Literal["cross", "self"] = "cross"  # query z: drawn (cross), or the input's first token (self)
     start: Literal["random", "zero"] = "random"  # initial W; K and Q always start at random
@@ -101,7 +101,7 @@ UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Convert rows to fields of an Experiment; `missing` explains missing values; `labels` are display names."""
+    """Convert rows to fields of an Experiment; `missing` explains missing values; `labels` adds display names."""
 
     def present(field: str, default: object = None) -> dict[str, Any]:
         return {name: getattr(row, field) for name, row in rows.items() if getattr(row, field) != default}
@@ -120,7 +120,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Build a row with mean and standard error over the trials that have a value; `known` has the published value."""
+    """Build a row with mean and standard error over the trials that have a value; `known` gives the other fields."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
@@ -216,7 +216,7 @@ def descend_trials(
 def directions(
     solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
-    """Solve the SVM that selects each trial's chosen tokens; the solution is NaN if these are not separable."""
+    """Solve the SVM that selects each trial's chosen tokens; the solution is NaN if the tokens are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
     solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
@@ -401,7 +401,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of W's correlation with the SVM of the tokens chosen at index `end`; return its end values."""
+        """Add the curve of W's correlation with the SVM of the tokens chosen at record `end`; return its last row."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

@@ -62,7 +62,7 @@ def fit(
     seed: int,
     progress: Callable[[], object],
 ) -> None:
-    """Train a model in place on the loss in nats, plus η·ΣJ² if a layer is primal. Batches depend only on the seed."""
+    """Train a model in place on the loss in nats, plus η·ΣJ² if a layer is primal; equal seeds give equal batches."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1)
     regularised = any(isinstance(part, primal.PrimalHeads) for part in model.modules())
@@ -117,7 +117,7 @@ def compare_training(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> Experiment:
-    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ version after equal training, per seed."""
+    """Compare loss and last-layer σ₁/Σσ of a model and its Primal.+ version, trained equally, over seeds."""
     total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
     measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
@@ -223,7 +223,9 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         shares = [third[..., 0].mean(-1) for third in thirds]
         for third, values, spectrum in zip(THIRDS, shares, thirds, strict=True):
             rows[f"{name}_{third}"] = average_trials(values, f"{name}, {third} third")
-            curves[f"{name}: {third} third"] = _head_curve(spectrum.mean(0), name, f"{third} third")  # means of windows
+            curves[f"{name}: {third} third"] = _head_curve(
+                spectrum.mean(0), name, f"{third} third"
+            )  # means over windows
         rows[f"{name}_last_minus_first"] = average_trials(shares[-1] - shares[0], f"{name}, last − first")
         rises = all(low < high for low, high in pairwise([float(values.mean()) for values in shares]))
         holding[f"{name}_holds"] = Figure(float(rises), label=f"{name}, claim holds")
@@ -244,7 +246,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute the curves of each head's attention P and cosines cos(q_i, k_j), grouped by thirds of the layers."""
+    """Compute curves of each head's attention P (`attention`) and of cos(q_i, k_j) (`cosine`) by thirds of layers."""
     layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -286,7 +288,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     rows[CONTROL] = Figure(control, label=label, published=MOVED, bound="at least", origin="control")
     return Experiment(
         name="KSVD identities",
-        question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
+        question="Do primal and dual kernel SVD agree, with J = 0 at the solution and J ≠ 0 in the perturbed control?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
         source="Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here up to rounding; J is in the unit of K",
@@ -310,7 +312,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def measure_errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute each identity's error on the s leading components, relative to K except for J, Λe − h and the control."""
+    """Compute each identity's error on the s leading components; J, Λe − h and the control are not relative errors."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
     kernel = queries @ keys.mT  # K as an explicit matrix, the reference for the identities

@@ -51,11 +51,11 @@ READING = 0.3  # relative error of values read off a logarithmic axis; the toler
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute for each d the mean of 1 − correlation of W with W_fin + R·W_mm, with W_mm and with the single-token SVM.
+    """Compare the trained W with three directions: W_fin + R·W_mm, W_mm, and the single-token SVM.
 
-    W_mm is the SVM that separates kept from dropped tokens, W_fin fits the ratios of the kept tokens' weights, and R is
-    the least-squares factor. An instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE,
-    and solvable SVMs.
+    The figures are the means of 1 − correlation over accepted instances, for each d. W_mm is the SVM that separates
+    kept from dropped tokens, W_fin fits the ratios of the kept tokens' weights, and R is the least-squares factor. An
+    instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """
     rows, shares = dict[str, Figure](), dict[str, JsonValue]()
     measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation
@@ -90,7 +90,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _compare_directions(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
-    """Compute 1 − correlation of the trained W with each of DIRECTIONS; None if one of the SVMs has no solution."""
+    """Compute 1 − correlation of the trained W with DIRECTIONS; None if an SVM or W_fin has no solution."""
     tokens, queries, W = instances.tokens[trial], instances.queries[trial], descent.W[-1, trial]
     weights = descent.log_weights[trial].exp()
     several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
@@ -116,7 +116,7 @@ SAME = 1e-9  # tokens closer than this outside the cyclic subspace share a graph
 class Corpus(NamedTuple):
     """Sequences as features φ_t = vec(x_t zᵀ) (z: last token), split into parts outside and in the cyclic subspace."""
 
-    features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, in
+    features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, inside
     reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
     component: Bool[Tensor, "n T"]  # True if the token is in the label's strongly connected component of the graph
     W: Float[Tensor, " square"]  # SVM solution of the graph

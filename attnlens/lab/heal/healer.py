@@ -36,9 +36,10 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of weights of ≥ 2 axes, by name: 1 if an entry affects only the queries or keys of swapped heads.
+    """Return masks of weights with ≥ 2 axes, by name: 1 for entries that affect only queries or keys of swapped heads.
 
-    Gradients show what an entry affects, for any layout (fused, interleaved, shared by heads or sites).
+    Weights without such entries are omitted. Gradients show what an entry affects, for any layout (fused, interleaved,
+    shared by heads or sites).
     """
     short = texts.first(inputs, 1)
     affecting: dict[str, Tensor] = {}  # entries that affect queries and keys of swapped heads
@@ -143,13 +144,13 @@ class Healer(SwapSetup):
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: texts.Batch) -> None:
-        """Create changes of trainable weights and kernel parameters.
+        """Create the changes of trainable weights and kernel parameters, initially 0.
 
         Raises ModelError if no weight is trainable, or if checkpointing is requested and no block can be recomputed.
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
-            problem = "No weight can be trained: each also affects more than the queries or keys of the swapped heads."
+            problem = "No weight can be trained: each affects more than the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length, where J is 0
@@ -171,7 +172,7 @@ class Healer(SwapSetup):
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
                 problem = "Checkpointing needs blocks that run exactly once per forward pass; this model has none."
-                raise ModelError(problem, "Disable checkpointing.")
+                raise ModelError(problem, "Pass checkpointing=False.")
         for site, swap in self.swaps.items():
             shared, sizes = (
                 shared_indices(swap.kernel.fitted),
@@ -204,9 +205,9 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add the gradient of `weight` · (loss + η · ΣJ² of primal layers) to the leaves (Chen et al. 2023, 3.3).
+        """Add the gradient of `weight` · (loss + `penalty`) to the leaves (Chen et al. 2023, 3.3).
 
-        The loss is the mean of those of `run_student`.
+        The loss is the mean of the losses of `run_student`.
         """
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
@@ -270,7 +271,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the distance between both outputs at each token except padding, and the token's sequence index."""
+        """Compute the distance of `new` from `original` at each token but padding, and each token's sequence index."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -290,9 +291,9 @@ class Healer(SwapSetup):
 def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
     """Return the factor of the optimiser's step in each column of a map; None if all are 1.
 
-    For A and B of kernel `rank`, it is the column's length divided by the root mean square of all lengths, so that all
-    columns turn by equal angles. For primal's maps it is √σ, at most 1, because the curvature of J in a column is
-    proportional to 1/σ, where σ is the column's singular value.
+    For A and B of kernel `rank`, the factor is the column's length divided by the root mean square of all lengths, so
+    that all columns turn by equal angles. For primal's maps, the factor is √σ, at most 1, because the curvature of J in
+    a column is proportional to 1/σ, where σ is the column's singular value.
     """
     if name not in ("query_map", "key_map"):
         return None
@@ -339,10 +340,13 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
 
 def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradients or regulariser."""
+    """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradients or regulariser.
+
+    Sites whose number of rows differs from that of the first site are left out.
+    """
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
-    # add only sites with as many rows as the first: attention within windows of an image has one row per window
+    # for example, attention within windows of an image has one row per window
     alike = [error for error in errors if len(error) == len(errors[0])]
     return torch.stack(alike).double().sum(0).cpu()
 
@@ -352,7 +356,7 @@ class _AllModulesRan(Exception):  # noqa: N818
 
 
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield two lists per module: the relative error of each sequence, by site; and the values of the regulariser."""
+    """Yield two lists per module: the sequences' relative squared errors, one tensor per site; and the J² values."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
     calls = list[tuple[nn.Module, tuple[object, ...], dict[str, object]]]()  # modules and their arguments
@@ -390,8 +394,8 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
 class Distances:
     """Distances between the predictions on several sequences and their training target."""
 
-    each: Tensor  # mean distance over the tokens of each sequence, float64
-    counts: Tensor  # number of these tokens
+    each: Tensor  # mean distance over the compared tokens of each sequence, float64
+    counts: Tensor  # number of tokens compared in each sequence; 1 in the stage `transfer`
 
     @property
     def mean(self) -> float:
@@ -406,9 +410,9 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the 95 % interval of the paired difference from `before` (few pairs: its mean) is below 0.
+        """Return True if the 95 % interval of the mean difference from `before` (few pairs: the mean) is below 0.
 
-        If `self` or `before` is not finite, return True if `self` is.
+        If `self` or `before` is not finite, return True if `self` is finite.
         """
         if not (self.finite and before.finite):
             return self.finite
@@ -474,7 +478,7 @@ def choose_rate(
 ) -> tuple[float, list[HealingRate]]:
     """Return the largest rate whose gain is at least ENOUGH of the best (0: no rate gains), and all tried rates.
 
-    The gain is the fall of the distance on `held_out` over these steps.
+    The gain is the fall of the distance on `held_out` over `steps`.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean

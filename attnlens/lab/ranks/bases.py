@@ -1,4 +1,4 @@
-"""Directions of the latents at each swapped site, and the sensitivity of the loss to their ranks."""
+"""Directions of the latents at each swapped site, and the sensitivity of the loss to the latents' ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: a latent per key head or site, for keys after or before the rotation."""
+    """Return the forms of latents to compare: a latent per key head or site, for keys after or before the rotation.
+
+    Forms before the rotation are compared only if the rotation of every site can be inverted.
+    """
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -108,8 +111,9 @@ def fit_forms(
 ) -> Forms:
     """Fit each form of latents in one pass of the original model over these batches; a batch is from a single text.
 
-    With `metric=output`, a text's weights come from gradients on this text only, so that maps fitted to the other texts
-    do not depend on this text. Raises UsageError if only some query heads of a key head are swapped.
+    With `metric=output`, a text's weights come from further passes, for gradients on this text only, so that maps
+    fitted to the other texts do not depend on this text. Raises UsageError if only some query heads of a key head are
+    swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
@@ -172,9 +176,10 @@ def sensitivities(
 
     The output of query i changes by δo_i, computed through the softmax, and the loss changes by ⟨g_i, δo_i⟩, where g_i
     is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
-    moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is
-    ½ Σ_i ⟨g_i, δo_i⟩². Gradients are not taken with respect to logits: they would be 0 in a saturated head, although
-    cutting its logits destroys its attention.
+    moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is ½
+    Σ_i ⟨g_i, δo_i⟩², divided by the number of predictions. Ranks beyond a latent's full rank get ∞. Gradients with
+    respect to logits are not used: they would be 0 in a saturated head, although cutting the rank of its logits
+    destroys its attention.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank

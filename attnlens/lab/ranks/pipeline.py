@@ -35,7 +35,7 @@ from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 @public
 @takes(RanksRequest)
 def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: RanksRequest) -> Report:
-    """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks.
+    """Find the smallest rank of each key head within a loss budget, or use a plan's ranks; measure the changed model.
 
     The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
     finished work is stored, and a repeated call resumes from this work. Raises UsageError, ModelError, TextError,
@@ -66,7 +66,7 @@ class RankSearch:
     plan: Plan | None  # plan whose ranks are used instead of a search
     intervals: Intervals | None
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
-    samples: tuple[Sample, ...] = ()  # texts to fit, choose and estimate the rise on; for a plan, only the first
+    samples: tuple[Sample, ...] = ()  # text to fit, choose ranks and estimate the rise on; for a plan, only the first
     choice: Choice | None = None
     chosen: Callable[[Plan], None] | None = None  # receives the plan before its rise is measured on the evaluated text
 
@@ -171,7 +171,7 @@ class SiteSizes:
     value_dim: int  # size of a value
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
-    folds: bool  # True if maps fold into W_Q and W_K: no other site uses these, no rotation or norm follows
+    folds: bool  # True if maps fold into W_Q and W_K: no other site uses them, no rotation or norm follows
     folds_before: bool  # True if maps of keys before the rotation fold into W_K: no other site uses it, no norm follows
     keys_seen: float  # number of keys that a query sees, averaged over the queries
     keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
@@ -183,10 +183,10 @@ class SiteSizes:
 class LatentSizes:
     """Rank of one latent, and the number of heads that use it."""
 
-    heads: int  # number of query heads that read it
-    keys: int  # number of key heads that share it
+    heads: int  # number of query heads that read the latent
+    keys: int  # number of key heads that share the latent
     rank: int  # numbers kept per token
-    before: bool = False  # True if it compresses keys before the rotation; full keys are rebuilt from it
+    before: bool = False  # True for latents of keys before the rotation; full keys are rebuilt from the latent
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     its values. If the maps A of queries and B of keys fold into W_Q and W_K, keys need one W_K B (d_model × r) per
     latent of rank r, and queries the cheaper of W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head);
     the latter is cheaper if a shared latent is wider than a head. Otherwise A and B are applied in addition, so only
-    scores and cache shrink. Rank 0 needs none of these matrices. If latents compress keys before the rotation, queries
-    are unchanged, and keys are rebuilt from the latent.
+    scores and cache shrink. If latents compress keys before the rotation, queries are unchanged, and keys are rebuilt
+    from the latent; otherwise, rank 0 needs none of these matrices.
     """
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 

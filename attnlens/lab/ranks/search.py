@@ -166,7 +166,7 @@ def measure_losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: D
 
 
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
-    """Compute after / before − 1 for the mean loss over tokens, or for perplexity; None if a loss is not finite.
+    """Compute after / before − 1 for the mean loss over tokens, or for perplexity; None if `after` is not finite.
 
     `after` is the mean loss of each sequence in the changed model. `names` are the names of the texts, in the order of
     `before.design`. If there are several texts, the rise on each text is also computed.
@@ -212,7 +212,7 @@ class Choice:
     estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
     promised: Rise | None = None  # rise on text not used to fit or choose; None: ranks given, or loss not finite
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, from large to small ranks
-    reason: str | None = None  # why no rank could be reduced
+    reason: str | None = None  # why no rank could be reduced; None if one was
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
     held_out: bool = False  # True if each text was measured with maps fitted to the other texts
 
@@ -266,9 +266,9 @@ class BudgetSearch(SwapSetup):
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Try each form at half rank, then the best one with pairs weighted by the output; adopt the best of all.
+        """Try each form at half rank, then the best form with `metric=output`; adopt the best of all.
 
-        Return the record of each trial; an empty list if the form was requested.
+        Return the record of each trial; an empty list if the form was requested, which is then adopted.
         """
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
@@ -401,7 +401,7 @@ class Trial:
     def rise(self, ranks: Sequence[int]) -> Rise | None:
         """Measure the rise for these ranks; None if a loss is not finite.
 
-        If there are several texts, each is measured with maps fitted to the others.
+        If there are several texts, each text is measured with maps fitted to the others.
         """
         search, means = self.search, []
         by_site = search.split_by_site(ranks)

@@ -101,7 +101,7 @@ def build_cell(
     speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record from the chosen unit, the (rate, validation loss) pairs of its form, and its runs."""
+    """Build a cell's record from the chosen unit, the form's (rate, validation loss) pairs, and the runs over seeds."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -148,7 +148,10 @@ def build_cell(
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
-    """Yield, for each measure, all pairs of converged cells, with p over seeds and agreement with the paper's order."""
+    """Yield, for each measure, all pairs of converged cells, with p over seeds and agreement with the paper's order.
+
+    Nothing is yielded for a single seed.
+    """
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
         return
@@ -287,7 +290,7 @@ def slug(name: str) -> str:
 def prepare_training(
     make: Callable[[], Sequence[StudyTask]], units: Mapping[str, TrainingUnit], store: Store
 ) -> tuple[Mapping[str, object], Compute]:
-    """Return the store's facts and a function that trains a unit by name; `make` builds the tasks it needs."""
+    """Return the store's facts and a function that trains a unit by name; `make` builds the units' tasks."""
     task_of = {task.name: task for task in make()}
     return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 
@@ -347,7 +350,8 @@ DATA: dict[str, TaskForm] = {  # Option → form of the task that uses the optio
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:
     """Return each table's cells that have data and match a pattern of `request.cells` (default: all).
 
-    Raise UsageError if a pattern matches no cell, or if a given file is used by none of the selected cells.
+    Tables without such cells are omitted. Raise UsageError if a pattern matches no cell, or if a given file is used by
+    none of the selected cells.
     """
 
     def matches(cell: PaperCell, pattern: str) -> bool:

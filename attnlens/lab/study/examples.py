@@ -35,7 +35,7 @@ class Examples:
 
     inputs: Tensor  # ids (batch, tokens), int64; or a series (batch, steps, channels), float32
     mask: Tensor | None  # (batch, tokens), bool, False for padding, which is on the right; None: no padding
-    targets: Tensor  # ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)
+    targets: Tensor  # ids to predict (batch, tokens), NOTHING at positions without a target; or class indices (batch,)
     decoder_inputs: Tensor | None = None  # ids (batch, target tokens), starting with BEGIN; None without a decoder
 
     def to(self, device: torch.device | str) -> Examples:
@@ -48,7 +48,7 @@ class Cases(NamedTuple):
     """Examples of one part of a task, neither batched nor padded."""
 
     inputs: Sequence[Tensor] | Tensor  # per example: ids (tokens,), int64, or a series (steps, channels), float32
-    targets: Sequence[Tensor] | Tensor  # per example: ids to predict (tokens,), or a class number ()
+    targets: Sequence[Tensor] | Tensor  # per example: ids to predict (tokens,), or a class index ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -165,7 +165,7 @@ def _primal() -> Iterator[PaperCell]:
 
 
 def describe_features(form: AttentionForm, d: int) -> str:
-    """Format the number of features of Φ in k(q, k) = ⟨Φ(q), Φ(k)⟩ on R^d: `64`, `∞`, or empty if there is no Φ."""
+    """Format the number of features of Φ in k = ⟨Φ(q), Φ(k)⟩ on R^d: `64`, `∞`, or empty without Φ or if primal."""
     name, _, parameter = form.kernel.partition(":")
     number = int(parameter) if parameter.isdigit() else 0
     features = {

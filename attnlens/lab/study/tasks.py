@@ -52,7 +52,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read tab-separated lines whose number of columns is one of `columns`; also return {file name: SHA-256}."""
+    """Read lines with equal numbers of tab-separated columns, one of `columns`; also return {file name: SHA-256}."""
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
@@ -192,7 +192,8 @@ PAIRS_REMEDY = "Give a UTF-8 file with one pair per line: source and target, opt
 def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`.
 
-    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out; otherwise, blocks.
+    If every id names a verse (`Ruth.1.16`) and no part would be empty, whole books are held out; otherwise, blocks of
+    lines.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
@@ -214,7 +215,10 @@ def _split_by_book(rows: Rows) -> dict[str, list[int]] | None:
 def pair_rows(
     name: str, parts: Mapping[str, Sequence[Sequence[str]]], files: Mapping[str, str], scale: Scale
 ) -> StudyTask:
-    """Build a translation task from (source, target) rows already split into parts; long pairs are left out."""
+    """Build a translation task from (source, target) rows already split into parts.
+
+    Pairs with a side longer than the scale's `length`, and training pairs that are also held out, are left out.
+    """
     tokenizer = train_byte_pairs(chain.from_iterable(parts["training"]), scale.vocabulary, SPECIALS)
     short = {}
     for part, rows in parts.items():
@@ -250,7 +254,7 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, after an optional header.
 
     Repeated texts are omitted even if their labels differ, so no text is in two parts. The texts of each class are
-    split in file order: 80 % training, 10 % validation, 10 % test.
+    split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to the scale's `length`.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)
@@ -290,7 +294,10 @@ def build_classification(
 
 
 def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Split the texts of each class into parts; return the indices of each part's texts in file order."""
+    """Split the texts of each class into parts; return the indices of each part's texts in file order.
+
+    Raises TextError for fewer than two classes, or a class of fewer than three texts.
+    """
     if len(classes) < 2:
         only = f"a single label: {classes[0]}" if classes else "no text below its header"
         raise TextError(f"{path} has {only}.", "Give texts with at least two labels.")
@@ -350,8 +357,9 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    Every fifth case of each class of the first file is used for validation. Each channel is scaled to mean 0 and
-    standard deviation 1 over the steps of the training part; a constant channel is only centred.
+    Every fifth case of each class of the first file (the last of fewer than five) is used for validation. Each channel
+    is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
+    centred.
     """
     (header, first, digest), (_, second, test_digest) = read_series(train), read_series(test)
     first_name, second_name = Path(train).name, Path(test).name

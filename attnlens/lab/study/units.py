@@ -101,11 +101,11 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss (deterministic on one CPU thread); keep the weights with the least validation loss.
+    """Minimise the task's loss plus η times the primal regulariser; keep the weights with the least validation loss.
 
-    At every evaluation, `watch` measures the model, and the state of the training is saved to the store `state`, from
-    which a repeated call resumes. A run has not converged if a loss is not finite, which ends the run, or if the
-    validation loss never falls below its initial value.
+    Training is deterministic on one CPU thread. At every evaluation, `watch` measures the model, and the state of the
+    training is saved to the store `state`, from which a repeated call resumes. A run has not converged if a loss is not
+    finite, which ends the run, or if the validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
@@ -184,7 +184,7 @@ def build_accelerator() -> Accelerator:
 def take_step(
     accelerator: Accelerator, model: nn.Module, optimiser: torch.optim.Optimizer, batch: Examples, eta: float
 ) -> tuple[float, int]:
-    """Take one step on the loss plus `eta` times the primal regulariser; return the loss and the number of tokens."""
+    """Take one step on loss + `eta` · primal regulariser; return the loss and the number of tokens in the batch."""
     model.train()
     examples = batch.to(accelerator.device)
     with accelerator.autocast():
@@ -263,10 +263,11 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
-    """Compute the median of each measure over heads; primal layers are omitted.
+    """Compute the median of each measure over heads; omit primal layers and measures without values.
 
-    tokens.* are averaged over the sequences; their logits are log k. They are omitted if a kernel can be negative. The
-    comparison with the SVM needs a kernel of an inner product, without a tie or a position bias.
+    tokens.* are computed from log k and averaged over the sequences. If a kernel can be negative, tokens.* and
+    selection.* are omitted. The comparison with the SVM needs a kernel of an inner product, without a tie or a position
+    bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
@@ -294,7 +295,10 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """Compute each head's share of decided queries, and the cosine of M with the SVM that selects the same tokens."""
+    """Compute each head's share of decided queries, and the cosine of M with the SVM that selects the same tokens.
+
+    A cosine is NaN if the SVM has no solution. Cosines are computed only for kernels of an inner product without a tie.
+    """
     decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))
