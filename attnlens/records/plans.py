@@ -88,7 +88,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or from an earlier plan."""
+    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or read from a plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool
