@@ -107,7 +107,7 @@ class Null(Record):
 class Measure(Record):
     """One measure of one head: a value with its standard error or null, or the reason why the value is missing."""
 
-    value: Number | None  # Mean over sequences (tokens.*), or value of the weights (weights.*); None if missing
+    value: Number | None  # Mean over sequences (tokens.*), value of the weights or of all queries; None if missing
     label: str | None = None  # Name of the category if the value is a category's number; else None
     se: Number | None = None  # Standard error of the mean over sequences (over texts if there are at least five)
     se_reason: str | None = None  # Reason why the standard error is missing

@@ -93,11 +93,11 @@ class Extreme(Record):
 
 
 class TextSummary(Record):
-    """Medians over heads of tokens.* measures on the windows of one text."""
+    """Medians of tokens.* measures over heads, on the windows of one text."""
 
     name: str
     sequences: Count  # Number of the text's windows
-    medians: dict[str, Number] = {}  # Median over heads of each tokens.* measure
+    medians: dict[str, Number] = {}  # Median of each tokens.* measure over heads
     median_errors: dict[str, Number] = {}  # Standard errors of the medians over the text's windows
     reasons: Reasons = {}
 
@@ -107,10 +107,10 @@ class Summary(Record):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    medians: dict[str, Number] = {}  # Median over heads of each measure
+    medians: dict[str, Number] = {}  # Median of each measure over heads
     median_errors: dict[str, Number] = {}  # Standard errors of the medians: bootstrap over windows (or texts)
-    median_nulls: dict[str, Null] = {}  # Median expected by chance for the same number of heads
-    layers: list[dict[str, Number]] = []  # Medians over the heads of each layer, in the order of `layer_numbers`
+    median_nulls: dict[str, Null] = {}  # Medians expected by chance for the same number of heads, by measure
+    layers: list[dict[str, Number]] = []  # Medians over each layer's heads, by measure, in the order of `layer_numbers`
     layer_errors: list[dict[str, Number]] = []  # Standard errors of the medians in `layers`
     layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
     layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0

@@ -303,7 +303,7 @@ class QueryKey:
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:
-        """Return the QueryKey restricted to these sequences of a batch, queries and keys."""
+        """Return the QueryKey of a batch, restricted to these sequences, queries and keys."""
         rows = list(batch)
         return replace(
             self,

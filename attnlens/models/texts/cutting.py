@@ -32,7 +32,7 @@ class Batch:
     """The inputs of one forward pass, and the lengths and texts of its sequences."""
 
     inputs: dict[str, Tensor]  # arguments of `model(**inputs)`, on the model's device
-    lengths: tuple[int, ...]  # number of ids of each sequence, with placeholders but not padding; empty without tokens
+    lengths: tuple[int, ...]  # number of ids of each sequence, with placeholders, not padding; empty if there are none
     parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if no text is read
     start: int = 0  # index of the text's first id in each sequence, after the placeholders of images and sounds
 
@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Keep evenly spaced forward passes with at least `sequences` sequences in all; keep all if they have fewer."""
+        """Return evenly spaced forward passes with at least `sequences` sequences in total; all if there are fewer."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -135,7 +135,7 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """Build the inputs of `loaded` from the texts, without the windows of `apart_from`, whose texts must be cut alike.
+    """Build the inputs of `loaded` from the texts; leave out the windows that `apart_from`, cut in the same way, uses.
 
     A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
     its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text or file is unsuitable or if there is
@@ -193,7 +193,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
 
 
 def _checked_media(loaded: Loaded) -> media.Media:
-    """Return the images and sounds that the model reads. Raises TextError if other inputs are required."""
+    """Return the images and sounds that the model reads; raise TextError if the model requires other inputs."""
     accepted = media.media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
     if missing := [name for name in sequences.required_inputs(loaded.model) if name not in available]:

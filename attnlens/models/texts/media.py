@@ -384,7 +384,7 @@ def _input_name(model: PreTrainedModel, modality: Modality) -> str:
 
 
 def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.json have any type
-    """Return the first of these settings in the model's config, else by level in nested configs; None if absent."""
+    """Return the first of these settings in the model's config or, by level, in nested configs; None if absent."""
     level: list[object] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]

@@ -97,7 +97,7 @@ SAMPLE_NAMES = {
 """Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
 LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
-"""Maximum length of a text in characters: a longer text is replaced by its beginning or by BLOCKS blocks of it."""
+"""Maximum length of a text in characters: `thin_text` cuts a longer one to its beginning or to BLOCKS blocks."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
 TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
@@ -122,7 +122,7 @@ class Content:
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); read one field of JSON rows.
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, read one field.
 
     Raises TextError if that fails, and UsageError if the package `datasets` is needed but not installed.
     """
@@ -248,8 +248,9 @@ def text_inputs(
 ) -> dict[str, Tensor]:
     """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
 
-    If the encoder reads the text too, the decoder gets the text shifted right by one start token. If it reads pixels
-    or sound, the decoder gets the text unchanged, since its special tokens already begin with the start token.
+    If the encoder reads the text too, the decoder gets the text shifted right by one start token. If the encoder
+    reads pixels or sound, the decoder gets the text unchanged, since its special tokens already begin with the start
+    token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -341,7 +342,7 @@ def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
 def choose_windows(
     available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()
 ) -> list[int]:
-    """Choose k of the n windows below `available` that are not `taken`; return their indices in ascending order.
+    """Choose k of the n windows 0 … `available` − 1 that are not `taken`; return their indices in ascending order.
 
     k is `wanted`, at most n. `spread` is systematic sampling: the windows ⌊(i + u)·n/k⌋ of the n for i = 0 … k − 1,
     where u in [0, 1) is random with `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement;

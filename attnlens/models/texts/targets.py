@@ -110,13 +110,13 @@ def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
 
 
 def states_of(result: object) -> Float[Tensor, "batch ... d_model"]:
-    """Return the `last_states` of a model without a head, or the first part of its output if there are none."""
+    """Return the `last_states` in the output of a model without a head; if there are none, the output's first part."""
     states = last_states(result)
     return cast("Sequence[Tensor]", result)[0] if states is None else states
 
 
 def output_options(task: Task) -> dict[str, bool]:
-    """Return the arguments of a forward pass whose output must contain hidden states: for the task `hidden` only."""
+    """Return arguments that make a forward pass return hidden states if the task is `hidden`, else an empty dict."""
     return {"output_hidden_states": True} if task == "hidden" else {}
 
 

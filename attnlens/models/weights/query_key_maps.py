@@ -402,7 +402,7 @@ def _read_site(
 
 
 def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
-    """Return the maps and the groups of normalised coordinates; raise NotBilinearError if no maps fit."""
+    """Return the maps, and the groups of normalised coordinates, if any; raise NotBilinearError if no maps fit."""
     with linear(norms):
         maps = match_weights(probe)
         if maps is not None and not norms:
