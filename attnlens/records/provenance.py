@@ -85,7 +85,7 @@ class ModelInfo(Record):
         return self.layer_name(layer).rpartition(".")[2]
 
     def layer_choices(self, layer: int, part: Part) -> set[int | str]:
-        """Return the values with which options and rules can select a layer: 2 and `decoder.2`."""
+        """Return the values with which options and rules can select a layer, such as 2 and `decoder.2`."""
         number = self.layer_number(layer)
         return {int(number), f"{part}.{number}"}
 

@@ -277,7 +277,7 @@ class Report(Record):
 
     @property
     def swaps(self) -> list[Swap]:
-        """Swaps of all kernels, in the order requested."""
+        """Swaps of all kernels, in the order requested; empty if the report is not of kind `swap`."""
         return [self.swap, *self.swap.others] if self.swap is not None else []
 
     @property

@@ -246,7 +246,7 @@ class SiteSwap(Record):
 
 
 class Effect(Record):
-    """Effect on the loss of swapping a single head or layer (`--sweep`)."""
+    """Effect of swapping a single head or layer (`--sweep`)."""
 
     layer: int
     head: int | None = None  # Query head; None for the whole layer

@@ -395,7 +395,7 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return a modality's placeholder id, and how many placeholders `inputs` needs; (0, 0) without placeholders."""
+    """Return a modality's placeholder id, and how many placeholders `inputs` need; (0, 0) without placeholders."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:

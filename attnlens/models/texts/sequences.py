@@ -275,7 +275,7 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the vocabulary size in the model's config, else of its input embedding; None if both are unknown."""
+    """Return the vocabulary size from the model's config, or else from its input embedding; None if unknown."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding
@@ -300,7 +300,7 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 
 
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
-    """Shift ids right for a decoder, by the model's own method or start token. Raises TextError if both are missing."""
+    """Shift ids right for a decoder, by the model's own method or start token. Raises TextError if neither works."""
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
     if method is None:

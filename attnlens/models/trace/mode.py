@@ -132,7 +132,7 @@ class Lead:
 
 
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
-    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
+    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if this is unclear.
 
     The number of heads is the number of queries per token or, if a module pools its queries, of keys per token.
     """
@@ -381,7 +381,7 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the result of `answer` for the innermost module of `owners`.
 
-        Return `original()` with `prove`, if there is no such module, or if its attention is unreadable or not traced.
+        Return `original()` if `prove` is set, or if there is no such module or its attention is unreadable or not traced.
         Raises ModelError if the module is in `modules` and its attention is unreadable.
         """
         owner, tokens = owners[-1] if owners else (None, None)

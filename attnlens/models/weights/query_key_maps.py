@@ -319,7 +319,7 @@ def _differs_from(part: Rows, rotation: Rotation, rounding: float) -> bool:
 
 
 def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
-    """Return True if the root-mean-square angle at some position exceeds ANGLE and 4 · `rounding`."""
+    """Return True if, at some position, the root-mean-square angle over pairs exceeds ANGLE and 4 · `rounding`."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 

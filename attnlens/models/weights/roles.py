@@ -96,7 +96,7 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
 
 
 def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> Rows | None:
-    """Find rows whose products with x are proportional to these queries, keys or values at position 0, or None."""
+    """Find rows whose products with x are proportional to the `vectors` at position 0; return None if none fit."""
     heads, size = vectors.shape[1], vectors.shape[-1]
     values = vectors[:, :, 0].double().flatten(1)
     tokens = x.double().flatten(0, -2)
