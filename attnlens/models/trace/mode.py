@@ -381,7 +381,7 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the result of `answer` for the innermost module of `owners`.
 
-        Return `original()` if `prove` is set, or if there is no such module or its attention is unreadable or not traced.
+        Return `original()` if `prove`, if there is no such module, or if its attention is unreadable or not traced.
         Raises ModelError if the module is in `modules` and its attention is unreadable.
         """
         owner, tokens = owners[-1] if owners else (None, None)
