@@ -40,7 +40,7 @@ class Check(Record):
     base: Number | None = None  # Median over the compared heads in the baseline; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []  # Heads that break the rule, worst first; empty if it passed or tests no single heads
+    breaches: list[Breach] = []  # Heads or blocks that break the rule, worst first; empty if none are tested singly
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
@@ -123,7 +123,7 @@ class BlockChange(Record):
     q: Number | None = None  # Smallest false-discovery rate at which the change is named
     smallest: Number | None = None  # Smallest change of practical size; None in reports of older versions
     negligible: bool = False  # True if the 90 % interval of the change lies below smallest
-    named: bool = False  # True if q is at most the false-discovery rate, over blocks, and the change is not negligible
+    named: bool = False  # True if q, over blocks, is at most the requested rate, and the change is not negligible
 
 
 class Spread(Record):
@@ -158,7 +158,7 @@ class TensorChanges(Record):
     missing: list[str] = []  # Tensors of the first model that the second lacks
     extra: list[str] = []  # Tensors of the second model that the first lacks
     types: tuple[str, str] | None = None
-    """Quantisation, or coarsest number type that represents the weights, of each model; None if they are the same."""
+    """Quantisation, or coarsest number type that represents the weights, of each model; None if they are equal."""
 
     @property
     def identical(self) -> bool:
@@ -180,7 +180,7 @@ class DiagnosedCause(Record):
     text: str  # How the second model's tensors differ, as a clause
     tensors: list[str] = []  # Tensors explained, by role (`query.weight`) or by name within the layer
     harmless: bool = False  # True if attention is the same
-    head_errors: list[Number] = []  # Relative error of each head's W_Q or W_K, the larger one; empty unless quantised
+    head_errors: list[Number] = []  # The larger of W_Q's and W_K's relative errors, by head; empty unless quantised
 
 
 class Comparison(Record):

@@ -107,7 +107,7 @@ class Null(Record):
 class Measure(Record):
     """One measure of one head: a value with its standard error or null, or the reason why the value is missing."""
 
-    value: Number | None  # Mean over sequences (tokens.*), or value of the weights (weights.*); None if missing
+    value: Number | None  # Mean over sequences (tokens.*), value of the weights or of all queries; None if missing
     label: str | None = None  # Name of the category if the value is a category's number; else None
     se: Number | None = None  # Standard error of the mean over sequences (over texts if there are at least five)
     se_reason: str | None = None  # Reason why the standard error is missing
@@ -140,8 +140,8 @@ class HeadId(Record):
 
     site: str  # Name of the site: module path, with #ordinal if the module is called more than once
     layer: Count  # Index of the site in execution order, from 0
-    head: Count  # Number of the query head, from 0
-    kv_head: Count  # Number of its key head, from 0
+    head: Count  # Number of the query head within the site, from 0
+    kv_head: Count  # Number of its key head within the site, from 0
     part: Part  # Part of the model: `encoder`, `decoder`, `cross`, …
 
 
@@ -149,7 +149,7 @@ class Head(HeadId):
     """Measures and curves of one head."""
 
     measures: dict[str, Measure] = {}  # Scalars by qualified name (`weights.symmetry`)
-    curves: dict[str, list[Number]] = {}  # Values at each step, by qualified name
+    curves: dict[str, list[Number]] = {}  # Values of each curve, such as a spectrum, by qualified name
 
     def cells(self) -> dict[str, str | int | float | None]:
         """Return a table row: layer, head, each measure with .se, .z and .base if known, part, key head and site."""
@@ -165,7 +165,7 @@ OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # First word
 
 
 def _clause(sentence: str) -> str:
-    """Convert a sentence to a clause: lower-case the first letter and drop the period."""
+    """Convert a sentence to a clause: drop the final period, and lower-case the first word if it is in OPENERS."""
     first, blank, remainder = sentence.strip().rstrip(".").partition(" ")
     return (first.lower() if first in OPENERS else first) + blank + remainder
 
@@ -180,7 +180,7 @@ class Skipped(Record):
 
 
 class Coverage(Record):
-    """Numbers of requested and analysed heads, and the parts that were skipped."""
+    """Counts of requested and analysed heads, and the parts that were skipped."""
 
     sites: Count  # Number of requested sites
     heads: Count  # Number of requested heads
@@ -208,7 +208,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Sources that lack values, as text; else, if all heads were analysed, the first skipped site; else empty."""
+        """Sources that lack values, as text; else, if all heads were analysed, the skipped sites; else empty."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -244,7 +244,7 @@ class Selection(HeadId):
     space: Space  # Space in which the problem is posed: the module's inputs, or queries and keys
     picks: list[Pick]
     best: Number  # 1/‖W_mm‖_F of the SVM W_mm: the largest minimum margin of any form of unit norm
-    null_margins: list[list[Number]] = []  # Margins of each random head / the head's best possible margin, ascending
+    null_margins: list[list[Number]] = []  # Each random head's query margins / its best possible margin, ascending
     sentences: list[Sentence] = []
 
 

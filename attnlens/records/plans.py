@@ -50,8 +50,8 @@ class Rise(Record):
 
     share: Number  # Rise as a share: 0.01 is 1 %
     ci95: Interval | None = None
-    """Two-sided 95 % interval over pairs of sequences or of whole texts: studentised bootstrap, or Student's t for
-    fewer than eight pairs (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
+    """Two-sided 95 % interval over sequences or whole texts, paired between the models: studentised bootstrap, or
+    Student's t for fewer than eight pairs (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
     over: Intervals = "windows"  # Population of the interval: windows of these texts, or texts of this kind
     sequences: Count  # Number of sequences
     by_text: dict[str, Number] = {}  # Relative rise on each text, by name, if the sequences come from several texts
@@ -88,7 +88,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or from an earlier plan."""
+    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or read from a plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool

@@ -81,11 +81,11 @@ class ModelInfo(Record):
         return self.layer_names[layer] if layer < len(self.layer_names) else str(layer)
 
     def layer_number(self, layer: int) -> str:
-        """Return the number of a layer within its part."""
+        """Return the number of a layer within its part, as text."""
         return self.layer_name(layer).rpartition(".")[2]
 
     def layer_choices(self, layer: int, part: Part) -> set[int | str]:
-        """Return the values with which options and rules can select a layer: 2 and `decoder.2`."""
+        """Return the values with which options and rules can select a layer, such as 2 and `decoder.2`."""
         number = self.layer_number(layer)
         return {int(number), f"{part}.{number}"}
 
@@ -114,7 +114,7 @@ class Text(Record):
 
 FEWEST_DRAWS = 8
 """Smallest number of draws (windows of each text, or texts) for a bootstrap. Student's t is more accurate for fewer
-draws: a bootstrap sample that contains one of two windows twice has almost no error."""
+draws: a bootstrap sample that contains one of two windows twice has no spread."""
 
 
 class Settings(Record):

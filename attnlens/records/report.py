@@ -40,7 +40,7 @@ class Windows:
         )
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """Yield a row per window and head or stage: text, window, name of the head or stage, measures with a value."""
+        """Yield a row for each pair of window and unit (head or stage): text, window, unit, measures with a value."""
         read = {name: part.tolist() for name, part in self.values.items()}
         for place, (text, number) in enumerate(self.windows):
             for column, unit in enumerate(self.units):
@@ -93,11 +93,11 @@ class Extreme(Record):
 
 
 class TextSummary(Record):
-    """Medians over heads of tokens.* measures on the windows of one text."""
+    """Medians of tokens.* measures over heads, on the windows of one text."""
 
     name: str
     sequences: Count  # Number of the text's windows
-    medians: dict[str, Number] = {}  # Median over heads of each tokens.* measure
+    medians: dict[str, Number] = {}  # Median of each tokens.* measure over heads
     median_errors: dict[str, Number] = {}  # Standard errors of the medians over the text's windows
     reasons: Reasons = {}
 
@@ -107,10 +107,10 @@ class Summary(Record):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    medians: dict[str, Number] = {}  # Median over heads of each measure
+    medians: dict[str, Number] = {}  # Median of each measure over heads
     median_errors: dict[str, Number] = {}  # Standard errors of the medians: bootstrap over windows (or texts)
-    median_nulls: dict[str, Null] = {}  # Median expected by chance for the same number of heads
-    layers: list[dict[str, Number]] = []  # Medians over the heads of each layer, in the order of `layer_numbers`
+    median_nulls: dict[str, Null] = {}  # Medians expected by chance for the same number of heads, by measure
+    layers: list[dict[str, Number]] = []  # Medians over each layer's heads, by measure, in the order of `layer_numbers`
     layer_errors: list[dict[str, Number]] = []  # Standard errors of the medians in `layers`
     layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
     layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0
@@ -132,7 +132,7 @@ class SiteCheck(Record):
     heads: Count
     route: str  # How the site's weights were read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention weights P from the captured queries and keys
-    weights_error: Number | None  # The same error of weights P from queries and keys computed from weights and inputs
+    weights_error: Number | None  # The same error of P from queries and keys computed from weights and inputs
     reason: str | None = None  # Reason why an error is missing
     rounding: Number | None = None
     """Error of the model's own attention weights that rounding of large scores causes; None if no error needs this
@@ -153,7 +153,7 @@ class Sight(Record):
     token: Count | None  # Position of the token whose input was perturbed; None for `differs`
     layer: Count | None  # Sequential number of the site; None for the output of the whole model
     site: str | None
-    change: Number | None  # Largest change of the output; for `differs`, its relative error; None if not finite
+    change: Number | None  # Largest change of the output (`differs`: relative error of the output); None if not finite
 
 
 class MaskCheck(Record):
@@ -267,7 +267,7 @@ class Report(Record):
 
     @property
     def windows(self) -> Windows | None:
-        """Values of every window; None for a report read from JSON, which lacks them (`--windows-csv` writes them)."""
+        """Values of every window, which JSON lacks and `--windows-csv` writes; None if the report has none."""
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:
@@ -277,7 +277,7 @@ class Report(Record):
 
     @property
     def swaps(self) -> list[Swap]:
-        """Swaps of all kernels, in the order requested."""
+        """Swaps of all kernels, in the order requested; empty if the report is not of kind `swap`."""
         return [self.swap, *self.swap.others] if self.swap is not None else []
 
     @property
@@ -296,7 +296,7 @@ class Report(Record):
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return a table with one row per head: layer, head, each measure with its .se, .z and .base, and the site.
+        """Return a table with one row per head: layer, head, each measure with .se, .z and .base, part, key head, site.
 
         Raise UsageError if pandas is not installed.
         """

@@ -29,11 +29,11 @@ class Curve(Record):
     share a picture if their quantity is known, and are drawn separately otherwise."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
-    null_of: str | None = None  # Name of the curve whose null this is: `median` is its mean, `low` and `high` ± 1 sd
+    null_of: str | None = None  # Curve whose null this is: `median` is the null's mean; `low`, `high` are mean ∓ sd
 
 
 class Trajectory(Record):
-    """Values of one head's measure at the steps of its experiment."""
+    """Values of one measure of one head at the steps of the experiment."""
 
     layer: Count
     head: Count
@@ -100,7 +100,7 @@ class Experiment(Record):
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
 
-LEVEL = 0.05  # Probability of at least one false decision among all pairs of a table
+LEVEL = 0.05  # Largest probability of at least one false decision among all pairs of a table
 
 
 class StudyColumn(Record):
@@ -115,7 +115,7 @@ class StudyColumn(Record):
     files: list[File] = []
     sizes: dict[str, JsonValue]  # Layers, widths, steps and rates, which all cells of the column share
     left_out: dict[str, Count] = {}  # Number of omitted or changed examples, by part of the data or by kind of change
-    repeated: Count = 0  # Number of pairs left out of training because they are also in the held-out data
+    repeated: Count = 0  # Number of example pairs left out of training because they are also held out
     published: str | None = None  # Data and measure of the paper's numbers; None if the paper has no numbers
 
 
@@ -138,9 +138,9 @@ class StudyCell(Record):
     form: dict[str, JsonValue]  # Kernel, symmetry, positions and value function; the best form if several were searched
     rate: Number  # Learning rate
     forms: Count  # Number of forms searched at each learning rate
-    searched: list[tuple[Number, Number | None]]  # Learning rate and validation loss of each trial; None: it diverged
+    searched: list[tuple[Number, Number | None]]  # Learning rate and validation loss of each trial; None: diverged
     mean: Number | None  # Mean score over runs (perplexity: exp of the mean loss); None if a run did not converge
-    se: Number | None  # Standard error of the mean over seeds; for perplexity, perplexity times that of the loss
+    se: Number | None  # Standard error of `mean` over seeds (perplexity: `mean` · standard error of the mean loss)
     runs: list[StudyRun]
     parameters: Count  # Number of parameters of the model
     kernel_parameters: Count  # Number of parameters of the projections of queries, keys and positions
@@ -175,7 +175,7 @@ class StudyPair(Record):
     difference: Number  # Mean measure of the first cell − that of the second
     p: Number | None  # Two-sided p of the hypothesis of no difference; None if runs have no spread
     p_holm: Number | None  # p corrected for all pairs of the table (Holm); None if p is None
-    agrees: bool | None = None  # True if the paper ranks the cells alike; None if its numbers are missing or equal
+    agrees: bool | None = None  # True if the paper ranks the two cells alike; None if its numbers are missing or equal
 
 
 class StudyOrdering(Record):

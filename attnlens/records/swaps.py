@@ -15,11 +15,11 @@ class Predictor(Record):
 
     measure: str  # Qualified name (`tokens.entropy`)
     rho: Number  # Spearman's ρ of the measure with the harm, −1 to 1
-    heads: Count  # Number of heads with a measure and a harm
+    heads: Count  # Number of heads with a value of the measure and a finite harm
     left_out: Count = 0  # Number of heads that lack the measure or diverged
-    heads_ci95: Interval | None = None  # Of ρ, by bootstrap of heads; heads of a shared module are drawn together
-    layers_ci95: Interval | None = None  # Of ρ, by bootstrap of whole layers
-    sequences_ci95: Interval | None = None  # Of ρ, by bootstrap of windows (or texts)
+    heads_ci95: Interval | None = None  # Interval of ρ by bootstrap of heads (those of a shared module together)
+    layers_ci95: Interval | None = None  # Interval of ρ by bootstrap of whole layers
+    sequences_ci95: Interval | None = None  # Interval of ρ by bootstrap of windows (or texts)
     p_value: Number | None = None  # Two-sided p by permutations of heads, not corrected for other measures
     p_corrected: Number | None = None  # p_value corrected for all measures compared (maxT, Westfall & Young 1993)
     holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
@@ -46,7 +46,7 @@ class Change(Record):
     before: Number  # Value in the original model
     after: Number  # Value in the changed model
     delta: Number  # after − before
-    ci95: Interval | None = None  # Interval of delta: studentised paired bootstrap over windows or at least five texts
+    ci95: Interval | None = None  # Interval of delta, over windows or at least five texts, by Settings.interval_method
 
 
 class Pair(Record):
@@ -246,7 +246,7 @@ class SiteSwap(Record):
 
 
 class Effect(Record):
-    """Effect on the loss of swapping a single head or layer (`--sweep`)."""
+    """Effect of swapping a single head or layer (`--sweep`)."""
 
     layer: int
     head: int | None = None  # Query head; None for the whole layer
@@ -272,7 +272,7 @@ class Swap(Outcome):
     causality_error: Number | None = None  # Relative change of outputs if later tokens change; 0 if nothing leaks
     mask_error: Number | None = None  # Relative change of tokens' outputs if the padding changes; 0 if nothing leaks
     off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the swapped sites
-    tokens_per_second: Pair  # Forward passes of the evaluation, median over batches
+    tokens_per_second: Pair  # Speed of the evaluation's forward passes, median over batches
     peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
     stages: list[Stage]  # The model at each stage: swapped, fitted, healed
     healing: Healing | None = None

@@ -32,7 +32,7 @@ class Call:
     cross: bool = False  # True if queries and keys belong to different sequences (cross-attention)
     module: nn.Module | None = None  # The attention module; None outside a model
     traced: bool = False  # True if attention was traced in the module's own code
-    places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token; None if the model omits it
+    places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token; None if not passed
     selected: tuple[int, ...] | None = None  # Numbers of the selected query heads' key heads; None: all are selected
     relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
 
@@ -165,11 +165,11 @@ class Rotation:
 
     @property
     def transposed(self) -> Rotation:
-        """The transposed rotation, R(i)ᵀ = R(−i)."""
+        """The transposed rotations R(i)ᵀ, with the angles −φ."""
         return replace(self, angles=-self.angles)
 
     def of_coordinates(self, coordinates: Int[Tensor, " some"]) -> Rotation | None:
-        """Return the rotation restricted to these coordinates, renumbered from 0; None if they contain no pair."""
+        """Return the rotation restricted to these coordinates, renumbered from 0; None if no pair is left."""
         import torch
 
         numbers = self.pairs.new_full((self.size,), -1)
@@ -204,7 +204,7 @@ class QueryKey:
     scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 if queries are already scaled)
     source: Source
     site: Site
-    heads: tuple[int, ...]  # Number of each query head in the model
+    heads: tuple[int, ...]  # Number of each query head within its layer, from 0
     key_of: tuple[int, ...]  # Index of each query head's key head in `key`
     rotation: Rotation | None = None  # Weights under RoPE: x at position i has the query x W_Q R(i) and key x W_K R(i)
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None  # Tokens: keys that a query can see; None means all
@@ -224,7 +224,7 @@ class QueryKey:
 
     @property
     def paired_value(self) -> Float[Tensor, "*batch heads m value_dim"] | None:
-        """Values, repeated like the keys in `paired_key`."""
+        """Values, repeated like the keys in `paired_key`; None if unknown."""
         return None if self.value is None else self.value[..., list(self.key_of), :, :]
 
     @cached_property
@@ -248,7 +248,7 @@ class QueryKey:
 
     @cached_property
     def attention(self) -> Float[Tensor, "*batch heads n m"]:
-        """Attention matrix softmax(logits + mask), in float64; a query that sees no key has a row of zeros."""
+        """Attention matrix softmax(logits + mask), with any sinks, in float64; zeros for a query that sees no key."""
         masked = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, -math.inf)
         if self.sinks is None:
             return masked.softmax(-1).nan_to_num(nan=0.0)
@@ -303,7 +303,7 @@ class QueryKey:
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:
-        """Return the QueryKey restricted to these sequences of a batch, queries and keys."""
+        """Return the QueryKey of a batch, restricted to these sequences, queries and keys."""
         rows = list(batch)
         return replace(
             self,
@@ -317,5 +317,5 @@ class QueryKey:
 
 
 def select_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
-    """Select heads of a mask or bias; a matrix shared by all heads, or None, is returned unchanged."""
+    """Select the heads `index` of a mask or bias; return a matrix shared by all heads, or None, unchanged."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

@@ -1,4 +1,4 @@
-"""Inputs of a model: windows or lines of texts, and images and sounds, from files or random.
+"""Inputs of a model: windows or lines of texts; images and sounds, read from files or generated at random.
 
 sequences.py reads and tokenizes texts, media.py prepares images and sounds, cutting.py builds batches from both, and
 targets.py adds the targets of predictions.

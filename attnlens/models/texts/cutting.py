@@ -29,11 +29,11 @@ IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_at
 
 @dataclass(frozen=True)
 class Batch:
-    """The keyword arguments of one forward pass."""
+    """The inputs of one forward pass, and the lengths and texts of its sequences."""
 
     inputs: dict[str, Tensor]  # arguments of `model(**inputs)`, on the model's device
-    lengths: tuple[int, ...]  # number of ids of each sequence without padding; empty if the model reads no tokens
-    parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if the model reads no tokens
+    lengths: tuple[int, ...]  # number of ids of each sequence, with placeholders, not padding; empty if there are none
+    parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if no text is read
     start: int = 0  # index of the text's first id in each sequence, after the placeholders of images and sounds
 
     @property
@@ -48,9 +48,9 @@ class Batches:
 
     batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
     sequences: int  # number of sequences; fewer than requested if the texts have no more
-    tokens: int  # number of ids of the longest sequence, with special tokens; 0 if the model reads no tokens
+    tokens: int  # number of ids of the longest window or line, with special tokens; 0 if no tokens are read
     texts: tuple[Text, ...]  # the texts with the indices of their windows, followed by files or noise, if any
-    unknown: Mapping[str, float]  # share, 0 to 1, of each text's ids that are the tokenizer's unknown token
+    unknown: Mapping[str, float]  # share, 0 to 1, of the ids read that are the unknown token, by name of the text
     pack: bool = True  # True if the sequences are windows of running text instead of lines
     notes: tuple[str, ...] = ()  # sentences for the report about inputs other than the texts
     made_up: bool = False  # True if the model's main input is noise
@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spaced forward passes with at least `sequences` sequences, or all passes if they have fewer."""
+        """Return evenly spaced forward passes with at least `sequences` sequences in total; all if there are fewer."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -82,7 +82,7 @@ class Batches:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Name of the text of each sequence; empty if the model reads no tokens."""
+        """Name of the text of each sequence; empty if no text is read."""
         return tuple(name for batch in self.batches for name in batch.parts)
 
     @property
@@ -92,7 +92,10 @@ class Batches:
 
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
-    """Return the ids of all sequences; join consecutive windows of a text, also across batches, into one passage."""
+    """Return the ids of each passage: consecutive windows of a text are joined, also from different `Batches`.
+
+    If any `Batches` contain lines, nothing is joined.
+    """
     ids_by_window, packed = dict[tuple[str, int], tuple[int, ...]](), True
     for batches in several:
         numbers = [number for text in batches.texts for number in text.windows]
@@ -112,7 +115,7 @@ class Cut:
     """Options for cutting texts into sequences, and for choosing the sequences that the model gets."""
 
     tokens: int | None = None  # length of a window with special tokens; None: 128, or the model's limit if smaller
-    sequences: int = 32  # number of sequences over all texts, divided as equally as the lengths of the texts allow
+    sequences: int = 32  # number of sequences from all texts, divided as equally as the lengths of the texts allow
     batch_size: int = 8  # number of sequences per forward pass
     pack: bool = True  # True for windows of the running text, False for its lines
     placement: Placement = "spread"  # placement of the windows in each text
@@ -132,11 +135,12 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """Build the inputs of `loaded` from the texts; leave out windows in `apart_from`, which must be cut the same way.
+    """Build the inputs of `loaded` from the texts; leave out the windows that `apart_from`, cut in the same way, uses.
 
     A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
-    its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text is unsuitable or if there is no
-    tokenizer, and UsageError if there are too many tokens or files.
+    its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text or file is unsuitable or if there is
+    no tokenizer, UsageError if there are too many tokens or the number of files is wrong, and ModelError if a file
+    can't be prepared.
     """
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
@@ -172,7 +176,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files of each modality, or None if there are no files.
+    """Return the number of files per modality, equal for all modalities; None if there are no files.
 
     Raises UsageError if modalities have different numbers of files, or more than `most`.
     """
@@ -189,7 +193,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
 
 
 def _checked_media(loaded: Loaded) -> media.Media:
-    """Return the images and sounds that the model reads. Raises TextError if it needs inputs of another kind."""
+    """Return the images and sounds that the model reads; raise TextError if the model requires other inputs."""
     accepted = media.media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
     if missing := [name for name in sequences.required_inputs(loaded.model) if name not in available]:
@@ -203,7 +207,7 @@ def reads_text(loaded: Loaded) -> bool:
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Return True if the main input is pixels, sound or a series, which is noise unless files are given."""
+    """Return True if the model's main input is pixels, sound or a series: noise, unless files are given."""
     return loaded.kind not in ("text", "seq2seq")
 
 
@@ -233,7 +237,10 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[list[Row], list[Text]]:
-    """Cut the texts; return the chosen sequences and a record of each used text. Raises TextError if none is chosen."""
+    """Return the sequences chosen from the texts, and a record of each text used; [], [] if the model reads no text.
+
+    Raises TextError if no sequence is chosen, or if an id is outside the model's vocabulary.
+    """
     if not reads_text(loaded):
         return [], []
     length = sequences.window_length(loaded.model, cut.tokens)
@@ -262,7 +269,7 @@ def _cut_texts(
 
 
 def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[Row]:
-    """Cut a text into all its windows, lines or pairs, or return the last result if it was cut in the same way."""
+    """Return all windows, lines or pairs of a text; reuse the last result if the text was cut in the same way."""
     tokenizer, is_spread = loaded.tokenizer, cut.placement != "first"
     key = (tokenizer, length, cut.pairs, cut.pack, is_spread)
     if key not in content.cuttings:
@@ -279,7 +286,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
 
 
 def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
-    """Build batches of `size` sequences, or of one sequence if files are read or one row contains all images."""
+    """Build batches of `size` sequences, or of one sequence if files are read or images are packed into one row."""
     if feed.files or not PACKED.isdisjoint(feed.media.names):
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -74,8 +74,8 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
     """Return the images and sounds that a model accepts, found by trial passes on random input, once per model.
 
-    A modality is left out, with a note, if the model fails on this input but does not require it. `folder` contains the
-    processors.
+    A modality is left out, with a note, if the model fails on it but does not require it. Raises TextError if a
+    required modality can't be generated. `folder` contains the processors.
     """
     if model not in _cache:
         media = Media()
@@ -86,9 +86,10 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
-    """Add a modality with the checkpoint's processor or, without one, with random inputs.
+    """Return `media` with one more modality: prepared by the checkpoint's processor or, if that fails, random numbers.
 
-    If both fail, add only a note, or raise TextError if the model requires the modality.
+    If the trial pass fails, only a note is added unless the model requires the modality. Raises TextError if a required
+    modality can't be generated.
     """
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
@@ -136,14 +137,14 @@ class Feed:
     seed: int
     skip: int = 0  # index of the first random draw
     files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
-    """Prepared inputs of each modality that is read from files, by sequence."""
+    """Modality read from files → its prepared inputs, one item per sequence."""
 
     def __post_init__(self) -> None:
         """Start the digest of each modality's random inputs."""
         self._digests = {modality: sha256() for modality in self.media.processors if modality not in self.files}
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
-        """Return the images and sounds of the sequences `numbers`, by parameter name."""
+        """Return the images and sounds of the sequences `numbers`, concatenated, by parameter name."""
         each = []
         for number in numbers:
             inputs = dict[str, Tensor]()
@@ -176,7 +177,7 @@ class Feed:
         return move_inputs(self.model, inputs), len(before)
 
     def _placeholders(self, number: int) -> list[Placeholder]:
-        """Return the placeholders before the text of a sequence."""
+        """Return the placeholders before the text of sequence `number`, or raise ModelError if the model fails."""
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
@@ -195,7 +196,11 @@ class Feed:
 
 
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
-    """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file."""
+    """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file.
+
+    Raises UsageError if the model does not read this modality, TextError if a file can't be read, and ModelError if
+    there is no processor or if the processor fails.
+    """
     if modality not in modalities(loaded.model):
         problem = f"{loaded.info.id} does not read {modality} input: {modality} files would be ignored."
         raise UsageError(problem, f"Leave out the {modality} files.")
@@ -263,7 +268,7 @@ def _make_up(
 
 
 def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the config's height and width of an image, without checking them; IMAGE_SIZE if the config has no size."""
+    """Return the config's height and width of an image, unchecked; both are IMAGE_SIZE if the config has no size."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -281,7 +286,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
             shape = (frames or FRAMES, *shape)
     elif name == "input_values":
         shape = (RATE,)
-    elif setting(model, "num_mel_bins") and setting(model, "max_source_positions"):  # Whisper's encoder halves them
+    elif setting(model, "num_mel_bins") and setting(model, "max_source_positions"):  # Whisper halves the frames
         shape = setting(model, "num_mel_bins"), 2 * setting(model, "max_source_positions")
     if not shape:
         raise TextError(*sequences.describe_missing_inputs(model, [name]))
@@ -293,9 +298,9 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
 
 
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
-    """Return the samples of a .wav file, scaled to −1 … 1 and averaged over channels.
+    """Return the samples of a .wav file, averaged over channels; integers are scaled to −1 … 1.
 
-    Raises TextError if the file can't be read, or if its rate is not the `expected` number of samples per second.
+    Raises TextError if the file can't be read, is empty or too long, or does not have `expected` samples per second.
     """
     from scipy.io import wavfile
 
@@ -323,7 +328,7 @@ def _rate(processor: Processor) -> int:
 def _process(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
-    """Apply the processor to images or samples; return its tensors, keyed by the model's parameter names."""
+    """Apply the processor to images or samples; return the tensors that the model accepts, by parameter name."""
     names, options = _parameters(model), dict[str, object]()
     if modality == "audio":
         options["sampling_rate"] = _rate(processor)
@@ -355,7 +360,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside the `with`, raise MemoryError if over MEMORY bytes are allocated. There is no limit outside Linux."""
+    """Inside the `with`, raise MemoryError if over MEMORY more bytes are allocated. There is no limit outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 
@@ -390,7 +395,7 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return a modality's placeholder id and the number of placeholders per input (0, 0 if there are none)."""
+    """Return a modality's placeholder id, and how many placeholders `inputs` need; (0, 0) without placeholders."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:

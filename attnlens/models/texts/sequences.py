@@ -42,8 +42,8 @@ SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
     """Read a dataset's rows as lines of text, at most `most` characters in all, without running the dataset's code.
 
-    Raises UsageError if the package `datasets` is not installed, and TextError if the dataset or its column can't be
-    read.
+    Raises UsageError if the package `datasets` is not installed, and TextError if the dataset, its split or its column
+    can't be read.
     """
     try:
         import datasets
@@ -97,7 +97,7 @@ SAMPLE_NAMES = {
 """Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
 LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
-"""Maximum length of a text in characters: a longer text is replaced by BLOCKS blocks, spread evenly over it."""
+"""Maximum length of a text in characters: `thin_text` cuts a longer one to its beginning or to BLOCKS blocks."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
 TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
@@ -107,8 +107,8 @@ class Row(NamedTuple):
     """One sequence of a text."""
 
     ids: Sequence[int]
-    types: Sequence[int] = ()  # for each id, which text of a pair it belongs to; empty if the sequence is not a pair
-    text: str = ""  # name of the text
+    types: Sequence[int] = ()  # token type of each id: which text of a pair it belongs to; empty without pairs or types
+    text: str = ""  # name of the text; empty for random ids
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,10 @@ class Content:
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`). Raises TextError if that fails."""
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, read one field.
+
+    Raises TextError if that fails, and UsageError if the package `datasets` is needed but not installed.
+    """
     if (rows := dataset_rows(path)) is not None:
         return read_rows(rows, most=LONGEST, offline=offline)
     text, name = _read_text(path, path), "stdin" if path == "-" else Path(path).name
@@ -187,7 +190,7 @@ def _reads_like_demo(folder: Path) -> bool:
 
 
 def thin_text(content: Content, *, spread: bool) -> Content:
-    """Return the text or, if it is longer than LONGEST, its beginning or (`spread`) BLOCKS pieces spread over it."""
+    """Return the text, or if it is longer than LONGEST, its beginning or (if `spread`) BLOCKS evenly spaced blocks."""
     length, size = len(content.text), LONGEST // BLOCKS
     if length <= LONGEST:
         return content
@@ -245,8 +248,9 @@ def text_inputs(
 ) -> dict[str, Tensor]:
     """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
 
-    If the encoder reads the text too, the decoder gets a start token followed by the text. If the encoder reads pixels
-    or sound, the decoder gets the text unchanged, since its special tokens already begin with the start token.
+    If the encoder reads the text too, the decoder gets the text shifted right by one start token. If the encoder
+    reads pixels or sound, the decoder gets the text unchanged, since its special tokens already begin with the start
+    token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -266,12 +270,12 @@ def reads_ids(model: PreTrainedModel) -> bool:
 
 
 def decodes_text(model: PreTrainedModel) -> bool:
-    """Return True if the model has an encoder and a decoder of token ids (DETR's decoder reads learned queries)."""
+    """Return True if the model has an encoder, and a decoder that reads token ids (DETR's reads learned queries)."""
     return bool(model.config.is_encoder_decoder) and "decoder_input_ids" in signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the vocabulary size in the model's config, or else in its embedding; None if both are unknown."""
+    """Return the vocabulary size from the model's config, or else from its input embedding; None if unknown."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding
@@ -280,7 +284,7 @@ def vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def required_inputs(model: PreTrainedModel) -> list[str]:
-    """Return the required parameters of the model's forward pass or, if there are none, its main input."""
+    """Return the names of the required parameters of the model's forward pass; if there are none, of its main input."""
     parameters = signature(model.forward).parameters.items()
     needed = [name for name, it in parameters if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     main = model.main_input_name
@@ -296,7 +300,7 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 
 
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
-    """Shift ids right for a decoder, with the model's own method or start token. Raises TextError if it has neither."""
+    """Shift ids right for a decoder, by the model's own method or start token. Raises TextError if neither works."""
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
     if method is None:
@@ -329,7 +333,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Divide `wanted` windows among texts as equally as the `available` numbers allow; return the number for each."""
+    """Return how many of `wanted` windows each text gets, as equally as the `available` numbers of windows allow."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -338,10 +342,11 @@ def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
 def choose_windows(
     available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()
 ) -> list[int]:
-    """Choose k = `wanted` of the n `available` windows that are not `taken`; return their indices in ascending order.
+    """Choose k of the n windows 0 … `available` − 1 that are not `taken`; return their indices in ascending order.
 
-    `spread` is systematic sampling: the windows ⌊(i + u)·n/k⌋ for i = 0 … k − 1, where u in [0, 1) is random with
-    `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement; `first` takes the first k.
+    k is `wanted`, at most n. `spread` is systematic sampling: the windows ⌊(i + u)·n/k⌋ of the n for i = 0 … k − 1,
+    where u in [0, 1) is random with `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement;
+    `first` takes the first k.
     """
     free = [number for number in range(available) if number not in taken]
     count = min(wanted, len(free))
@@ -359,7 +364,7 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
-    """Cut the running text into consecutive windows of `tokens` ids, including the special tokens.
+    """Cut the running text into consecutive windows of `tokens` ids, special tokens included; leave out the remainder.
 
     Raises TextError if the text is too short for one window, and UsageError if special tokens leave no room for text.
     """
@@ -405,7 +410,10 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
-    """Return the special tokens before and after a sequence, found by tokenizing the beginning of the text."""
+    """Return the special tokens before and after a sequence, found by tokenizing the beginning of the text.
+
+    Raises TextError if the tokenizer returns no tokens, and UsageError if `tokens` leaves no room for text.
+    """
     sample = content.text.strip()[:40]
     bare, whole = (_ids(tokenizer, content, sample, special=special) for special in (False, True))
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]

@@ -98,7 +98,7 @@ def of_text(
 
 
 def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
-    """Return the last hidden states or, if there are none, the embeddings of images and texts (CLIP); else None."""
+    """Return the last hidden states or, if there are none, the stacked embeddings of image and text (CLIP), or None."""
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
@@ -110,18 +110,22 @@ def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
 
 
 def states_of(result: object) -> Float[Tensor, "batch ... d_model"]:
-    """Return the last hidden states of a model without a head, or its first output if it returns no such states."""
+    """Return the `last_states` in the output of a model without a head; if there are none, the output's first part."""
     states = last_states(result)
     return cast("Sequence[Tensor]", result)[0] if states is None else states
 
 
 def output_options(task: Task) -> dict[str, bool]:
-    """Return the arguments of a forward pass that make its output contain the hidden states for `states_of`."""
+    """Return arguments that make a forward pass return hidden states if the task is `hidden`, else an empty dict."""
     return {"output_hidden_states": True} if task == "hidden" else {}
 
 
 def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
-    """Add targets to the batches; `seed` determines the masked tokens. Raises TextError if there is no mask token."""
+    """Return each batch with its targets; `seed` determines the masked tokens.
+
+    There are no targets for the tasks `classification` and `hidden`. Raises TextError if the task is `masked` and the
+    tokenizer has no mask token.
+    """
     generator = torch.Generator().manual_seed(seed)
     passes = []
     for batch in batches:
@@ -137,7 +141,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
-    """Return sentences that explain the loss or comparison and, for random input, why there is no loss."""
+    """Return notes that explain the loss or the comparison and, for random input, why there is no loss."""
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 
@@ -158,7 +162,7 @@ def _next_tokens(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
 def _mask_tokens(
     loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return inputs with MASKED_SHARE of the tokens masked, and targets that contain only the masked tokens."""
+    """Return inputs with about MASKED_SHARE of the tokens masked, and targets: the masked tokens, NOTHING elsewhere."""
     mask_id = getattr(loaded.tokenizer, "mask_token_id", None)
     if loaded.tokenizer is None or mask_id is None:
         problem = "This masked language model's tokenizer has no mask token."
@@ -173,6 +177,6 @@ def _mask_tokens(
     special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
     draws = draws.to(ids.device).masked_fill(special, 2.0)
     masked = draws < MASKED_SHARE
-    # if no draw of a short line is below the share, mask its smallest one, unless all its tokens are special
+    # if no draw of a short line is below the share, mask the token with the smallest draw, unless all are special
     masked |= (draws == draws.amin(1, keepdim=True)) & (draws < 1) & ~masked.any(1, keepdim=True)
     return {**inputs, "input_ids": ids.masked_fill(masked, mask_id)}, ids.masked_fill(~masked, NOTHING)

@@ -43,9 +43,9 @@ ROUNDINGS = 32  # two values that were computed from the same number in a few st
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Fit scores = factor · ⟨query, key⟩ + bias, up to a term per query; return factor, visible pairs and bias.
 
-    `zero` contains the scores if every product ⟨query, key⟩ is 0, and `scores` the scores if the products are `signs`,
-    (queries, keys). The factor's shape is (heads,). Raises UnreadableError if `zero` contains NaN, or if the factor is
-    0, is not finite or differs within a head.
+    `zero` contains the scores if every product ⟨query, key⟩ is 0, and `scores` contains those if the products are
+    `signs`, (queries, keys). The factor has the shape (heads,). Raises UnreadableError if `zero` contains NaN, or if
+    the factor is 0, is not finite or differs within a head.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -84,7 +84,7 @@ def rounding_limit(dtype: torch.dtype) -> float:
 
 
 def _centre(scores: Tensor, visible: Tensor) -> Tensor:
-    """Set masked scores to 0 and, if any query sees two keys, subtract each query's mean over its visible keys."""
+    """Set masked scores to 0 and, if any query sees two or more keys, subtract each query's mean over visible keys."""
     masked = torch.where(visible, scores, 0.0)
     if bool((visible.sum(-1) < 2).all()):
         return masked
@@ -97,7 +97,7 @@ Tokens = tuple[int, ...] | None  # shape of a module's first floating-point inpu
 
 @dataclass(frozen=True)
 class Lead:
-    """The leading axes of queries, keys and scores (all but two); heads have their own axis, or share the batch's."""
+    """The leading axes (all but two) of queries, keys and scores; heads have an axis, or are merged with the batch."""
 
     shape: tuple[int, ...]  # sizes of the leading axes
     axis: int  # axis of the heads; 1 if a single axis merges batch and heads
@@ -109,7 +109,7 @@ class Lead:
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
-        """Return this lead with batch and heads merged, or separated, to match a tensor with leading axes `shape`."""
+        """Return this lead, with batch and heads merged or separated to match a tensor with leading axes `shape`."""
         if self.axis != 1 or {len(shape), len(self.shape)} != {1, 2}:
             return self
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
@@ -132,7 +132,7 @@ class Lead:
 
 
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
-    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
+    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if this is unclear.
 
     The number of heads is the number of queries per token or, if a module pools its queries, of keys per token.
     """
@@ -214,8 +214,8 @@ def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # parameters of torch's fused attention
 
-Refused = dict[nn.Module, str]  # reason by module whose attention is unreadable
-RunningModule = tuple[nn.Module, Tokens]  # a module that is running, and the axes of its input
+Refused = dict[nn.Module, str]  # reasons why modules' attention is unreadable, by module
+RunningModule = tuple[nn.Module, Tokens]  # a module that is running, and the shape of its input (see Tokens)
 SiteReader = Callable[[nn.Module, Tokens], tuple[Call, Lead]]
 
 
@@ -381,7 +381,8 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the result of `answer` for the innermost module of `owners`.
 
-        Return `original()` if there is no such module, if its attention is unreadable or not traced, or with `prove`.
+        Return `original()` if `prove`, if there is no such module, or if its attention is unreadable or not traced.
+        Raises ModelError if the module is in `modules` and its attention is unreadable.
         """
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
@@ -397,7 +398,7 @@ class _Tracer(TorchFunctionMode):
                 # models differ in what they return for a query that sees no key
                 return answer if bool(sees_keys.all()) else torch.where(sees_keys, answer, original())
             result = original()
-            checked = result.isfinite() & sees_keys  # heads with NaN do not prevent the check of the others
+            checked = result.isfinite() & sees_keys  # heads with NaN do not prevent the check of other heads
             if not bool(checked.any()):
                 raise unreadable(f"its outputs are {NOT_FINITE}")
             outputs = lead.back(attend(call, OWN, "eager")), result

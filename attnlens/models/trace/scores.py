@@ -1,6 +1,6 @@
 """Trace products of queries and keys to a softmax.
 
-Each step in between also runs on stand-ins, which are other values of the product, to show how the step changes it.
+Each step also runs on stand-ins (other values of the product), which show how the softmax depends on the product.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Product:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Leading axes of the result."""
+        """Sizes of the leading axes (all but the last two) of left · rightᵀ."""
         return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
 
 
@@ -56,7 +56,7 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the left and the right tensor that a call multiplies as matrices; None if it is not a matrix product."""
+    """Return the left and the right tensor that a call multiplies as matrices; None for any other call."""
     function, args, kwargs = call
     if function is torch.einsum:
         parsed = _parse_einsum(call)
@@ -109,7 +109,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, as a matrix product; None if it is neither."""
+    """Compute an einsum of queries and keys, or of weights and values, as a matrix product; None for any other call."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -147,7 +147,7 @@ class TracedScores:
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values of a tensor if the product is 0, if it is `signs` and, with `prove`, for `moved`
+Standins = tuple[Tensor, ...]  # a tensor's values if the product is 0, `signs` and, with `prove`, that of `moved`
 
 
 def start_scores(
@@ -172,7 +172,7 @@ def start_scores(
 
 
 def _finite_deviation(part: Tensor) -> Tensor:
-    """Return the standard deviation of the finite values, or 1 for fewer than two: the scale of random stand-ins."""
+    """Return the standard deviation of the finite values, the scale of random stand-ins; 1 if there is at most one."""
     finite = part.detach()[part.isfinite()]
     return finite.std() if finite.numel() > 1 else part.new_ones(())
 

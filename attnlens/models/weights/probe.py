@@ -138,7 +138,7 @@ class Probe:
 
     @cached_property
     def alike(self) -> Call:
-        """The attention call for as few sequences as the module accepts, with the same token at every position."""
+        """The call for one sequence of a repeated token or, if that fails, for as many as in the captured call."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:  # the module's masks may be made for the captured number of sequences
@@ -146,7 +146,7 @@ class Probe:
 
     @property
     def least(self) -> int:
-        """Number of sequences in a small call that the module accepts: 1 or, if 1 fails, that of the captured call."""
+        """Number of sequences in `alike`: 1 or, if the module does not accept 1, the number in the captured call."""
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,10 @@ class Probe:
 
 
 def smallest(probe: Probe) -> Probe:
-    """Return a probe with the smallest inputs that the module accepts: single tokens, sequences, or a whole batch."""
+    """Return a probe with the smallest inputs that the module accepts: single tokens, sequences, or a whole batch.
+
+    Raises UnreadableError if the module accepts none of these.
+    """
     if len(probe.shapes[0]) > 2:
         whole = replace(probe, whole=True)
         for candidate in (probe, whole):
@@ -346,13 +349,13 @@ def match_columns(
 
 
 def match_weights(probe: Probe) -> Maps | None:
-    """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
+    """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix or of the product of two.
 
     The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b with
     constants b and c. The second case is two linear layers with a normalisation between them, without its division by
     the length: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
     tested on DRAWS random inputs, because the Jacobian would take d_model times as long. Return None in other cases, if
-    any value is NaN, and if the module does not accept a single token.
+    any value is NaN or infinite, or if the module does not accept a single token.
     """
     if probe.whole or probe.batch is not None:
         return None
@@ -391,7 +394,7 @@ def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
-    """Yield, as multiplicands, the inner inputs whose coordinates are multiples of weight rows times x, plus a bias."""
+    """Yield, as multiplicands, the inner inputs z with z_r = c_r θ_r · x + a_r for all r (see `match_weights`)."""
     for inputs in inner:
         z = inputs.double().flatten(1)
         if len(z) == len(outer[0]) + 1 and z.shape[1] == inputs.shape[-1]:  # one vector per token
@@ -402,7 +405,7 @@ def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequenc
 
 
 def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """Assemble W of each head from matched columns; return a view if a single match without D contains all."""
+    """Assemble W of each head from matched columns; return a view if one match without D contains all columns."""
     _, whole, down = pieces[0]
     if len(pieces) > 1 or down is not None:
         whole = whole.new_empty(shape.numel(), (whole if down is None else down).shape[1])
@@ -413,7 +416,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar products; keep the columns that are multiples of them.
+    """Match each column to the row with the most similar products; keep the columns that are multiples of these.
 
     Return None if the first column is not a multiple of its row's products.
     """
@@ -434,7 +437,7 @@ def most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " column
 
 
 def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
-    """Return each column's least-squares factor c, and whether the column equals c times its product."""
+    """Return each column's least-squares factor c, and True if the column is c times its product up to rounding."""
     # clamped so that a row of zeros gives 0, not NaN
     factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
     factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)

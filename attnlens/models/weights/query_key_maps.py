@@ -96,7 +96,7 @@ class Factors:
 
     @property
     def query_key(self) -> QueryKey:
-        """The bilinear form M = s · W_Q W_Kᵀ of every head, without biases (softmax cancels x W_Q b_K)."""
+        """The bilinear form M = s · W_Q W_Kᵀ of every head, without biases; in latent attention, of the nope part."""
         return self.parts[0]
 
     @property
@@ -118,7 +118,7 @@ class Factors:
     def on_inputs(self) -> QueryKey | None:
         """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K.
 
-        None in cross-attention, or if logits are not bilinear in x.
+        None in cross-attention, under rotation or QK-norm, or if the biases of queries depend on the position.
         """
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
@@ -138,12 +138,12 @@ class Factors:
 
 
 unit = partial(nn.functional.normalize, dim=-1)
-ROWS = 16  # inputs from which rotating pairs are found: a wrong partner explains about 1/ROWS of a coordinate's change
-POSITIONS = 32  # positions from which rotating pairs of coordinates are found
+ROWS = 16  # inputs for finding rotating pairs: a wrong partner explains about 1/ROWS of a coordinate's change
+POSITIONS = 32  # positions for finding rotating pairs
 STILL = 1e-5  # largest relative change of a value that counts as constant: above the float32 rounding of cos and sin
 ANGLE = 1e-3  # largest root-mean-square error of the pairs' angles: position · frequency is computed in float32
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
-DIRECTION = "position changes more than the direction of queries and keys"
+DIRECTION = "positions do more than rotate queries and keys"
 
 
 @dataclass
@@ -155,17 +155,17 @@ class Turns:
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-    """By kind of site: its position tensors (stored so that no other tensors get their ids) and its rotations. The
-    rotation at key True was fitted to directions only, because norms scale queries and keys."""
+    """By kind of site: the leader's position tensors (stored so that no other tensors get their ids) and its rotations.
+    The rotation at key True was fitted to directions only, because norms scale queries and keys."""
 
     def add_kind(self, leader: SiteCall) -> bool:
-        """Add the kind of this site; return False if it is already known."""
+        """Add the kind of this site; return False if the kind is already known."""
         is_new = _kind(leader) not in self.fitted
         self.fitted.setdefault(_kind(leader), (_positions(leader), {}))
         return is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site; else fit a rotation to the site."""
+        """Return the leader's rotation if it also fits this site; else return that of `find_rotation`."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
@@ -189,7 +189,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (None: no rotation) describes how a repeated token's vectors change with position."""
+    """Return True if `rotation`, or None, describes how position changes the queries and keys of a repeated token."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -199,9 +199,9 @@ def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit the rotation R(i) in q_i = q_0 R(i) for one token at all positions i (Su et al. 2021, RoFormer, Eq. 16).
 
-    Return None if positions have no effect, or if they only add a vector. Under QK-norm, R is fitted without the gains,
-    because a gain of 0 hides the rotation of its coordinate, and then checked with the gains. Raises UnreadableError if
-    positions do more than rotate queries and keys.
+    Return None if positions have no effect or only add a vector, or if there is a single position. Under QK-norm, R is
+    fitted without the gains, because a gain of 0 hides the rotation of its coordinate, and then checked with the gains.
+    Raises UnreadableError if positions do more than rotate queries and keys, or have an effect in cross-attention.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -225,7 +225,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation, None if positions do not rotate its queries, or the error if no rotation fits.
+    """Yield each site's rotation, None if positions do not rotate queries and keys, or the error if no rotation fits.
 
     `window` contains the sites' calls with as many positions as the rotations must cover.
     """
@@ -249,7 +249,7 @@ def query_rounding(probe: Probe) -> float:
 
 
 def _sides(call: Call) -> list[Rows]:
-    """Return queries and keys of all inputs and heads, without heads that contain NaN."""
+    """Return the queries and the keys of all inputs and heads; leave out heads with values that are not finite."""
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 
@@ -281,6 +281,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
     """Find the pairs of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
 
     By least squares, the right partner b explains all of x_i[a] that x_0[a] does not; a wrong partner explains little.
+    Raises UnreadableError if the pairs overlap.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -304,7 +305,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs), and True for pairs longer than rounding."""
+    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs); and True for each pair longer than rounding."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -318,7 +319,7 @@ def _differs_from(part: Rows, rotation: Rotation, rounding: float) -> bool:
 
 
 def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
-    """Return True if the root-mean-square angle at some position exceeds ANGLE and 4 · `rounding`."""
+    """Return True if, at some position, the root-mean-square angle over pairs exceeds ANGLE and 4 · `rounding`."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 
@@ -351,7 +352,7 @@ def factors(
     turns: Turns | None = None,
     present: Present | None = None,
 ) -> Iterator[Factors | UnreadableError]:
-    """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
+    """Yield the Factors (effective W_Q and W_K) of each chosen site, or the error that makes the site unreadable.
 
     `first` contains the sites' calls with a single token (position 0), and `window` their calls with as many positions
     as the rotations must cover. Random inputs test whether the maps are affine. Norms inside the module are applied
@@ -401,7 +402,7 @@ def _read_site(
 
 
 def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
-    """Return the maps and the groups of normalised coordinates; raise NotBilinearError if no maps fit."""
+    """Return the maps, and the groups of normalised coordinates, if any; raise NotBilinearError if no maps fit."""
     with linear(norms):
         maps = match_weights(probe)
         if maps is not None and not norms:
@@ -427,7 +428,7 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     The tangent of input i is the unit vector e_i, so that row i of W is exact. NaN weights of one head do not spread to
     other heads, as they would through 0 · NaN in a backward pass. Each input is one token of a sequence; `rotation`
     rotates its query and key back to position 0. If queries and keys come from two sequences, or if cos and sin have
-    half precision, each input is a sequence of one repeated token.
+    half precision, each input is instead a sequence of one repeated token.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and query_rounding(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -472,7 +473,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return actual and expected queries and keys of the first tokens of 8 sequences; omit heads that contain NaN."""
+    """Return actual and expected queries and keys of 8 sequences' first tokens; omit heads with NaN or infinity."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -522,7 +523,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
 
 
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
-    """Return the site's queries and keys, rebuilt from its inputs x as (x W_Q + b_Q) R(i); see `Factors.rebuild`."""
+    """Return the captured QueryKey with queries and keys rebuilt from the site's inputs; see `Factors.rebuild`."""
     captured = target.call.query_key(target.site)
     query, key = factors.rebuild(*target.inputs(), (captured.query, captured.key))
     return replace(captured, query=query, key=key)

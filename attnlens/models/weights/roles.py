@@ -44,7 +44,7 @@ class Rows:
     columns: bool  # True if the rows are columns of the parameter (Conv1D of GPT-2)
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the role's matrix, (heads, size, d_model), or its bias, (heads, size)."""
+        """Return the role's matrix, (heads, size, d_model); if `parameter` is a bias, its values, (heads, size)."""
         rows = parameter.T if self.columns and parameter.dim() > 1 else parameter
         return rows[self.index.to(parameter.device)]
 
@@ -96,7 +96,7 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
 
 
 def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> Rows | None:
-    """Return the rows whose products with x are multiples of these queries, keys or values of position 0."""
+    """Find rows whose products with x are proportional to the `vectors` at position 0; return None if none fit."""
     heads, size = vectors.shape[1], vectors.shape[-1]
     values = vectors[:, :, 0].double().flatten(1)
     tokens = x.double().flatten(0, -2)
@@ -129,7 +129,8 @@ def _find_gains(probe: Probe, inputs: tuple[Tensor, Tensor], units: Norms, befor
 def block_path(path: str) -> str:
     """Return the path of the layer that contains an attention module: the module's path up to its last number.
 
-    A path without a number is returned unchanged. T5 also numbers attention and MLP within its blocks: block.0.layer.1.
+    A path without a number is returned unchanged. In T5, which also numbers attention and MLP within a block
+    (block.0.layer.1), the path ends at the block's number.
     """
     match = re.match(r"(.*\.block\.\d+)(\.)layer\.\d+\.", path) or re.match(r"(.*\.\d+)(\.|$)", path)
     return match[1] if match else path
@@ -147,9 +148,9 @@ def read_layer(
 ) -> Layer:
     """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
 
-    `factors` is the site's Factors, which contain its rotation, or any other object if they could not be read. `others`
-    contains the module paths of the block's other attention sites and of their norms, whose tensors are left out. If
-    `rest` is False, only the tensors of the site's own module and of the norm at the path `norm` are returned.
+    `factors` is the site's Factors, which contain its rotation, or any other object if the factors could not be read.
+    `others` contains the module paths of the block's other attention sites and of their norms, whose tensors are left
+    out. If `rest` is False, only the tensors of the site's own module and of the norm at the path `norm` are returned.
     """
     block, module = model.get_submodule(block_path(site.site.path)), site.module
     parts, offsets = {}, dict(norm_offsets(block))
@@ -216,7 +217,7 @@ def _read_others(
 
 
 def add_offset(weight: Tensor, offset: float) -> Tensor:
-    """Compute a norm's gain, weight + offset, in float64, so that it is not rounded."""
+    """Return a norm's gain: weight + offset, in float64 to avoid rounding; `weight` itself if `offset` is 0."""
     return weight.double() + offset if offset else weight
 
 
@@ -235,7 +236,7 @@ def _bias_of(name: str) -> str:
 
 
 def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the name of each norm's weight w, and the number that the norm adds to it (1 if it applies 1 + w)."""
+    """Yield the name of each norm's weight w, and the number that the norm adds to w (1 for a gain of 1 + w)."""
     for path, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
