@@ -66,7 +66,7 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]  # reason why a unit has no value, by unit; without units prevented by an interruption
+    missing: dict[str, str]  # by failed unit: why it has no value; units that an interruption prevented are left out
     stopped: bool  # True if the user interrupted the run
 
 
@@ -77,7 +77,7 @@ class WorkPlan(SharedRequest):
 
     @classmethod
     def of(cls, request: Request) -> WorkPlan:
-        """Build the plan from a request; fields that the request lacks keep their defaults."""
+        """Build the plan from a request; fields that the request does not set keep their defaults."""
         return cls(**{name: value for name, value in request.explicit().items() if name in cls.model_fields})
 
     @property
@@ -240,7 +240,7 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
             if isinstance(error, errors.UsageError | errors.TextError | errors.OutputError):
                 break
         except RETRIED as error:
-            clear_frames(error.__traceback__)  # its frames would keep the unit's memory alive
+            clear_frames(error.__traceback__)  # the frames would keep the unit's memory alive
             failure = Failure(errors.reason_of(error), error)
     return failure
 
