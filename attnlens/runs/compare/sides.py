@@ -180,7 +180,7 @@ class Pairing:
         return first, replace(second.select(self.order[site]), heads=first.heads)
 
     def move_together(self, site: Site, order: Sequence[int]) -> bool:
-        """Return True unless W_V or W_O differs more between the models in `order` than in the original order of heads."""
+        """Return True unless W_V or W_O differs more between the models in `order` than with heads in place."""
         if list(order) == sorted(order):
             return True
         layers = []

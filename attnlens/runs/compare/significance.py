@@ -321,7 +321,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of matrices in a site's module, which limits the precision of queries and keys."""
+    """Return the coarsest stored type of matrices in a site's module; it limits the precision of queries and keys."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
