@@ -44,7 +44,7 @@ Outputs = dict[Site, Tensor]
 
 @contextmanager
 def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Context manager: yield the model, or a copy, with the backend `name`; raise ValueError if unsupported."""
+    """Context manager: yield the model, or a copy, with backend `name`; raise ValueError if it is unsupported."""
     # a private method, because transformers has no public one
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
@@ -570,7 +570,7 @@ def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int
 def check_backends(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], request: DoctorRequest
 ) -> tuple[list[BackendCheck], list[str]]:
-    """Compare the requested backends, or by default all that run here, with the model in float64.
+    """Compare the requested backends, or by default those that `Comparison.names` yields, with the model in float64.
 
     Return the comparisons and a list of notes. If the backends can't be compared, return a note with the reason, or
     raise ModelError if backends or masks were requested.

@@ -194,7 +194,7 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if outputs are NaN (the weights must be finite), IdentityError if two passes differ."""
+    """Raise ModelError if outputs are NaN, IdentityError if two passes differ. All weights must be finite."""
     error = hooks.repeat_error(loaded.model, inputs)
     if math.isnan(error):
         problem = f"{loaded.info.id} overflows: its outputs are NaN or Inf although its weights are finite."
@@ -234,7 +234,10 @@ def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of `prove_identity`; raise ModelError if the error is NaN because a weight is not finite."""
+    """Return the identity error.
+
+    Raise ModelError if a weight that is not finite makes the error NaN; further errors as in `prove_identity`.
+    """
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."

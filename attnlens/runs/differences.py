@@ -86,7 +86,10 @@ def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, promp
 
 
 def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize nonblank lines. Raise TextError if there are none or one is too long, UsageError without a tokenizer."""
+    """Tokenize a file's prompts, one per nonblank line.
+
+    Raise TextError if there are none or if one is too long, and UsageError if the model has no tokenizer.
+    """
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -313,7 +316,7 @@ class Differences:
         return fields, reasons
 
     def _prediction_change(self) -> PredictionChange:
-        """Summarise the KL of all predictions, with standard errors over windows or texts."""
+        """Summarise KL, top-1 agreement and change of perplexity, with standard errors over windows or texts."""
         counts = torch.cat(self.counts)
 
         def mean_with_error(parts: list[Tensor]) -> tuple[float, float | None]:
@@ -367,7 +370,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare losses of another variant (before) and of this one (after); None for noise or NaN losses."""
+        """Compare losses of another variant (before) and of this one (after); None for noise or non-finite losses."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
@@ -401,7 +404,7 @@ def _mean(
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return (text, indices of its sequences) for each text; [] if there is only one text."""
+    """Return (name, indices of sequences) for each text with sequences; [] if only one text has any."""
     numbers = torch.tensor(design.texts)
     pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
     nonempty = [pair for pair in pairs if len(pair[1])]

@@ -43,7 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, numbers of predictions] by sequence, and the vocabulary size; ([], 0) without losses."""
+    """Return [mean losses, prediction counts] of sequences with predictions, and the vocabulary size; else ([], 0)."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -58,7 +58,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a higher loss than random guessing; `names` are the sequences' texts."""
+    """Return a note for each text with a higher loss than random guessing; `names`: text of each sequence."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]

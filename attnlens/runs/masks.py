@@ -185,7 +185,10 @@ class Cases:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cache_inputs(self) -> dict[str, Tensor]:
-        """Return the cache test's inputs: one sequence, if possible longer than the shortest window."""
+        """Return the cache test's inputs: one sequence.
+
+        If positions permit, it is longer than the shortest window of at most LONGEST_WINDOW tokens.
+        """
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens

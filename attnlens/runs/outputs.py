@@ -206,7 +206,7 @@ class TokenLosses:
             rows += torch.split(part, predicted.sum(1).tolist())
 
     def join(self) -> list[Tensor]:
-        """Return each list as one tensor with a row per sequence, padded with NaN (losses) or 0 (distances)."""
+        """Return `before`, `after` (padded with NaN) and `back` (padded with 0) as tensors with a row per sequence."""
         fields = (self.before, torch.nan), (self.after, torch.nan), (self.back, 0)
         return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 

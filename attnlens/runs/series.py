@@ -55,7 +55,10 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Merge coverages: fewest analysed heads, most heads without a source, all skipped parts, unread checkpoints."""
+    """Merge the coverages of checkpoints, and add unread checkpoints to the skipped sites.
+
+    Counts are the worst over checkpoints: the fewest analysed heads and, for each source, the most heads without it.
+    """
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -246,7 +249,7 @@ def run_series(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Measure all checkpoints; return the report, and a function to call after writing it, to remove units."""
+    """Measure all checkpoints; return the report, and a function that removes the units stored for it."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -306,7 +309,7 @@ class Series:
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the finished units; None if nothing is stored."""
+        """Store of the finished units; None if units are not stored."""
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
@@ -372,7 +375,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Read one checkpoint; its finished parts are stored until all of it is finished."""
+        """Measure one checkpoint; store its finished parts until the whole checkpoint is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:

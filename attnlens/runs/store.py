@@ -43,7 +43,7 @@ class Keep(Protocol):
 
 
 def keep_nothing(_name: str, make: Callable[[], T]) -> T:
-    """Compute a part without keeping it."""
+    """Compute and return a unit's part without storing it."""
     return make()
 
 

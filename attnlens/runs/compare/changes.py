@@ -190,7 +190,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
     """Compare both models' loss, KL, agreement and hidden states; return (outcome, []), or (None, notes on why).
 
-    There are no notes if no text is read.
+    Return (None, []) if no text is read.
     """
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
@@ -268,7 +268,7 @@ class Changes:
 
     @cached_property
     def blocks(self) -> tuple[Blocks, Blocks]:
-        """Blocks of both models; empty if no text is read or their paths differ."""
+        """Blocks of both models; empty if no text is read, or if the paths of the blocks differ."""
         first, second = (Blocks.of(side) for side in (self.pairing.first, self.pairing.second))
         return (first, second) if first.paths == second.paths else (Blocks(), Blocks())
 

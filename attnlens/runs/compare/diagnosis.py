@@ -265,8 +265,8 @@ class Walk:
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
         """Map each attention module of a block, except the block's first module, to the norm whose output it reads.
 
-        Both are given as paths; modules that read no norm are left out. Return {} if the first module reads no norm:
-        the outputs of norms are then the residual stream (BART).
+        Modules and norms are given as paths; modules that read no norm are left out. Return {} if the first module
+        reads no norm: the outputs of norms are then the residual stream (BART).
         """
         site_calls = {each.site.path: each for each in self.sides[0].site_calls}
         if len(in_block) == 1 or in_block[0] not in site_calls:
@@ -502,13 +502,13 @@ def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return a cause's text without its tensors' names, in the plural (`are …`); unchanged if it starts otherwise."""
+    """Return a cause's text without leading names of tensors, in the plural (`are …`); unchanged without such names."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 
 
 def _list_parts(entries: Iterable[FoundCause]) -> list[str]:
-    """Return the parts that causes concern, each once."""
+    """Return the names of the parts that the causes concern, without duplicates."""
     return list(dict.fromkeys(name for entry in entries for name in entry.cause.parts))
 
 

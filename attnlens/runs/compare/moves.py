@@ -59,7 +59,7 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 
 
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
-    """Return True if `values` are much nearer to `candidate` than to `own`, or if at least a share PART matches it.
+    """Return True if `values` are much nearer to `candidate` than to `own`, or if a share PART matches `candidate`.
 
     The second case finds one matrix within a fused one, such as W_K, that comes from another layer.
     """

@@ -108,9 +108,9 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 
 
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
-    """Compare two reports by head, or only their distributions if their heads differ.
+    """Compare two reports by head, or only the distributions of measures if the heads differ.
 
-    Raise UsageError if their settings or windows differ.
+    Raise UsageError if settings or windows differ.
     """
     refuse_other_settings(first.settings, second.settings)
     names = set(HeadId.model_fields)

@@ -150,7 +150,7 @@ class Pairing:
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given.
 
-        Heads are also paired by number if W_V or W_O contradict the order of the forms.
+        Heads are also paired by number if W_V or W_O contradicts the order of the forms.
         """
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
@@ -367,7 +367,10 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights and append the sink's share; NaN if a kernel has no or negative weights."""
+    """Compute attention weights and append the sink's share of each row.
+
+    Rows are NaN in heads whose kernel has no weights, or can have negative ones.
+    """
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)
