@@ -39,11 +39,11 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
-    Return a check of the files, a check of the architecture and, if this check passes, a check of each measure. Each
-    call draws other heads, which a forger can't predict. tokens.* may differ by √ε (ε: machine epsilon of the model's
-    type), weights.* by WEIGHTS_TOLERANCE, relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or was computed on
-    another text.
+    Return a check of the files, a check of the architecture and, if the architecture agrees, a check of each measure.
+    Each call draws other heads, which a forger can't predict. tokens.* may differ by √ε (ε: machine epsilon of the
+    model's type), weights.* by WEIGHTS_TOLERANCE, relative to the larger value. `more` are options of `inspect` that a
+    report does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or was
+    computed on another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")

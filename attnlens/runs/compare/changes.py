@@ -156,7 +156,7 @@ def _classify_form(
 ) -> str:
     """Return the key in NOTES_ON_FORMS for a head whose M is the same, or changed by less than the practical size.
 
-    `form` and `own` are the changes of M and of attention to equal inputs; `own` is None if no text was read.
+    `form` is the change of M, and `own` the change of attention given equal inputs (None if no text was read).
     """
     beyond_rounding = None if own is None else own.beyond_rounding
     attends_differently = own is not None and beyond_rounding and not own.negligible

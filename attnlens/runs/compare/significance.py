@@ -161,7 +161,8 @@ def combine_rounding(
     over heads.
 
     A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore
-    at least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
+    at least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest
+    observed change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
@@ -235,7 +236,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
             if not math.isnan(row_p):
                 fields["least"] = finite_or_none(least[name][place])
             elif fields["delta"] is not None and reason is None:
-                unmoved = "rounding never changed the measure, so the size of its effect is unknown"
+                unmoved = "rounding never changed the measure, so the size of the effect of rounding is unknown"
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
         elif reason is None and before is not None and after is not None:
             fields, reason = {"delta": after - before}, untested
