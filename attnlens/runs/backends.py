@@ -1,4 +1,4 @@
-"""Compare attention backends with the model in float64, and find outputs that depend on tokens they must not see."""
+"""Compare attention backends with the model in float64, and find outputs that depend on hidden tokens."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from attnlens.runs.masks import STEPS, Case, Cases, explain_no_masks, key_input,
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-TOLERANCE = 1e-5  # Largest relative error of outputs in float64
-ROUNDINGS = 16  # Largest relative error of outputs in lower precision, in machine epsilons
-SIZE = 1e-2  # Size of a perturbation relative to the token's vector
+TOLERANCE = 1e-5  # Largest relative error of outputs that is accepted in float64
+ROUNDINGS = 16  # The same in lower precision, in machine epsilons; at least TOLERANCE
+SIZE = 1e-2  # Size of a perturbation relative to the norm of the token's vector
 COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes in lower precision: an output depends on a token only if both change it
-NOISE = 100  # An output depends on a token if it changes by more than this multiple of the noise between equal passes
+NOISE = 100  # An output depends on a token if perturbing it changes the output by more than NOISE × rounding noise
 ATTENDED = 1e-6  # Smallest attention weight with which a perturbed token must change the output
-CLEARLY_ATTENDED = 0.05  # Upper bound on this weight, which is larger for backends whose outputs differ from float64
+CLEARLY_ATTENDED = 0.05  # Largest value to which ATTENDED is raised for backends whose outputs differ from float64
 COARSE = 0.02  # Largest relative difference between two passes of a backend that bfloat16 rounding can explain
 DEFAULT = ("eager", "sdpa")  # Backends that run everywhere without compilation
 Outputs = dict[Site, Tensor]
@@ -44,7 +44,7 @@ Outputs = dict[Site, Tensor]
 
 @contextmanager
 def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Context manager: yield the model, or a copy, with the backend `name`; raise ValueError if it is unsupported."""
+    """Context manager: yield the model, or a copy, with backend `name`; raise ValueError if it is unsupported."""
     # a private method, because transformers has no public one
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
@@ -73,7 +73,7 @@ def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
 def record_sites(
     model: PreTrainedModel, targets: Sequence[SiteCall], calls: dict[Site, dict[str, Any]], outputs: Outputs
 ) -> Iterator[None]:
-    """Context manager: record the arguments and outputs of the sites' modules in `calls` and `outputs` for one pass."""
+    """Context manager: in one pass, record in `calls` and `outputs` the arguments and outputs of the sites' modules."""
     by_call = {(target.site.path, target.site.ordinal): target.site for target in targets}
     paths = {model.get_submodule(target.site.path): target.site.path for target in targets}
     counter = Counter[nn.Module]()
@@ -95,7 +95,7 @@ def first_float_tensor(output: object) -> Tensor:
 
 
 def main_output(result: Any) -> Tensor:
-    """Return the logits of a forward pass, or its first floating-point output if it has no logits."""
+    """Return the logits in a model's output, or the first floating-point tensor of an output without logits."""
     logits = getattr(result, "logits", None)
     return logits if isinstance(logits, Tensor) else first_float_tensor(result.to_tuple())
 
@@ -107,7 +107,7 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
 
 
 def largest_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
-    """Return the largest relative error over all pairs of tensors; NaN if any error is NaN."""
+    """Return the largest relative error of a tensor in `actual` from its counterpart; NaN if any error is NaN."""
     return float(torch.tensor([relative_error(*pair) for pair in zip(expected, actual, strict=True)]).max())
 
 
@@ -118,17 +118,17 @@ def tolerance_between_passes(tolerance: float, error: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PreparedCase:
-    """A mask test with the results expected from the model in float64."""
+    """A mask test with the results of the reference model."""
 
     case: Case
     targets: list[SiteCall]  # Sites whose keys come from the perturbed input
     allowed: dict[Site, Bool[Tensor, "rows queries tokens"]]  # True for tokens that the output may depend on
-    attention: dict[Site, Float[Tensor, "rows queries tokens"]]  # Largest weight over heads; 0 if not allowed
-    expected: list[Tensor]  # Output of each of the case's `pieces`
+    attention: dict[Site, Float[Tensor, "rows queries tokens"]]  # Largest weight over heads; 0 for tokens not allowed
+    expected: list[Tensor]  # Model output for each of the case's `pieces`
 
 
 class Comparison:
-    """Comparison of attention backends with reference outputs: the model's in float64, with recomputed attention."""
+    """Comparison of backends with a reference: the model, in float64 if possible, with recomputed attention."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Comparison:
             yield
 
     def _prepare(self) -> None:
-        """Build the mask tests with their reference outputs; record the reason for each test that can't be built."""
+        """Build the mask tests with their reference outputs; record why requested tests, or others, are missing."""
         named = self.named_masks
         if (reason := explain_no_masks(self.inputs)) is not None:
             self.refused = dict.fromkeys(named or (), reason)
@@ -193,7 +193,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute the expected results; return None for an unrequested packing test if the model ignores packing."""
+        """Compute a test's reference results; None for an unrequested packing test if the model ignores packing."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
@@ -235,7 +235,7 @@ class Comparison:
             yield from (name for name in BACKENDS if name not in DEFAULT)
 
     def check(self, name: str) -> BackendCheck | None:
-        """Compare one backend with the reference, in a lower precision if the backend can't run in the model's type.
+        """Compare one backend with the reference, in float32 or bfloat16 if the backend can't run in the model's type.
 
         Return None if the backend can't run here and was not requested by name.
         """
@@ -304,10 +304,10 @@ class Comparison:
     def _explain_rounding(
         self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
     ) -> tuple[float, str] | None:
-        """Check whether the rounding of scores explains the error of the first site above the tolerance.
+        """Check whether the rounding of scores explains the error of the first site whose error exceeds the tolerance.
 
-        If it does, return the largest explainable error (twice the rounding of the largest score) and a sentence; if
-        not, return None.
+        If rounding explains it, return the largest explainable error (twice the rounding of the largest score) and a
+        sentence; otherwise, or if no error exceeds the tolerance, return None.
         """
         first = next((each for each in sites if each.error is None or each.error > tolerance), None)
         if first is None or first.error is None:
@@ -342,7 +342,7 @@ class Comparison:
         """Run one mask test in the model's type; the error is None if outputs of real tokens are not finite.
 
         `output_error` is the backend's error on the ordinary inputs. If it exceeds the tolerance, the backend may round
-        coarsely: a token with little attention may then leave the output unchanged, and padding may change it.
+        coarsely: perturbing a token with little attention may then change no output, and padding may change outputs.
         """
         case = prepared.case
         least = ATTENDED
@@ -385,9 +385,10 @@ class Comparison:
     def _probe_outputs(
         self, prepared: PreparedCase, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
     ) -> list[Sight]:
-        """Find outputs of the model that depend on a token although no chain of attention sites connects them.
+        """Find dependences of model outputs on tokens from which no chain of attention sites leads to the output.
 
-        Return [] if only some layers were requested, or if the outputs do not belong to the perturbed tokens.
+        Return [] if only some layers were requested, or if the outputs do not belong to the tokens of the perturbed
+        input.
         """
         case = prepared.case
         shape = case.documents.shape
@@ -428,7 +429,7 @@ class Comparison:
     ) -> list[Sight]:
         """Find outputs of a site that depend on a hidden token or ignore an attended one, largest change first.
 
-        A perturbed token must change each output that gives it an attention weight of at least `least`.
+        A perturbed token must change each output that gives the token an attention weight of at least `least`.
         """
         case, site = prepared.case, target.site
         arguments, name = calls[site], target.other or target.input_name
@@ -460,7 +461,11 @@ class Comparison:
         return sorted(wrong, key=lambda each: -(each.change or 0.0))
 
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, against_itself: bool) -> list[MaskCheck]:
-        """Run the cache test; return [] if only other tests were requested, or none and the model has no cache."""
+        """Run the cache test.
+
+        Return [] if only other tests were requested, if masks can't be tested, or if the model has no cache and no test
+        was requested.
+        """
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
             return []
@@ -476,7 +481,7 @@ class Comparison:
     def _decode(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float, *, against_itself: bool
     ) -> MaskCheck:
-        """Decode with the cache (a prefill, then single steps), and compare each output with that of a single pass.
+        """Decode with the cache (a prefill, then single steps), and compare each output with a single pass.
 
         The single pass is the reference model's or, if `against_itself` (outputs differ from float64), the backend's.
         """
@@ -565,7 +570,7 @@ def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int
 def check_backends(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], request: DoctorRequest
 ) -> tuple[list[BackendCheck], list[str]]:
-    """Compare the requested backends, or by default all that run here, with the model in float64.
+    """Compare the requested backends, or by default those that `Comparison.names` yields, with the model in float64.
 
     Return the comparisons and a list of notes. If the backends can't be compared, return a note with the reason, or
     raise ModelError if backends or masks were requested.

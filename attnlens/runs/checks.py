@@ -39,7 +39,7 @@ def measure_attention_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor
 
 
 def measure_predictions(task: Task) -> Measurement:
-    """Return a function that computes a model's logits, or its hidden states if the task is `hidden`."""
+    """Return a function that runs a model and returns [logits], or [hidden states] if the task is `hidden`."""
 
     def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **output_options(task))
@@ -49,16 +49,16 @@ def measure_predictions(task: Task) -> Measurement:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement) -> None:
-    """Raise ModelError if measured values depend on a weight that is random because the checkpoint lacks it."""
+    """Raise ModelError if measured values can depend on a weight that is random because the checkpoint lacks it."""
     if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
         raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return a module whose missing weight affects predictions, and why there is no loss.
+    """Return the path of a module whose missing weight can affect predictions, and why there is no loss.
 
-    Return None if predictions do not depend on a missing weight.
+    Return None if predictions do not depend on any missing weight.
     """
     random = find_random_weights(loaded, inputs, measure_predictions(task))
     if random is None:
@@ -70,10 +70,10 @@ def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], t
 def find_random_weights(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
 ) -> tuple[str, str] | None:
-    """Return module and name of missing weights (`name and 3 more`) that can affect the measured values, or None.
+    """Return module path and name (`name and 3 more`) of missing weights that can affect measured values, or None.
 
-    A missing weight is ignored if its module ran and its gradient is None (BERT's pooler). A module that did not run on
-    these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
+    A missing weight is ignored if its module ran and the weight's gradient is None (BERT's pooler). A module that did
+    not run on these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -104,12 +104,12 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-LOOKS_AHEAD = 1e-4  # relative change above which predictions depend on a later token: well above float32 rounding
+LOOKS_AHEAD = 1e-4  # relative change by which predictions depend on a later token: well above float32 rounding
 NOT_RUN = "it does not run on this input"
 
 
 def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """List the attention that a pass on `inputs` reaches. Raise ModelError if the model can't run on them."""
+    """List the attention that a pass on `inputs` reaches. Raise ModelError if the model can't run on `inputs`."""
     try:
         return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
@@ -132,7 +132,7 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
 
 
 def survey_one_token(loaded: loading.Loaded, site_calls: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites' calls in a pass over one token, which suffices to read the weights."""
+    """Return the sites' calls on one random id, to read weights; a site that does not run on the id keeps its call."""
     return _reach_by_ids(loaded, site_calls, 1, seed)
 
 
@@ -141,7 +141,7 @@ def survey_without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token, and on a window without media, because positions of media are special.
 
-    The window is that of `site_calls` or, if the model reads media, `tokens` random ids.
+    If the model reads media, the window consists of `tokens` random ids; if not, its calls are `site_calls`.
     """
     one_token = survey_one_token(loaded, site_calls, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
@@ -169,7 +169,7 @@ def _reach_by_ids(
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Measure how much recomputing attention changes the model's outputs. Raise ModelError if the model can't run."""
+    """Return the relative change of outputs when attention is recomputed. Raise ModelError if the model can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _convert_errors(loaded, inputs):
@@ -194,7 +194,7 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if the outputs are NaN although the weights are finite, IdentityError if two passes differ."""
+    """Raise ModelError if outputs are NaN, IdentityError if two passes differ. All weights must be finite."""
     error = hooks.repeat_error(loaded.model, inputs)
     if math.isnan(error):
         problem = f"{loaded.info.id} overflows: its outputs are NaN or Inf although its weights are finite."
@@ -216,7 +216,7 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task that the model is built for, or `hidden` if it predicts tokens that it can see (PaliGemma)."""
+    """Return the model's likeliest task; if causal predictions see later tokens, the next one (PaliGemma: `hidden`)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -234,7 +234,10 @@ def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of `prove_identity`; raise ModelError if the error is NaN because a weight is not finite."""
+    """Return the identity error.
+
+    Raise ModelError if a weight that is not finite makes the error NaN; further errors as in `prove_identity`.
+    """
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         problem = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified."

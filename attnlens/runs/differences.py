@@ -58,9 +58,10 @@ class Continuations:
 
 
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`, by default the first halves of inputs of at least median length, or why none can be used.
+    """Return `prompts`, by default the beginnings of up to MOST inputs, or why the model can't continue inputs.
 
-    Raise UsageError if the model can't continue `prompts`.
+    The beginnings are half the median length; shorter inputs than the median are left out. Raise UsageError if the
+    model can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
@@ -85,7 +86,10 @@ def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, promp
 
 
 def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize a file's lines. Raise TextError if there are none or one is too long, UsageError without a tokenizer."""
+    """Tokenize a file's prompts, one per nonblank line.
+
+    Raise TextError if there are none or if one is too long, and UsageError if the model has no tokenizer.
+    """
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -123,7 +127,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
 
 
 def measure_agreement(model: PreTrainedModel, original: Continuations | str, variant: Variant) -> Agreement | str:
-    """Count the tokens that both models generate before their first difference, or return why they can't be counted."""
+    """Count, per prompt, the tokens that both models generate before they differ, or return why counting failed."""
     if isinstance(original, str):
         return original
     try:
@@ -197,9 +201,9 @@ class Differences:
     task: Task  # what is predicted
     noise: bool  # True if the input is noise: predictions are then compared without a loss
     design: Design  # how the sequences were sampled
-    before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
-    after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
-    counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
+    before: list[Tensor] = field(default_factory=list)  # mean loss per sequence with predictions under the original
+    after: list[Tensor] = field(default_factory=list)  # mean loss per sequence with predictions under the variant
+    counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence with predictions
     predicting: list[Tensor] = field(default_factory=list)  # False for sequences without predictions
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     token_divergences: list[Tensor] = field(default_factory=list)  # KL of each prediction
@@ -217,7 +221,7 @@ class Differences:
     def add(
         self, original: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
     ) -> None:
-        """Add one batch of `sizes` tokens; `ids` are the input tokens, needed for causal models."""
+        """Add both models' outputs on a batch of `sizes` tokens; `ids`: input tokens, needed for causal models."""
         self.seconds.append(new.seconds)
         self.original_seconds.append(original.seconds)
         self.sizes.append(sizes)
@@ -245,7 +249,7 @@ class Differences:
 
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
         if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
-            problem = f"With the new kernel the model returns {len(new)} hidden states instead of {len(original)}."
+            problem = f"The changed model returns {len(new)} hidden states instead of {len(original)}."
             raise ModelError(problem, "Use `attnlens inspect`: the outputs can't be compared token by token.")
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
@@ -312,11 +316,11 @@ class Differences:
         return fields, reasons
 
     def _prediction_change(self) -> PredictionChange:
-        """Summarise the KL of all predictions, with standard errors over windows or texts."""
+        """Summarise KL, top-1 agreement and change of perplexity, with standard errors over windows or texts."""
         counts = torch.cat(self.counts)
 
         def mean_with_error(parts: list[Tensor]) -> tuple[float, float | None]:
-            """Return the mean over tokens and its standard error, by linearisation of the ratio of two sums."""
+            """Return the mean over tokens and its standard error (None if unknown) by linearising the ratio of sums."""
             means = torch.cat(parts)  # of each sequence
             mean = (means * counts).sum() / counts.sum()
             se = float(standard_error((means - mean) * counts / counts.mean(), self.sampled))
@@ -366,7 +370,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare the losses of another variant (before) and of this one (after); return None without finite losses."""
+        """Compare losses of another variant (before) and of this one (after); None for noise or non-finite losses."""
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))
@@ -400,7 +404,7 @@ def _mean(
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return (text, indices of its sequences) for each text; [] if there is only one text."""
+    """Return (name, indices of sequences) for each text with sequences; [] if only one text has any."""
     numbers = torch.tensor(design.texts)
     pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
     nonempty = [pair for pair in pairs if len(pair[1])]
@@ -428,7 +432,7 @@ def compare(
 
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
-    """Return the model's loss in nats per predicted token; None without targets, for noise, or if it diverges."""
+    """Return the model's loss in nats per predicted token; None without targets, for noise, or if it is not finite."""
     total, count = 0.0, 0.0
     for fed in batches:
         logits = run(model, fed, task).logits
@@ -446,7 +450,7 @@ COLUMNS = {  # Name of each value per window, in the order of output, and the fi
 
 
 def tabulate_windows(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return losses, KL, hidden cosines and numbers of tokens: one table (windows, differences) per name."""
+    """Return, for each name in COLUMNS that all `differences` have, a table (windows, differences) of its values."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

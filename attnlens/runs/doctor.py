@@ -39,11 +39,11 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
-    Return a check of the files, a check of the architecture and, if this check passes, a check of each measure. Each
-    call draws other heads, which a forger can't predict. tokens.* may differ by √ε (ε: machine epsilon of the model's
-    type), weights.* by WEIGHTS_TOLERANCE, relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or was computed on
-    another text.
+    Return a check of the files, a check of the architecture and, if the architecture agrees, a check of each measure.
+    Each call draws other heads, which a forger can't predict. tokens.* may differ by √ε (ε: machine epsilon of the
+    model's type), weights.* by WEIGHTS_TOLERANCE, relative to the larger value. `more` are options of `inspect` that a
+    report does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or was
+    computed on another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -67,7 +67,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
         problem = f"The report's text has SHA-256 {text}, but the given text has {other_text}."
         raise UsageError(problem, "Give the text of the report with --text.")
     recomputed = {(head.site, head.head): head for head in again.heads}
-    # half of the digits of the model's type: its own rounding adds up over layers
+    # half of the digits of the model's type, because rounding adds up over layers
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
     pairs = [(head, recomputed.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
@@ -112,9 +112,10 @@ def doctor(
 
     P is computed twice: from captured queries and keys, and from weights × inputs. P_model is the attention
     that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
-    model is copied), which takes twice the memory, so that errors are not due to rounding. If float64 fails, float32 is
-    used. The tolerance is the same for both types. Raise UsageError for invalid arguments, TextError for an invalid
-    text, and ModelError if the model can't be loaded or analysed.
+    model is copied), which takes twice the memory, so that errors are not due to rounding. Float32 is used if float64
+    fails, or if only float64 changes the attention; the tolerance is the same. Attention backends and masks are tested,
+    too. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model can't be
+    loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -150,7 +151,7 @@ def doctor(
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model as loaded, or in float32 if only float64 fails or changes the attention (EoMT's own masks).
+    """Examine the model as loaded, or in float32 if float64 fails, or if only float64 changes the attention (EoMT).
 
     If the result in float32 is returned, the model stays in float32.
     """
@@ -206,7 +207,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 
 def _summary(loaded: loading.Loaded, site_calls: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
-    """Return the verdict with the error of outputs under recomputed attention, or why this error is not a number."""
+    """Return the verdict with the error of outputs under recomputed attention or, if known, why the error is NaN."""
     if not math.isnan(identity):
         return Summary(identity_error=identity, verdict=verdict)
     overflow = checks.describe_overflow(loaded.model.dtype, site_calls)
@@ -258,17 +259,18 @@ def collect_probabilities(
 ) -> dict[Site, Tensor | str]:
     """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
 
-    A few models use an attention that differs from their eager attention (PaliGemma's SDPA is not causal).
+    They are also unknown if the model's usual attention differs from its eager attention (PaliGemma's SDPA is not
+    causal).
     """
     captured: dict[Site, Tensor] = {}
-    why = "the module applies no softmax to these scores and returns no attention probabilities"
+    why = "the module applies no softmax to its scores and returns no attention probabilities"
     try:
         difference = hooks.difference(model, inputs, hooks.collect_weights(model, site_calls, captured))
         # 16 ε: the rounding of a few layers in half precision
         if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
             size = f"transformers' eager attention changes this model's outputs by {difference:.1e}"
             overflow = checks.describe_overflow(model.dtype, site_calls) if math.isnan(difference) else None
-            why = overflow or f"{size}, so its matrices are not comparable"
+            why = overflow or f"{size}, so eager matrices are not comparable"
             captured = {}
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
@@ -350,7 +352,7 @@ def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, 
 
 
 def _error(query_key: QueryKey, probabilities: Tensor) -> float:
-    """Compute ‖P − P_model‖ / ‖P_model‖ over queries that see a key; P is rebuilt, P_model is `probabilities`."""
+    """Compute ‖P − P_model‖ / ‖P_model‖ over queries that see a key; P is rebuilt from `query_key`."""
     # rows that sum to 1 up to rounding leave nothing for a sink: the model applies it after the softmax (GraniteSWA)
     if query_key.sinks is not None and bool((probabilities.double().sum(-1) - 1).abs().max() <= TOLERANCE):
         query_key = replace(query_key, sinks=None)

@@ -43,7 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, numbers of predictions] of the sequences, and the vocabulary size; [] and 0 if no loss."""
+    """Return [mean losses, prediction counts] of sequences with predictions, and the vocabulary size; else ([], 0)."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -58,7 +58,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a higher loss than random guessing; `names` are the sequences' texts."""
+    """Return a note for each text with a higher loss than random guessing; `names`: text of each sequence."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -82,9 +82,9 @@ LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # names of the op
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return the options in the request that `load` takes.
+    """Return the explicitly set options in the request that `load` takes.
 
-    If `model` is loaded, raise UsageError if there are any, and ModelError if its weights are on the meta device.
+    If `model` is already loaded, raise UsageError for such options, and ModelError if weights are on the meta device.
     """
     options = {name: value for name, value in request.explicit().items() if name in LOADED}
     if not isinstance(model, Loaded):
@@ -122,7 +122,7 @@ def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
 
 
 def build_design(requested: Settings, inputs: texts.Batches) -> Design:
-    """Return the sequences' sampling design. Raise UsageError if there are too few texts for intervals over texts."""
+    """Return the sequences' sampling design. Raise UsageError if intervals over too few texts are requested."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
@@ -183,7 +183,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
 
 
 def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return a batch on the model's device. Raise UsageError if it is empty or contains anything but tensors."""
+    """Return a batch on the model's device. Raise UsageError unless it maps names to tensors with values."""
     remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)

@@ -94,7 +94,7 @@ class Case:
     probes: list[int]  # Index of the perturbed token in each row
     documents: Int[Tensor, "rows tokens"]  # Index of each token's document; −1 for padding
     pieces: list[tuple[int, int, int, dict[str, Tensor]]]
-    """(row, start, end, inputs): a pass over these tokens alone must give the row's outputs; end is exclusive."""
+    """(row, start, end, inputs): a pass over these inputs alone must give the row's outputs start … end − 1."""
     prefix: int = 0  # Number of tokens at the start that all outputs see
     same_positions: bool = True  # False if tokens have other positions in `pieces` than in `inputs`
 
@@ -136,7 +136,7 @@ def key_input(site: Site, inputs: Mapping[str, Tensor]) -> str:
 
 
 class Cases:
-    """Mask tests of a model: the requested tests, or all that apply to the model."""
+    """Mask tests of a model: the requested tests, or those that apply to it, except prefixes and long windows."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Cases:
         self.windows = sorted({rule.window for rule in self.rules.values() if rule.window is not None})
 
     def build(self) -> Iterator[Case | tuple[str, str]]:
-        """Yield each test; if a requested test or a declared window can't be tested, yield its name and the reason."""
+        """Yield each test; if a requested test, or that of a declared window, can't be built, yield (name, reason)."""
         builders: dict[str, Callable[[], Case | str | None]] = {
             "causal": self._causal,
             "bidirectional": self._bidirectional,
@@ -185,7 +185,10 @@ class Cases:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cache_inputs(self) -> dict[str, Tensor]:
-        """Return one sequence for the cache test, longer than the shortest window if this is at most LONGEST_WINDOW."""
+        """Return the cache test's inputs: one sequence.
+
+        If positions permit, it is longer than the shortest window of at most LONGEST_WINDOW tokens.
+        """
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens

@@ -40,7 +40,7 @@ def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def measure_peak(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
-    """Run `work` and return its peak memory in bytes (GPU: allocated, CPU: resident); None if it can't be measured."""
+    """Run `work` and return the peak memory during it in bytes (GPU: allocated, CPU: resident); None if unknown."""
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         work()
@@ -97,7 +97,7 @@ def sequence_means(
 def average_by_sequence(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average the values of each of `count` sequences; return means and counts of the sequences with values."""
+    """Return mean and number of the values of each sequence with values; `owners`: sequence of each value."""
     owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, values)
@@ -132,7 +132,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 
 def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return, for each real token, its sequence's index in the batch; None if rows do not divide into sequences."""
+    """Return the index of each real token's sequence in the batch; None if rows of `states` do not divide evenly."""
     sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
@@ -142,7 +142,7 @@ def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def tokens_in(fed: Fed) -> int:
-    """Count the tokens of a pass, excluding padding; if there is no mask, count sequences (such as images)."""
+    """Count the (decoder's) tokens of a pass without padding; if there is no mask, count sequences (such as images)."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
@@ -150,7 +150,8 @@ def tokens_in(fed: Fed) -> int:
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """Compute KL(p ‖ q) = Σ (q − p − p log(q/p)) of each prediction in nats; p is the original distribution, q the new.
 
-    Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels that of Σ p log(q/p).
+    Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels the rounding error
+    of Σ p log(q/p).
     """
     original, new = original.log_softmax(-1), new.log_softmax(-1)
     p = original.exp()
@@ -205,7 +206,7 @@ class TokenLosses:
             rows += torch.split(part, predicted.sum(1).tolist())
 
     def join(self) -> list[Tensor]:
-        """Return each list as one tensor with a row per sequence, padded with NaN (losses) or 0 (distances)."""
+        """Return `before`, `after` (padded with NaN) and `back` (padded with 0) as tensors with a row per sequence."""
         fields = (self.before, torch.nan), (self.after, torch.nan), (self.back, 0)
         return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 

@@ -30,7 +30,7 @@ from attnlens.report.shapes import Shapes
 def hash_content(
     loaded: Loaded, site_calls: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
-    """Hash the model's config, code and adapter, its inputs, samples of deferred weights, and the analyzers' code."""
+    """Hash the model's config, code and adapter, the inputs, samples of deferred weights, and the analyzers' code."""
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
     digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
@@ -49,7 +49,7 @@ def hash_content(
 
 
 def read_code(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
-    """Return the source file (or bytecode) of an analyzer or a kernel, since code can change without a new version."""
+    """Return the source file's bytes (or the bytecode) of an analyzer or kernel: code changes without a new version."""
     function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():
@@ -76,7 +76,7 @@ def tool() -> Tool:
 
 
 def peak_memory() -> int:
-    """Return this process's peak resident memory, on Linux from STATUS, because getrusage also counts the parent's."""
+    """Return this process's peak resident memory in bytes, on Linux from STATUS (getrusage includes the parent's)."""
     for line in STATUS.read_text().splitlines() if STATUS.is_file() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

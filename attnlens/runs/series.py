@@ -39,7 +39,7 @@ from attnlens.runs.work import Compute, WorkPlan, run_units
 
 
 def hash_checkpoint(place: Location) -> str:
-    """Hash a checkpoint's weights, configs, tokenizers and code."""
+    """Hash a checkpoint's weights, configs, tokenizers and code (GGUF: the weight files)."""
     patterns = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
     others = (path for pattern in patterns for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
@@ -55,7 +55,10 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Merge coverages: the smallest number of analysed heads, all that was skipped, and the unread checkpoints."""
+    """Merge the coverages of checkpoints, and add unread checkpoints to the skipped sites.
+
+    Counts are the worst over checkpoints: the fewest analysed heads and, for each source, the most heads without it.
+    """
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -73,7 +76,7 @@ def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread:
 
 
 def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:
-    """Build an experiment from the checkpoints' readings: trajectories of heads, and quartiles over heads."""
+    """Build an experiment from the checkpoints' readings: trajectories of heads, quartiles over heads, losses."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
     reports = [reading["report"] for reading in readings]
@@ -171,7 +174,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Report]) -> None:
-    """Raise ModelError if a checkpoint's report has other heads than the first; name a head that one of them lacks."""
+    """Raise ModelError if a checkpoint's report has other heads than the first report; name a head that one lacks."""
     sides = [
         (name, report.model, {(head.layer, head.head, head.part) for head in report.heads})
         for name, report in zip(names, reports, strict=True)
@@ -246,7 +249,7 @@ def run_series(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Measure all checkpoints; return the report, and a function to remove the stored units when it is written."""
+    """Measure all checkpoints; return the report, and a function that removes the units stored for it."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -306,11 +309,11 @@ class Series:
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the finished units; None if nothing is stored."""
+        """Store of the finished units; None if units are not stored."""
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Read the checkpoints; return the report, and a function that removes the stored units if none is missing.
+        """Read the checkpoints; return the report, and a function that removes the stored units if all are complete.
 
         If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no checkpoint is finished.
         """
@@ -372,7 +375,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Read one checkpoint; its finished parts are stored until all of it is finished."""
+        """Measure one checkpoint; store its finished parts until the whole checkpoint is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Keep the results of a run's units in one safetensors file each, which a later run can reuse.
+"""Store the result of each unit of a run in a safetensors file, which a later run can reuse.
 
 A unit's value is a nested list or dictionary of tensors, records and JSON values, stored as
 `<work>/<key>/<name>.safetensors`. The key is a hash of the facts that determine the run's numbers, so that only the
@@ -43,7 +43,7 @@ class Keep(Protocol):
 
 
 def keep_nothing(_name: str, make: Callable[[], T]) -> T:
-    """Compute a part without keeping it."""
+    """Compute and return a unit's part without storing it."""
     return make()
 
 
@@ -88,7 +88,10 @@ class Store:
         return Store(self.folder / file_stem(name), {"run": hash_json(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file."""
+        """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file.
+
+        Raise OutputError if the file can't be read.
+        """
         path = self.path(name)
         with convert_output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:
@@ -128,7 +131,7 @@ class Store:
 
     def clear(self) -> None:
         """Remove the run's files after its report is written; other files are not touched."""
-        with suppress(OSError):  # another process may clear it at the same time
+        with suppress(OSError):  # another process may clear the folder at the same time
             for path in list(self.folder.iterdir()):
                 if path.name != RUN and not OWN_NAME.fullmatch(path.name):
                     continue
@@ -200,7 +203,7 @@ def convert_output_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def file_stem(name: str) -> str:
-    """Return a readable file name that is unique to the unit."""
+    """Return a readable file name without suffix that is unique to the unit."""
     readable = re.sub(r"[^A-Za-z0-9.=]+", "-", name)[:80].strip("-.")
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}"
 

@@ -46,7 +46,7 @@ ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL): a proc
 
 
 class Stopped(KeyboardInterrupt):
-    """Interruption of the unit `name`; `value` is its result so far, in the form of a finished unit."""
+    """Interruption of the unit `name`; `value` is its result so far, in the form of a finished unit's value."""
 
     def __init__(self, name: str, value: object) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]  # reason why a unit has no value, by unit; without units prevented by an interruption
+    missing: dict[str, str]  # by failed unit: why it has no value; units that an interruption prevented are left out
     stopped: bool  # True if the user interrupted the run
 
 
@@ -77,7 +77,7 @@ class WorkPlan(SharedRequest):
 
     @classmethod
     def of(cls, request: Request) -> WorkPlan:
-        """Build the plan from a request; fields that the request lacks keep their defaults."""
+        """Build the plan from a request; fields that the request does not set keep their defaults."""
         return cls(**{name: value for name, value in request.explicit().items() if name in cls.model_fields})
 
     @property
@@ -149,10 +149,10 @@ def run_units(
 ) -> Outcome[V]:
     """Compute the unfinished units of a run, and return the results of all units.
 
-    If a unit fails twice, the reason is recorded, and a warning is logged. `worker_setup` prepares
-    the same run in a worker process. `report_unit` is called with the name of each unit that finishes or fails.
-    `usable` returns True if a stored value is complete. Raise ShardFinished at the end of a shard; the
-    AttnlensError of any unit, because it affects all units; and the first error if no unit could be computed.
+    If a unit fails twice, the reason is recorded, and a warning is logged. `worker_setup` prepares the same run in a
+    worker process. `report_unit` is called with the name of each unit that finishes or fails. `usable` returns True if
+    a stored value is complete. Raise ShardFinished at the end of a shard; the AttnlensError of any unit, because such
+    an error affects all units; and the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -240,7 +240,7 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
             if isinstance(error, errors.UsageError | errors.TextError | errors.OutputError):
                 break
         except RETRIED as error:
-            clear_frames(error.__traceback__)  # its frames would keep the unit's memory alive
+            clear_frames(error.__traceback__)  # the frames would keep the unit's memory alive
             failure = Failure(errors.reason_of(error), error)
     return failure
 
@@ -268,7 +268,10 @@ _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that workers are forked from (Linux without accelerators); call this before importing torch."""
+    """Start the process that workers are forked from, if `jobs` > 1 on Linux without accelerators.
+
+    Call this before importing torch.
+    """
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
         return

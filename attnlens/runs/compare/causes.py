@@ -1,4 +1,4 @@
-"""Find the causes of differences between two layers in their attention calls, rotations and tensors."""
+"""Find the causes of differences between two layers by comparing attention calls, rotations and tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnlens.wording import join_items, short
 
 
 def are_equal(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors have the same shape and numbers, on any device and in any type."""
+    """Return True if two tensors have the same shape and, in the first tensor's type, the same numbers."""
     return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
 
 
@@ -71,7 +71,11 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield (cause, errors by head if quantised, else []) for each difference of two layers; unexplained parts last."""
+    """Yield (cause, errors) for each difference between two layers; unexplained parts last.
+
+    `errors` is [] unless W_Q is quantised; then it has, for each query head, the larger relative error of W_Q and W_K.
+    `order` contains the second layer's head for each head of the first, or nothing if heads keep their order.
+    """
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
@@ -105,8 +109,8 @@ def build_unexplained(
 class Unexplained(Cause):
     """The parts of a layer that no hypothesis explains."""
 
-    change: float = 0.0  # largest ‖B − A‖/‖B‖ of a part (first model: A, second: B)
-    near: str = ""  # the closest hypothesis, in words
+    change: float = 0.0  # largest ‖B − A‖/max(‖A‖, ‖B‖) of a part (first model: A, second: B)
+    near: str = ""  # the closest hypothesis, as text
     reshaped: tuple[str, ...] = ()  # parts whose shapes differ
 
 
@@ -117,7 +121,7 @@ def describe_unexplained(names: Sequence[str], change: float, near: str, reshape
 
 
 def add_spacing(layer: Layer) -> Layer:
-    """Add to a layer the relative spacing of numbers in the type in which each part was stored."""
+    """Add to a layer, for each part, the relative spacing of numbers in the part's stored type, at least SINGLE."""
     spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
@@ -178,9 +182,9 @@ ALIKE = 0.05  # largest relative difference between biases that count as equal, 
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return one number per head for both biases, equal numbers for equal biases.
+    """Return two tensors with one number per head, one tensor for each bias; heads with equal biases get equal numbers.
 
-    Return None if the heads of both models do not match, or if all heads have the same bias.
+    Return None if the heads of both models do not match, if all heads have the same bias, or if a bias has no values.
     """
     if first.is_meta or second.is_meta or first.shape != second.shape:
         return None

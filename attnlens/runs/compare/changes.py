@@ -32,8 +32,8 @@ from attnlens.wording import format_count, join_items
 
 Tensors = Mapping[str, Tensor]
 ROUNDING_SPACINGS = 4.0
-"""Relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when it is
-stored, loaded and multiplied."""
+"""Largest relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when
+it is stored, loaded and multiplied."""
 ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which rotations count as acting on different coordinates
 GAUGE_FACTOR = 100
 """Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as rounding after a
@@ -121,7 +121,7 @@ def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
 def describe(
     pairing: Pairing, heads: Sequence[records.HeadChange], rows: Sequence[records.MeasureChange]
 ) -> Iterator[str]:
-    """Yield notes about the models as a whole, one sentence each."""
+    """Yield notes on differences of masks, of the order of heads, and of forms, one string each."""
     for site, other in pairing.sites.items():
         if site.part != other.part:
             masks = f"{site.part} in the first model, {other.part} in the second"
@@ -156,7 +156,7 @@ def _classify_form(
 ) -> str:
     """Return the key in NOTES_ON_FORMS for a head whose M is the same, or changed by less than the practical size.
 
-    `form` and `own` are the changes of M and of attention to equal inputs; `own` is None if no text was read.
+    `form` is the change of M, and `own` the change of attention given equal inputs (None if no text was read).
     """
     beyond_rounding = None if own is None else own.beyond_rounding
     attends_differently = own is not None and beyond_rounding and not own.negligible
@@ -173,7 +173,7 @@ def _classify_form(
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose RoPE differs: their M agrees at equal positions, but not between distant positions."""
+    """Yield those of `heads` whose RoPE differs: M agrees at equal positions, but not between distant positions."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
         rotation = None if isinstance(pair, str) else pair[0].rotation
@@ -188,7 +188,10 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare both models' loss, KL, agreement and hidden states; return the outcome, or None and notes on why."""
+    """Compare both models' loss, KL, agreement and hidden states; return (outcome, []), or (None, notes on why).
+
+    Return (None, []) if no text is read.
+    """
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
     if batches is None:
@@ -265,7 +268,7 @@ class Changes:
 
     @cached_property
     def blocks(self) -> tuple[Blocks, Blocks]:
-        """Blocks of both models; empty if no text is read or their paths differ."""
+        """Blocks of both models; empty if no text is read, or if the paths of the blocks differ."""
         first, second = (Blocks.of(side) for side in (self.pairing.first, self.pairing.second))
         return (first, second) if first.paths == second.paths else (Blocks(), Blocks())
 
@@ -295,7 +298,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test each measure's changes.
+        """Test each measure's changes; return the tests by measure.
 
         The test is None for a measure with neither values per window nor drawn roundings, and for a category.
         """
@@ -320,7 +323,7 @@ class Changes:
         return tests
 
     def _row_distances(self) -> dict[str, Tensor]:
-        """Compute distances per window between attention rows, by head, and between block outputs, by block."""
+        """Return, by measure, KL of attention rows (windows, heads) and changes of block outputs (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
         blocks, other_blocks = self.blocks

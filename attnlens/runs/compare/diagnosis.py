@@ -131,7 +131,7 @@ class FoundCause:
 
     layer: int | None  # None outside of layers
     cause: Cause
-    errors: list[float] = field(default_factory=list)  # error of each head if its weights are quantised
+    errors: list[float] = field(default_factory=list)  # relative error of each query head if W_Q is quantised, else []
     site: Site | None = None  # site of the first model; None outside of layers
     whole: bool = False  # True for a rounding that all matrices of the layer have
 
@@ -146,7 +146,7 @@ class Walk:
     found: list[FoundCause] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
     samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # values of both models' matrices
-    _types: list[str] = field(default_factory=list)  # stored number types of the largest matrices of the first layer
+    _types: list[str] = field(default_factory=list)  # stored type of each model's largest tensor in the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
         """Compare all layers, then all other tensors; add causes to `found` and names of tensors to `differ`."""
@@ -196,7 +196,7 @@ class Walk:
         return list_tensors(self.sides[number].weights_model.model.get_submodule(weights.block_path(site.path)))
 
     def _read_factors(self, number: int, site: Site) -> SiteFactors:
-        """Return the factors of a site of model `number` (0 or 1), from its inspection if this has read them."""
+        """Return the factors of a site of model `number` (0 or 1), from the inspection if it has read them."""
         side = self.sides[number]
         if (known := (side.factors or {}).get(site)) is not None:
             return known
@@ -209,7 +209,7 @@ class Walk:
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
     ) -> Iterator[tuple[Cause, list[float]]]:
-        """Yield the causes of one layer's difference, with the error of each head if its weights are quantised.
+        """Yield the causes of one layer's difference as `diagnose_layers` does, and add names to `differ`.
 
         `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
         tensor is diagnosed once: tensors of an attention module, and of the norm that it reads, at the module's site;
@@ -265,8 +265,8 @@ class Walk:
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
         """Map each attention module of a block, except the block's first module, to the norm whose output it reads.
 
-        Both are given as paths; modules that read no norm are left out. Return {} if the first module reads no norm:
-        the outputs of norms are then the residual stream (BART).
+        Modules and norms are given as paths; modules that read no norm are left out. Return {} if the first module
+        reads no norm: the outputs of norms are then the residual stream (BART).
         """
         site_calls = {each.site.path: each for each in self.sides[0].site_calls}
         if len(in_block) == 1 or in_block[0] not in site_calls:
@@ -464,10 +464,10 @@ def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
 
 
 def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
-    """Merge equal causes of several layers.
+    """Merge causes that have the same hypothesis, heads and text; outside layers, the names in the text can differ.
 
-    Unexplained causes inside layers, and roundings of some matrices, are merged if they concern the same tensors.
-    Unexplained causes outside layers, and roundings of whole layers, are merged whatever tensors they concern.
+    Unexplained causes inside layers are merged if they concern the same tensors. Low-rank updates of any rank (inside
+    or outside layers), unexplained causes outside layers, and roundings of whole layers are always merged.
     """
     groups: dict[tuple[object, ...], list[FoundCause]] = defaultdict(list)
     for entry in found:
@@ -502,13 +502,13 @@ def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return a cause's text without its tensors' names, in the plural (`are …`); unchanged if it starts otherwise."""
+    """Return a cause's text without leading names of tensors, in the plural (`are …`); unchanged without such names."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 
 
 def _list_parts(entries: Iterable[FoundCause]) -> list[str]:
-    """Return the parts that causes concern, each once."""
+    """Return the names of the parts that the causes concern, without duplicates."""
     return list(dict.fromkeys(name for entry in entries for name in entry.cause.parts))
 
 

@@ -18,7 +18,7 @@ Samples = dict[str, dict[str, Tensor]]
 SAMPLE = 256  # number of values sampled from each matrix
 CLOSE = 0.01  # largest relative difference of values that are equal up to rounding
 PART = 0.1  # smallest share of a matrix's values that must come from another layer
-NEARER = 0.5  # largest distance to another layer's matrix, relative to the distance to the layer's own
+NEARER = 0.5  # largest ratio of a matrix's distances to another layer's matrix and to the same layer's
 
 
 def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,8 +35,8 @@ def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Samples]) -> Site | None:
     """Find the site of the first model whose block the second model's tensors at `site` most likely come from.
 
-    Choose the block with the most matrices that are nearer to the second model's than those of the site's own block.
-    Return None if no block has such a matrix.
+    Choose the block with the most matrices that are much nearer to the second model's matrices than the matrices of the
+    site's own block are. Return None if no block has such a matrix.
     """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)
@@ -59,7 +59,7 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 
 
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
-    """Return True if `values` are much nearer to `candidate` than to `own`, or if some of them are the candidate's.
+    """Return True if `values` are much nearer to `candidate` than to `own`, or if a share PART matches `candidate`.
 
     The second case finds one matrix within a fused one, such as W_K, that comes from another layer.
     """
@@ -70,7 +70,7 @@ def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
 
 
 def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence[Site]) -> Iterator[tuple[Site, Cause]]:
-    """Yield one cause per layer with tensors of another layer; exchanged layers share one text, and so do shifted ones.
+    """Yield (site, cause) for each layer with another layer's tensors; one text for the layers of an exchange or shift.
 
     `moves` gives, for each site, the site that its tensors come from, and the names of these tensors.
     """

@@ -108,9 +108,9 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 
 
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
-    """Compare two reports by head, or only their distributions if their heads differ.
+    """Compare two reports by head, or only the distributions of measures if the heads differ.
 
-    Raise UsageError if their settings or windows differ.
+    Raise UsageError if settings or windows differ.
     """
     refuse_other_settings(first.settings, second.settings)
     names = set(HeadId.model_fields)
@@ -141,14 +141,14 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
 
 
 def _numbered_windows(report: Report) -> list[tuple[object, int]]:
-    """Return (index of the text, number in the text) for each window, because reports can name a text differently."""
+    """Return (index of text, index of window in the text) per window, because reports can name a text differently."""
     places = {text.name: place for place, text in enumerate(report.settings.texts)}
     windows = [] if report.windows is None else report.windows.windows
     return [(places.get(name, name), number) for name, number in windows]
 
 
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
-    """Test a measure's changes, paired if possible; None for categories and measures that do not depend on a text."""
+    """Test a measure's changes, paired if possible; None for categories, and without windows or standard errors."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
@@ -249,7 +249,7 @@ def compare(
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
-    """Raise UsageError for options that have no effect because a report already contains its settings."""
+    """Raise UsageError for options without effect, because the sides that they apply to are reports."""
     reports = [isinstance(side, Report) for side in subjects]
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
@@ -300,7 +300,7 @@ def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[
 
 
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
-    """Compare two inspected models: head by head if their sites agree, on text if both received the same inputs."""
+    """Compare two inspected models: by head if sites and numbers of heads agree, on text if inputs also agree."""
     shapes, other_shapes = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.site_calls]
         for side in (first, second)

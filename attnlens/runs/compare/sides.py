@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this number, and is also below this
-number times its distance to the head of the same number. The distance between unrelated heads is about 1, and that
-between a head and its fine-tuned version is small. Heads that merely resemble several others must stay in place."""
+number times its distance to the head of the same number. The distance between unrelated heads is about 1, the
+distance between a head and its fine-tuned version small. Heads that merely resemble several others stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute by head the relative change from M to M' (1 if only M is 0) and the largest angles between their factors.
+    """Compute, by head, ‖M' − M‖/‖M‖ (1 if only M is 0) and the largest angles, in degrees, between the factors.
 
     All are NaN if a form is not finite; the change is NaN if both forms are 0, an angle if both factors are 0.
     """
@@ -148,7 +148,10 @@ class Pairing:
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given."""
+        """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given.
+
+        Heads are also paired by number if W_V or W_O contradicts the order of the forms.
+        """
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
@@ -177,7 +180,7 @@ class Pairing:
         return first, replace(second.select(self.order[site]), heads=first.heads)
 
     def move_together(self, site: Site, order: Sequence[int]) -> bool:
-        """Return True if W_V and W_O are reordered like W_Q and W_K, so that only the heads' numbers changed."""
+        """Return True unless W_V or W_O differs more between the models in `order` than with heads in place."""
         if list(order) == sorted(order):
             return True
         layers = []
@@ -295,8 +298,9 @@ def run_pass(
     """Run one side's model, and record its attention calls and the input and output states of the compared blocks.
 
     If `original` is given, later blocks do not run, but return the outputs that `original` recorded. Unless
-    `own_states`, each compared block runs on the input states that `original` recorded. The output states of a block
-    are its output, or the first element of a tuple; blocks whose output states are not a tensor are left out.
+    `own_states`, each compared block runs on the input states that `original` recorded; input states are then not
+    recorded. The output states of a block are its output, or the first element of a tuple; blocks whose output states
+    are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 
@@ -337,7 +341,7 @@ def run_pass(
 
 
 def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
-    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o' per sequence, without padding; NaN if one is missing."""
+    """Compute ‖o' − o‖/‖o‖ of block outputs without padding, as (sequences, blocks); NaN if o or o' is missing."""
     masks = [batch.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch.inputs]
     changes = torch.full((batch.size, len(blocks)), torch.nan, dtype=torch.float64)
     for place, (path, _) in enumerate(blocks):
@@ -363,7 +367,10 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights and append the sink's share; NaN if a head's kernel has no or negative weights."""
+    """Compute attention weights and append the sink's share of each row.
+
+    Rows are NaN in heads whose kernel has no weights, or can have negative ones.
+    """
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)

@@ -64,7 +64,10 @@ class ChangeTest:
     rounding: Rounding | None = None
 
     def negligible(self, smallest: float | None) -> Bool[Tensor, " heads"]:
-        """Return True for changes whose 90 % interval lies within ± `smallest` (two one-sided tests at 5 %)."""
+        """Return True for changes whose 90 % interval lies within ± `smallest` (two one-sided tests at 5 %).
+
+        Return False for all changes if `smallest` is None.
+        """
         if smallest is None:
             return torch.zeros_like(self.delta, dtype=torch.bool)
         error = torch.zeros_like(self.delta) if self.se is None or self.freedom < 1 else self.se
@@ -136,7 +139,7 @@ def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], f
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute Student's P(|t| ≥ r) for r = |delta|/size, or its root for divergences; NaN if rounding had no effect."""
+    """Compute Student's P(|t| ≥ r) for r = |delta|/size (divergences: √r); NaN if rounding had no effect."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stdtr(rounding.freedom.numpy(), -scores))
@@ -154,10 +157,12 @@ def combine_rounding(
     """Combine the rounding of both models: add the mean squares of their draws, or the means if draws are `squared`.
 
     The degrees of freedom of the sum follow Welch and Satterthwaite: those of all draws if rounding changes both
-    models equally, those of one model's draws if rounding changes only that model.
+    models equally, those of one model's draws if rounding changes only that model. `_moderate` then averages the sums
+    over heads.
 
     A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore
-    at least that of a Gaussian whose typical maximum over all draws and heads is the largest observed change.
+    at least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest
+    observed change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
@@ -177,10 +182,11 @@ def combine_rounding(
 def _moderate(
     squares: Float[Tensor, " heads"], freedom: Float[Tensor, " heads"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
-    """Average each head's mean square with the typical one, by degrees of freedom; return both (Smyth 2004, eq. 6.2).
+    """Average each head's mean square with the typical one, weighted by degrees of freedom (Smyth 2004, eq. 6.2).
 
-    The more alike the heads are, the more degrees of freedom the typical mean square has, up to PRIOR. A mean square of
-    0 is not averaged.
+    Return the averages and their degrees of freedom. The more alike the heads are, the more degrees of freedom the
+    typical mean square has, up to PRIOR. A mean square of 0 is not averaged; none is if fewer than ENOUGH_HEADS are
+    above 0.
     """
     known = squares > 0  # False for NaN
     if int(known.sum()) < ENOUGH_HEADS:
@@ -206,7 +212,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     p = torch.tensor(numbers, dtype=torch.float64)
     q, named = adjust_p_values(p), false_discovery(p, fdr)
     count = int((~p.isnan()).sum())
-    # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
+    # the largest p that is named; at least the Bonferroni level, which the first named change would have to reach
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
     least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
     categories = {name for name in tests if is_category(heads, name)}  # computed once, because all heads are read
@@ -230,7 +236,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
             if not math.isnan(row_p):
                 fields["least"] = finite_or_none(least[name][place])
             elif fields["delta"] is not None and reason is None:
-                unmoved = "rounding never changed the measure, so the size of its effect is unknown"
+                unmoved = "rounding never changed the measure, so the size of the effect of rounding is unknown"
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
         elif reason is None and before is not None and after is not None:
             fields, reason = {"delta": after - before}, untested
@@ -255,7 +261,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
 
 
 def _smallest_change(heads: Heads, name: str) -> float | None:
-    """Return the smallest change of practical size; None if the first model's heads are too few or all alike."""
+    """Return the smallest change of practical size; None if too few heads have values, or their spread is 0."""
     if name in SMALLEST:
         return SMALLEST[name]
     values = field_values(heads, name)[0]
@@ -282,12 +288,12 @@ DRAWS = 2
 """Number of random roundings of each model's weights. Fewer draws need fewer forward passes; they reduce the power, but
 not the coverage, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
 PRIOR = 4.0
-"""Most degrees of freedom of the typical size of rounding over heads. Few keep the tails of Student's t heavy, because
-rounding can change a single head far more than the others."""
+"""Most degrees of freedom of the typical size of rounding over heads. A small number keeps the tails of Student's t
+heavy, because rounding can change a single head far more than the others."""
 MOST = 1e6  # degrees of freedom that count as infinite
 FEW = 1
-"""Number of windows on which the effect of rounding on tokens.* is measured. Its mean square on one window is at least
-that of the mean over windows, and each window costs 2 × DRAWS passes per model."""
+"""Number of windows on which the effect of rounding on tokens.* is measured. The mean square of the effect on one
+window is at least that on the mean over windows, and each window costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
 """Name of the change ‖o' − o‖/‖o‖ of a block's output o if both models receive the first model's input states; one
 value per block, not per head."""
@@ -316,13 +322,13 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of the matrices in a site's module: its queries and keys are that precise."""
+    """Return the coarsest stored type of matrices in a site's module; it limits the precision of queries and keys."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
 
 def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[tuple[Tensor, torch.dtype]]:
-    """Return a model's floating-point weights with their stored types, without those of modules at paths `unused`."""
+    """Return a model's floating-point weights with stored types, except those only in modules at paths `unused`."""
     prefixes = tuple(f"{path}." for path in unused)
     # duplicates, because a weight outside these modules can be shared with one of them
     named = model.named_parameters(remove_duplicate=False)
@@ -351,7 +357,7 @@ def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one flat index in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
+    """Draw flat indices, one in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
     part, remainder = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
     places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
@@ -378,7 +384,10 @@ def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) ->
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Simulate how rounding changes one site's scalar measures and forms: a table (draws, heads) per measure."""
+    """Simulate how rounding changes one site's forms and scalar measures: a table (draws, heads) per measure.
+
+    If no head is finite, only forms are included. Measures that compare a model with its base are left out.
+    """
     form = factors.query_key
     finite = sequences.finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
@@ -405,9 +414,9 @@ def _draw_site_changes(
 def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Blocks, draws: int, generator: torch.Generator, add_steps: AddSteps
 ) -> dict[str, Tensor]:
-    """Simulate how rounding changes means of tokens.* over windows, attention rows (KL), and block outputs.
+    """Simulate how rounding changes tokens.*, attention rows (KL) and block outputs, as means over windows.
 
-    Return a table (draws, heads) per measure; that of block outputs has the shape (draws, blocks).
+    Return a table (draws, heads) per measure; the table of block outputs has the shape (draws, blocks).
     """
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
@@ -437,7 +446,7 @@ def draw_tokens(
             originals = list(zip(batches, recorded, strict=True))
             passes = [run_pass(side, batch.inputs, blocks, original) for batch, original in originals]
             block_passes = []
-            if blocks.compared:  # each with its input states before rounding
+            if blocks.compared:  # each block runs on its input states from before rounding
                 block_passes = [
                     run_pass(side, batch.inputs, blocks, original, own_states=False) for batch, original in originals
                 ]
