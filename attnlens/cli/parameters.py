@@ -41,8 +41,8 @@ def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
 def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
     """Read options from `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
 
-    Raise UsageError for an invalid file or value, and for options that a file may not set: those that are dangerous,
-    and those that name files to read or write.
+    Return {} if there are none. Raise UsageError for an invalid file, name or value, and for options that a file must
+    not set: those that are dangerous, and those that name files to read or write.
     """
     options: dict[str, object] = {}
     for name, path in FILES.items():
@@ -91,7 +91,7 @@ def _add_default(help: str, shown: object) -> str:  # noqa: A002
 
 
 def list_kernels(incomplete: str) -> list[str]:
-    """Return all kernels or, if the text contains a plus sign, the part before it with each tie, filter and hybrid."""
+    """Return all kernels or, after a plus sign, the part before the sign extended by each tie, filter and hybrid."""
     from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels  # late, because only completion needs them
 
     kernel, plus, _ = incomplete.rpartition("+")
