@@ -102,7 +102,7 @@ def is_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Format an exception on one line: the name of its class and the first line of its message."""
+    """Format an exception on one line: the name of its class and, if it has a message, the message's first line."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"
 

@@ -57,7 +57,10 @@ NO_MODEL = "No model named: using demo, the small model that ships with attnlens
 
 
 def named_model(params: Mapping[str, str | None]) -> str:
-    """Return the requested model's name; if none is given, return demo with a message. Raise UsageError if invalid."""
+    """Return the requested model's name; if none is given, return demo and, unless --quiet, print a message.
+
+    Raise UsageError if the name is invalid.
+    """
     name = params["model"]
     if name is None and not params["quiet"]:
         say(NO_MODEL)
@@ -144,7 +147,7 @@ def run_command(
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that forks the workers of --jobs; it imports torch while this process does."""
+    """For the engine `local`, start the server that forks the workers of --jobs, and that imports torch meanwhile."""
     if engine == "local":
         from attnlens.runs.work import start_server
 

@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     },
     "Reference": {
         "report": "Show, draw or convert a saved report",
-        "list": "List kernels, analyzers and measures (default), or architectures; or print the JSON Schema",
+        "list": "List kernels, analyzers, measures or architectures, or print the JSON Schema",
         "explain": "Explain one measure, kernel or term",
     },
 }

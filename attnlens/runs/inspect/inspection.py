@@ -64,7 +64,7 @@ def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> T
 def build_measure(
     info: MeasureInfo, site: Site, value: Tensor | None, *, n: int, base: Tensor | None = None, **fields: Any
 ) -> Measure:
-    """Return a measure with its value, or, if the value is missing, NaN or meaningless, with the reason."""
+    """Return a measure with its value, or, if the value is missing, NaN or undefined, with the reason."""
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):

@@ -149,7 +149,10 @@ def compute(
 
 
 def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable[[str], None]:
-    """Report the start of the first stage and of the run; return a function to call with each finished unit's name."""
+    """Report the start of the first stage and, if there are several stages, of the run.
+
+    Return a function to call with the name of each finished unit.
+    """
     totals, done = Counter[str](), Counter[str]()
     for unit in units.values():
         totals[unit.stage] += unit.size

@@ -59,7 +59,7 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return the sequence number of each row; some modules split a sequence into several rows (Swin's windows)."""
+    """Return the index of each row's sequence; some modules split a sequence into several rows (Swin's windows)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
@@ -134,7 +134,10 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
 
 
 def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """Decode the tokens of sequence `number` that this part of the model reads; None if it reads no text."""
+    """Decode the tokens of sequence `number` that this part of the model reads.
+
+    Return None if the part does not read text, or if there is no tokenizer.
+    """
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
@@ -166,7 +169,7 @@ def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return each head's attention rows in the batch's first sequence, padding removed; [] if there is only padding."""
+    """Return each head's attention rows in the batch's first sequence, padding removed; [] if it is only padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []

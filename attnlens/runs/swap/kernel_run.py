@@ -142,7 +142,7 @@ class SwapSession:
 
     @cached_property
     def original_peak(self) -> int | None:
-        """Peak memory in bytes of the original model; None if unknown."""
+        """Peak memory in bytes of the original model's pass over the first batch; None if unknown."""
         return self.peak
 
     @cached_property
@@ -201,7 +201,10 @@ class ChangedModel:
     agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
-        """Return differences and agreement of continuations as a record; `beyond_window` uses `window`."""
+        """Return differences and agreement of continuations as a record.
+
+        `window` is the number of keys for `beyond_window`, or the reason why there is no number.
+        """
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
         if isinstance(self.agreement, str):

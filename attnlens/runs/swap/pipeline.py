@@ -151,9 +151,9 @@ def swap_kernel(
 ) -> Report:
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
-    `kernels` is one spelling, or several, as on the command line (`rbf:gamma=1+window:64`). If
-    `model` is a name, finished work is stored, and the same call resumes from it. Raise UsageError,
-    ModelError, TextError, OutputError, IdentityError, and Interrupted, which contains the finished results.
+    `kernels` is one spelling, or several, as on the command line (`rbf:gamma=1+window:64`). If `model` is a name,
+    finished work is stored, and the same call resumes from the stored work. Raise UsageError, ModelError, TextError,
+    OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return swap_work(model, words("kernels", kernels), request, progress).finish()
 

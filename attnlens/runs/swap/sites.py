@@ -76,7 +76,8 @@ def measure_leaks(
 ) -> dict[str, float | str]:
     """Return `causality_error` and `mask_error`, each a number or the reason for a missing number.
 
-    Raise IdentityError on a leak; if `user` names a kernel that a user registered, ask the user to correct the kernel.
+    Raise IdentityError on a leak. `user` is the kernel's name if a user registered it; the remedy then asks for a
+    correction of the kernel.
     """
     decodes = any(site.part == "decoder" for site in sites)
     causality: float | str = "every token of this model can attend to every other token"
@@ -160,7 +161,10 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference of two inputs' outputs per real token in `positions`; None without such outputs."""
+    """Compute the relative difference of two inputs' outputs at the real tokens in `positions`.
+
+    Return None if the model returns no output per token.
+    """
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in MASKS if name in pair[0])
@@ -310,7 +314,7 @@ CONSTANT = 1e-4  # largest relative spread of the norms of keys that count as eq
 
 
 def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
-    """Compare each swapped site's outputs with those of its original kernel for the same inputs; also return notes."""
+    """Compare each swapped site's outputs with its original kernel's for the same inputs; return records and notes."""
     records, counts, path = list[SiteSwap](), Counter[str](), setup.path
 
     def visit(site: Site, call: Call) -> None:
