@@ -175,7 +175,10 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, or unless 0 < share < ∞."""
+    """Parse `loss:1%` or `ppl:2%`.
+
+    Raise UsageError for anything else, and for budgets that are not positive and finite.
+    """
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:

@@ -43,7 +43,7 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
     "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
     "--sarif": "Use --junit or --annotations.",
     "--allow-other-model": "Omit this option: a baseline is matched by settings and heads, not by the model's name.",
-    "merge": "Run the shards' command again without --shard: this combines their units and writes the report.",
+    "merge": "Run the shards' command again without --shard to combine the shards' units and write the report.",
 }
 
 

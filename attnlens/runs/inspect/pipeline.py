@@ -229,7 +229,8 @@ def inspect_sites(
         calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
         if calls != others:
             raise ModelError(
-                "Without weights (on the meta device), the model runs other attention modules.", "Omit --device spread."
+                "On the meta device, the model runs different attention modules than with its weights.",
+                "Omit --device spread.",
             )
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
     one_token, window = checks.survey_without_media(loaded, sites, settings.length or 2, settings.seed)

@@ -90,7 +90,7 @@ def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> t
     finite = ~harm.isnan()
     reliability = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
     known = not math.isnan(reliability)
-    why = "fewer than two windows or four heads with a value, or all harms are equal"
+    why = "fewer than two windows, fewer than four heads with a value, or equal harms of all heads"
     return predictors, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
